@@ -26,6 +26,7 @@ def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str) -> 
         dtype: of autocast.
         device: device type; autocast differs between device types.
     """
+    # Fake tensors follow the rules of autocast without memory, also for a device that this machine lacks.
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast(device, dtype), torch.no_grad():
         computed = {op_output for op in program.operators for op_output in op.outputs}
         values = {
@@ -43,5 +44,6 @@ def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str) -> 
             results = op.target(*substitute(op.args, values), **kwargs)
             if isinstance(results, torch.Tensor):
                 results = (results,)
+            # Not strict: an operator may have more results than are used.
             values.update((n, r) for n, r in zip(op.outputs, results, strict=False) if n is not None)
     return {name: value.dtype for name, value in values.items()}

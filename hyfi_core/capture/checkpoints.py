@@ -10,6 +10,7 @@ from torch.utils import checkpoint as checkpointing
 
 from hyfi_core.capture.patching import patched
 
+# Taken when this module is imported, before any patch: threads that do not trace get PyTorch's own.
 _FUNCTION: Any = checkpointing.CheckpointFunction
 _GENERATOR: Any = checkpointing._checkpoint_without_reentrant_generator
 
@@ -24,6 +25,7 @@ def plain_checkpoints(inside: Inside) -> Iterator[None]:
         inside: creates the context of a checkpoint; returns None in threads that do not trace.
     """
 
+    # ``checkpoint(use_reentrant=True)`` calls nothing of this class but ``apply``.
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -33,6 +35,7 @@ def plain_checkpoints(inside: Inside) -> Iterator[None]:
             with context:
                 return function(*args)
 
+    # ``checkpoint(use_reentrant=False)`` calls the function where this generator yields, once.
     def without_reentrance(*args: Any, **kwargs: Any) -> Iterator[None]:
         context = inside()
         if context is None:

@@ -13,12 +13,14 @@ def chains_in(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
     chains: dict[tuple[str, ...], None] = {}
     chain: list[str] = []
     for step in dis.get_instructions(code):
+        # Up to Python 3.11, a method is loaded by LOAD_METHOD, later by LOAD_ATTR.
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
             chain.append(str(step.argval))
             continue
         if chain:
             chains[tuple(chain)] = None
         chain = [str(step.argval)] if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else []
+    # The code of inner functions, lambdas and classes is a constant of the code around it.
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             chains.update(dict.fromkeys(chains_in(constant)))
@@ -42,6 +44,7 @@ def words_in(code: types.CodeType) -> frozenset[str]:
             words |= words_in(constant)
         elif isinstance(constant, str):
             words.add(constant)
+        # The compiler folds ``for name in ("scale", "shift")`` into one constant.
         elif isinstance(constant, (tuple, frozenset)):
             words.update(item for item in constant if isinstance(item, str))
     return frozenset(words)

@@ -46,6 +46,7 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
     """
     stored = StoredTensors()
     try:
+        # Constants that the forward stores are allowed only if a second trace, which finds them, gives this program.
         assigned: list[Stored] = []
         program = _parse(_exported(model, shape, dtype, stored, assigned))
         check_later_forwards(
@@ -54,6 +55,7 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
         return program
     except RequestError as error:
         raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from None
+    # torch.export raises many classes, and a forward any: to the user all say that this model cannot be captured.
     except Exception as error:
         raise RequestError(
             f"the model {type(model).__name__} cannot be captured for images of shape {shape}, "
@@ -71,6 +73,7 @@ def _exported(
     stored: StoredTensors,
     assigned: list[Stored] | None,
 ) -> ExportedProgram:
+    # The lock first: two exports at once crash, and the other contexts change state of the whole process.
     with PATCHING, collection_paused(), _graphs_without_code(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -83,6 +86,8 @@ def _exported(
             stood_in(model, mode),
             trace_guards(model, stored, assigned),
         ):
+            # Not strict: the forward runs in Python, where the guards see it. Dynamo would run none of the patched
+            # functions.
             traced = torch.export.export(model, (image,), strict=False)
         # Outside of the guards: decompositions run PyTorch's own code, which they would take for the model's.
         with _own_composites_only(traced), _without_metadata():
@@ -90,6 +95,7 @@ def _exported(
         return exported
 
 
+# ``copy`` converts and broadcasts its source; these two operators do the same and have derivatives.
 def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     return source.to(into.dtype).expand(into.shape)
 
@@ -101,11 +107,14 @@ def _difference(
     result = torch.cat(ends, dim) if len(ends) > 1 else x
     for _ in range(n):
         above, below = result.narrow(dim, 1, result.shape[dim] - 1), result.narrow(dim, 0, result.shape[dim] - 1)
+        # PyTorch refuses ``-`` for bools; its ``diff`` of bools is this.
         result = above ^ below if result.dtype == torch.bool else above - below
+    # With n=0 a copy, as of PyTorch: the result must not be the input itself.
     return result.clone() if result is x else result
 
 
 def _rotated(x: torch.Tensor, k: int = 1, dims: tuple[int, int] = (0, 1)) -> torch.Tensor:
+    # A quarter turn is a flip and a transposition, a half turn two flips: all operators with rules.
     turned = x.flip((dims[1],)) if k % 4 in (1, 2) else x.flip((dims[0],)) if k % 4 == 3 else x
     if k % 4 == 2:
         return turned.flip((dims[0],))
@@ -136,6 +145,7 @@ def _own_composites_only(traced: ExportedProgram) -> contextlib.AbstractContextM
 
     It would list and patch all that it knows, hundreds, at every export: several times the time of a small model.
     """
+    # Private: where a version of PyTorch lacks it, exports are slower and the same.
     is_kept = getattr(importlib.import_module("torch._export.utils"), "_is_preservable_cia_op", None)
     if is_kept is None:  # a version of PyTorch that works otherwise
         return contextlib.nullcontext()
@@ -164,6 +174,7 @@ def _graphs_without_code() -> contextlib.AbstractContextManager[None]:
 
     An export makes about twenty graphs and runs two or three of them; of the last, only the operators are read.
     """
+    # Private, too: without it, exports take longer.
     lazy = getattr(importlib.import_module("torch.fx._lazy_graph_module"), "_use_lazy_graph_module", None)
     return contextlib.nullcontext() if lazy is None else lazy(True)
 
@@ -192,8 +203,10 @@ def _parse(exported: ExportedProgram) -> Program:
             _declare(values, node.name, node.meta.get("val"))
         elif node.op == "output":
             outputs = tuple(_argument(item) for item in node.args[0])
+        # A getitem selects one result of an operator: not a computation, but the name of that result.
         elif node.op == "call_function" and node.target is not operator.getitem:
             operators.append(_operator(node, values))
+        # ``get_attr`` is the body of a torch.cond or while_loop: whose values exist is not known before the run.
         elif node.op != "call_function":
             raise RequestError(f"the model has a nested graph ({node.op} {node.target}); control flow is not supported")
     return _assemble(exported, values, operators, outputs)
@@ -221,6 +234,7 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
     return Operator(
         name=node.name,
         target=node.target if function is None else function,  # type: ignore[arg-type]
+        # Without the third argument, a number that only this process knows: digests of ranks must be equal.
         args=tuple(_argument(item) for item in (node.args if function is None else node.args[:2])),
         kwargs={key: _argument(item) for key, item in node.kwargs.items() if not _is_device_of_capture(node, key)},
         outputs=tuple(names),
@@ -231,6 +245,7 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
 def _refuse_numbers(node: torch.fx.Node) -> None:
     """Refuse computation with a Python number read from a tensor."""
     for source in node.all_input_nodes:
+        # A number that was read from a fake tensor is symbolic: it has no value.
         if isinstance(source.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
             line = traced_line(node.meta.get("stack_trace") or "")
             raise RequestError(
@@ -256,6 +271,7 @@ def _declare(values: dict[str, ValueInfo], name: str, value: Any, traced: str | 
     if not isinstance(value, torch.Tensor):
         return
     try:
+        # A size without a value raises when it becomes an int.
         shape = tuple(int(side) for side in value.shape)
     except RuntimeError:  # a size that only the image decides
         line = traced_line(traced or "")
@@ -269,6 +285,7 @@ def _declare(values: dict[str, ValueInfo], name: str, value: Any, traced: str | 
 def _argument(item: Any) -> Any:
     if isinstance(item, torch.fx.Node):
         return Ref(_canonical(item) if item.target is operator.getitem else item.name)
+    # Before lists: a device is a leaf.
     if isinstance(item, torch.device):
         return torch.device(item.type)  # the current one of each rank: programs of ranks are compared
     if isinstance(item, (list, tuple)):
@@ -292,6 +309,7 @@ def _assemble(
         elif spec.kind == InputKind.BUFFER:
             buffers[name] = str(spec.target)
         elif spec.kind == InputKind.CONSTANT_TENSOR:
+            # The user's tensor itself, not a copy: what changes it in place between steps changes the program's value.
             constants[name] = exported.constants[str(spec.target)]
         elif spec.kind == InputKind.CUSTOM_OBJ:
             raise RequestError(f"it computes with an object that is not a tensor: {exported.constants[spec.target]!r}")
@@ -301,6 +319,7 @@ def _assemble(
     mutations: dict[str, str] = {}
     returned: list[Any] = []
     for out_spec, output in zip(exported.graph_signature.output_specs, outputs, strict=True):
+        # The graph is functional: it returns the new values of buffers before the model's own outputs.
         if out_spec.kind == OutputKind.BUFFER_MUTATION:
             mutations[str(out_spec.target)] = output.name
         elif out_spec.kind == OutputKind.USER_OUTPUT:

@@ -21,10 +21,12 @@ def equal(
     """Return None if all values are equal up to a tolerance, else a phrase about the first that is not."""
     sizes: dict[str, float] = {}
     for name, value in expected.items():
+        # The first word: output, gradient or buffer. A small gradient is measured by the largest one, not by outputs.
         kind = name.split()[0]
         sizes[kind] = max(sizes.get(kind, 0.0), 0.0 if value is None else _norm(value))
     for name, value in expected.items():
         actual_value = actual.get(name)
+        # For what a loss does not depend on, autograd returns None or zeros: both are the same gradient.
         if value is None or actual_value is None:
             present = value if value is not None else actual_value
             if present is not None and _norm(present) > 0:
@@ -38,6 +40,9 @@ def equal(
                 f"{name} is {tuple(value.shape)} {value.dtype} in the module and "
                 f"{tuple(actual_value.shape)} {actual_value.dtype} in the program"
             )
+        # The norm below leaves NaN out, so that equal ones are no difference.
+        if not torch.equal(value.isnan(), actual_value.isnan()):
+            return f"{name} is NaN at other places in the module than in the program"
         error, size = _norm(value.double() - actual_value.double()), max(_norm(value), _SMALL * sizes[name.split()[0]])
         if not error <= tolerance * size:
             return f"{name} has a relative error of {error / size if size else error:.1e}"
@@ -57,7 +62,9 @@ def first_module(model: nn.Module, program: Program, image: torch.Tensor) -> str
     with torch.no_grad(), RepeatableDraws():
         interpret(program, parameters, {n: b.clone() for n, b in buffers.items()}, image, keep)
         outputs = _outputs(model, image)
+    # Children finish before their parents, so the first module that differs is the innermost.
     for path, output in outputs:
+        # Which of its operators computed the output is not recorded: any of their values may be it.
         own = (value for at, values in captured.items() if at == path or at.startswith(f"{path}.") for value in values)
         if captured.keys() & {path} and not any(_close(output, value) for value in own):
             return f"; the first module that differs is {path} ({type(model.get_submodule(path)).__name__})"
@@ -87,4 +94,5 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _norm(value: torch.Tensor) -> float:
+    # Where both are infinite or NaN, their difference is NaN, which counts as 0.
     return float(torch.nan_to_num(value.detach().double()).norm())

@@ -90,11 +90,13 @@ def trace_guards(model: nn.Module, stored: StoredTensors, assigned: list[Stored]
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Context that restores the attributes of all modules on exit: removed, added and changed ones."""
+    # Shallow: the registries stay the same objects. What containers hold is taken back by ``Caches``.
     before = {module: dict(vars(module)) for module in model.modules()}
     try:
         yield
     finally:
         for module, values in before.items():
+            # Not by setattr, which is still patched and would register or copy values.
             present = vars(module)
             for name in present.keys() - values.keys():
                 del present[name]
@@ -123,6 +125,7 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
     caches = Caches(model)
 
     def begin(module: nn.Module, args: Any) -> None:
+        # By the forward's real arguments: export calls it with its own replacement of the image.
         calls.of_image.add(torch.utils._pytree.tree_leaves(args))
         before.update(attributes(model))
         outside.update(outside_attributes(model))
@@ -187,6 +190,7 @@ def _traces() -> bool:
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        # A graph has operators, not modules, so that nothing would call these.
         if module._backward_hooks or module._backward_pre_hooks:
             raise RequestError(
                 f"module {name or 'the model itself'} ({type(module).__name__}) has backward hooks, which would not "
@@ -194,6 +198,7 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
             )
 
 
+# Each ``_PLAIN`` is PyTorch's own function, read at import: later, a patch may be in its place.
 _PLAIN_SEED: Any = torch.manual_seed
 
 
@@ -208,11 +213,13 @@ def _seed(seed: int) -> torch.Generator:
     return generator
 
 
+# The function below the class method: the subclass that is called becomes its first argument.
 _PLAIN_APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
 
 def _apply(function: Any, *args: Any, **named: Any) -> Any:
     """``Function.apply``: those of the user's become operators of the program."""
+    # PyTorch's own, as of operators of torch.library, are traced as they are.
     if not _traces() or function.__module__.startswith("torch."):
         return _PLAIN_APPLY(function, *args, **named)
     return recorded(function, args, _untraced)
@@ -241,6 +248,7 @@ def _normalise(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
     if not _traces() or not module.training or module.momentum is not None or batches is None or running[0] is None:
         plain: torch.Tensor = _PLAIN_NORM(module, x)
         return plain
+    # As PyTorch's forward does first: the kernel below it would take other dims.
     module._check_input_dim(x)
     # With momentum 1, whatever is in these is overwritten by the statistics of the batch.
     batch = torch.zeros_like(running[0]), torch.zeros_like(running[1])
@@ -270,6 +278,7 @@ def _normalise_instances(module: _InstanceNorm, x: torch.Tensor) -> torch.Tensor
     if not module.training:
         return F.batch_norm(x, mean, variance, *affine, False, 0.0, module.eps)
     momentum = 0.0 if module.momentum is None else module.momentum
+    # Detached: PyTorch's kernel gives running statistics no gradient either.
     of_images = torch.var_mean(x.detach().to(mean.dtype), (2, 3), correction=1)
     for statistic, per_image in zip((variance, mean), of_images, strict=True):
         statistic.copy_(statistic * (1.0 - momentum) + per_image.mean(0) * momentum)
@@ -281,11 +290,13 @@ _PLAIN_SETATTR: Any = nn.Module.__setattr__
 
 def _assign(module: nn.Module, name: str, value: Any) -> None:
     """``self.buffer = value`` as a copy into the buffer."""
+    # Modules whose ``__init__`` has not called super().__init__() yet have no registries.
     buffer = vars(module).get("_buffers", {}).get(name)
     if (
         not _traces()
         or buffer is None
         or not isinstance(value, torch.Tensor)
+        # ``self.steps += 1`` changes the buffer in place and then assigns it to itself.
         or value is buffer
         or not _is_traced(value)
     ):
@@ -320,6 +331,7 @@ def _attributes(output: Any) -> tuple[list[Any], tuple[str, ...]]:
 
 
 def _put_together(kind: type, values: Any, names: Any) -> Any:
+    # Without ``__init__``, whose arguments may be other ones than the attributes.
     output: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(output, name, value)  # frozen dataclasses, too

@@ -39,6 +39,7 @@ def interpret(
     values: dict[str, Any] = {**program.constants, program.image: image}
     values.update((value, parameters[name]) for value, name in program.parameters.items())
     values.update((value, buffers[name]) for value, name in program.buffers.items())
+    # What nothing needs is not run, as on ranks: a check of a dtype, for example.
     alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
     for op in program.operators:
         if not any(output in alive for output in op.outputs):
@@ -56,6 +57,7 @@ def interpret(
     return leaves, {**buffers, **{name: values[value].detach() for name, value in program.mutations.items()}}
 
 
+# Fractions of its multiples are spread evenly for any number of elements, so each shape drops about its rate.
 _GOLDEN = 0.6180339887498949
 
 
@@ -71,8 +73,10 @@ class RepeatableDraws(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operator, or return repeatable numbers instead."""
         aten = torch.ops.aten
+        # The third argument is ``train``: without it, dropout draws nothing.
         if function is aten.native_dropout.default and args[2]:
             survivors = _pattern(args[0]) < 1.0 - args[1]
+            # As PyTorch's: with p=1 all is zero, where 1 / (1 - p) would give NaN.
             scale = 0.0 if args[1] == 1.0 else 1.0 / (1.0 - args[1])
             return args[0] * survivors * scale, survivors
         if function is aten.bernoulli_.float:
@@ -82,11 +86,13 @@ class RepeatableDraws(TorchDispatchMode):
         if function is aten.bernoulli.default:
             return (_pattern(args[0]) < args[0]).to(args[0].dtype)
         if torch.Tag.nondeterministic_seeded in function.tags:
+            # At each draw, so that a different order of operators on the two sides does not matter.
             torch.manual_seed(0)
         return function(*args, **(kwargs or {}))
 
 
 def _pattern(like: torch.Tensor) -> torch.Tensor:
     """Return evenly distributed numbers in [0, 1) of the same shape."""
+    # float64: in float32, the fraction of large multiples would have few digits.
     steps = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
     return (steps * _GOLDEN + 0.3).frac().reshape(like.shape)

@@ -99,6 +99,7 @@ class NoDraws(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operator, unless it draws."""
         kwargs = kwargs or {}
+        # Tags belong to operators, which only a mode of dispatch sees: F.dropout itself has none.
         if torch.Tag.nondeterministic_seeded in function.tags and kwargs.get("generator") is None:
             raise RequestError(
                 f"the loss draws random numbers ({calling_line()}), which differ between ranks; draw them in the "

@@ -76,6 +76,7 @@ class ModuleState(tuple[Any, ...]):
     """Result of ``module_state``: a cache key whose hash is computed once."""
 
     @cached_property
+    # Each step looks a state up in dicts: hashing all attributes again would take as long as comparing them.
     def _hash(self) -> int:
         return tuple.__hash__(self)
 
@@ -88,6 +89,7 @@ def module_state(model: nn.Module) -> ModuleState:
 
     Of buffers and parameters, only the presence and ``requires_grad`` count: their values are inputs of a program.
     """
+    # With duplicates: a module under two names differs from two equal ones.
     paths = list(model.named_modules(remove_duplicate=False))
     tensors = tuple((path, n, p.requires_grad) for path, m in paths for n, p in m._parameters.items() if p is not None)
     buffers = tuple((path, n) for path, m in paths for n, b in m._buffers.items() if b is not None)
@@ -141,6 +143,7 @@ def tensors_in_attributes(model: nn.Module) -> set[int]:
     ids, visited = set[int](), set[int]()
     while open_values:
         value = open_values.pop()
+        # Walked with a list: nested values may be deeper than Python's recursion.
         if isinstance(value, _Same):
             ids |= {id(value.item)} & own.keys()
         elif isinstance(value, _Identities):
@@ -169,6 +172,7 @@ def is_empty(value: Any) -> bool:
 def changed_since(before: Hashable, after: Hashable) -> list[tuple[str, str]]:
     """Return (path of a module, attribute) of all changes between two results of ``module_state``."""
     assert isinstance(before, tuple) and isinstance(after, tuple)
+    # The last of the four parts of a state has the attributes; ``modules`` is the third.
     before_values = dict(before[-1])
     names = [key for key, value in after[-1] if before_values.get(key) != value]
     return names + [
@@ -201,6 +205,7 @@ def is_counted(before: Hashable, after: Hashable) -> bool:
     """Whether a number changed or was appended to a list, also within containers, or a generator was drawn from."""
     if before == after or not isinstance(before, tuple) or not isinstance(after, tuple):
         return False
+    # A growing list of tensors may be a cache; one of numbers counts calls.
     if before[:1] == after[:1] == (list,) and len(after) > len(before):
         return any(isinstance(item, tuple) and item[0] in (int, float) for item in after[len(before) :])
     if len(before) != len(after):
@@ -230,6 +235,7 @@ def _comparable(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable
     if isinstance(value, torch.Tensor):
         if id(value) in values:
             return values[id(value)]
+        # The version counts changes in place. Tensors of inference mode have none, and asking raises.
         return (torch.Tensor, _Same(value), 0 if value.is_inference() else value._version)
     if id(value) not in values:
         values[id(value)] = (_Same(value), "seen")  # for an object that contains itself
@@ -240,6 +246,7 @@ def _comparable(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable
 def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
     if isinstance(value, np.ndarray):
         data = value.tobytes()
+        # A checksum of large arrays, so that the state does not hold a copy of them.
         return (_Same(value), data if value.size <= _ITEMS else zlib.crc32(data))
     if isinstance(value, random.Random):
         return (_Same(value), value.getstate())
@@ -248,6 +255,7 @@ def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
     if isinstance(value, torch.Generator):
         with _disable_current_modes():  # during a trace
             return (_Same(value), value.get_state().numpy().tobytes())
+    # Classes and modules by identity: what a forward reads of them is listed in ``outside_attributes``.
     if depth == 0 or len(values) > _OBJECTS or isinstance(value, (type, types.ModuleType)):
         return (_Same(value),)
     if isinstance(value, (list, tuple, set, frozenset, dict)):
@@ -259,6 +267,7 @@ def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
             members += _closure_values(value)
     if isinstance(value, functools.partial):
         members += [value.func, value.args, value.keywords]
+    # Identity and contents: a changed object and another equal one are both changes.
     return (_Same(value), *(_comparable(item, depth - 1, values) for item in members))
 
 
@@ -293,6 +302,7 @@ def _contained(container: Any, depth: int, values: dict[int, Hashable]) -> Hasha
     inside = [_comparable(item, depth - 1, values) for item in _items(container)]
     if any(item is _STORED for item in inside):
         if isinstance(container, dict):
+            # ``_items`` yields keys and values in turn.
             pairs = zip(inside[::2], inside[1::2], strict=True)
             inside = [item for pair in pairs if pair[1] is not _STORED for item in pair]
         else:

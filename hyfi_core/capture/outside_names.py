@@ -240,6 +240,7 @@ class _Walk:
     def _add_member(self, member: _Member, created: bool) -> None:
         holder, name, _, own = member
         creates = name in _CREATING
+        # Python calls ``__getattr__``, ``__call__`` and others itself, so no code has their names.
         implicit = name.startswith("__") and name.endswith("__") and not creates and name not in _NEVER_REACHED
         if implicit or name in self._names or (own and self._reaches_all) or (creates and created):
             self._reached.append(member)
@@ -319,6 +320,7 @@ def _looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, A
     value = names.get(chain[0], _NOTHING)
     for number, attribute in enumerate(chain[1:], 1):
         attribute_value = _NOTHING
+        # The value itself counts as a whole; its attributes are methods or computed.
         if value is not os.environ and not isinstance(value, (*_VALUES, types.FunctionType, torch.Tensor, nn.Module)):
             attribute_value = _attribute(value, attribute)
         if isinstance(value, (types.ModuleType, type)) and _is_replaceable(attribute_value):

@@ -13,6 +13,7 @@ from torch import nn
 
 _CORE = Path(__file__).parent.parent
 _MODELS = f"{_CORE / 'models'}/"
+# Code without a file has a name such as ``<string>`` or ``<frozen importlib>``.
 _NOT_USERS = (f"{Path(torch.__file__).parent}/", f"{_CORE}/", "<")
 _PYTHON = f"{Path(linecache.__file__).parent}/"
 INSTALLED = "/site-packages/"
@@ -51,6 +52,7 @@ def _described(error: Exception) -> str:
             f"the forward requires arguments besides the image: {missing[1]}; give them defaults, or wrap the model "
             f"in a module that passes them"
         )
+    # Which class of error this is differs between versions of PyTorch and between operators.
     if "DataDependent" in kind or "data-dependent" in message or "_local_scalar_dense" in message:
         return (
             "it reads a value from a tensor (a branch, a loop, .item(), float(), a boolean mask), and this value "
@@ -81,8 +83,10 @@ def is_users(code: CodeType) -> bool:
 
 def is_users_file(name: str) -> bool:
     """Whether a file is the user's, or of a package of networks."""
+    # The built-in models lie below the core, but are models like a user's.
     if name.startswith(_MODELS):
         return True
+    # Installed packages lie inside of Python's own folder.
     of_python = name.startswith(_PYTHON) and INSTALLED not in name
     return not of_python and not name.startswith(_NOT_USERS)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+# No Python identifier, so that no value of a graph has this name.
 KEY = "~key"
 """Name of the key of random operators: int64 (seed, step, first sample of the micro-batch), an input like the image."""
 
@@ -65,6 +66,7 @@ class Operator:
 
     def __post_init__(self) -> None:
         # Computed once: planning reads them often.
+        # The class is frozen: its own ``__setattr__`` raises.
         object.__setattr__(self, "text", _text_of(self.target))
         object.__setattr__(self, "inputs", tuple(refs_in((self.args, tuple(self.kwargs.values())))))
 
@@ -110,6 +112,7 @@ class Program:
 
     def digest(self) -> str:
         """Return a hash that is equal on two ranks if they have captured the same program."""
+        # Without constants, which are whole tensors: ``equals`` compares them.
         text = "\n".join(
             f"{op.outputs} = {op.text}{op.args}{sorted(op.kwargs.items(), key=lambda kv: kv[0])} @ {op.module}"
             for op in self.operators
@@ -126,6 +129,7 @@ class Program:
     def needed(self, roots: set[str]) -> set[str]:
         """Return the names of all values on which the ``roots`` depend, themselves included."""
         names = set(roots)
+        # An operator follows those that compute its inputs, so that one pass backwards finds all.
         for op in reversed(self.operators):
             if any(output in names for output in op.outputs if output is not None):
                 names.update(op.inputs)

@@ -43,9 +43,11 @@ class ReleasedTensor(torch.Tensor):
         """
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # An initialisation or ``weight.clamp_()``: what changes is a tensor that nothing reads.
         changes_it = name.endswith("_") and not name.endswith("__") and isinstance(args[0], ReleasedTensor)
         # Otherwise the call below, and every attribute that is read here, would come back to this function.
         with torch._C.DisableTorchFunctionSubclass():
+            # A property, such as ``shape``, takes no values.
             leaves = () if changes_it or name == "__get__" else _pytree.tree_leaves((args, kwargs))
             if any(isinstance(item, torch.Tensor) and not item.is_meta for item in leaves):
                 raise RequestError(
@@ -58,6 +60,7 @@ class ReleasedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return another released tensor."""
+        # By the memo, tied tensors stay tied in a copy.
         if id(self) not in memo:
             memo[id(self)] = _released_like(self)
         copied: torch.Tensor = memo[id(self)]
@@ -100,8 +103,10 @@ def release(model: nn.Module, names: Collection[str]) -> Former:
     chosen = {n: t for n, t in named_tensors(model).items() if n in names and _is_plain(t) and id(t) not in kept_ids}
     former = [(weakref.ref(tensor), name) for name, tensor in chosen.items()]
     _replace(model, {id(tensor): _without_values(tensor) for tensor in chosen.values()})
+    # This dict would keep what it is about to free.
     chosen.clear()
     gc.collect()  # a capture leaves reference cycles that hold them
+    # glibc keeps freed memory for the process unless it is asked to return it.
     return_freed_now()
     return former
 
@@ -153,6 +158,7 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _released_like(tensor: torch.Tensor) -> torch.Tensor:
+    # Detached, so a plain tensor: of a Parameter, nn.Parameter would not make the subclass.
     like = _like(tensor, torch.device("meta")).detach()
     if isinstance(tensor, nn.Parameter):
         return ReleasedParameter(like, tensor.requires_grad)
@@ -167,6 +173,7 @@ def _adopt(target: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # With the strides, too: a channels-last weight gives another program than a plain one.
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
@@ -177,6 +184,7 @@ def _replace(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> None
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():
                 if tensor is not None and id(tensor) in replacements:
+                    # No name is added or removed, so the dict may change while it is walked.
                     registry[name] = replacements[id(tensor)]  # type: ignore[assignment]
                     if isinstance(module, nn.RNNBase):  # it holds a list of its parameters, too
                         setattr(module, name, replacements[id(tensor)])

@@ -68,6 +68,7 @@ class ProgramCutter:
     """
 
     def __init__(self, program: Program, results: tuple[Any, ...]) -> None:
+        # A changed buffer is a result, too, even if no output depends on it.
         alive = program.needed({*refs_in(results), *program.mutations.values()})
         self._program, self._results = program, results
         self._operators = tuple(op for op in program.operators if any(o in alive for o in op.outputs if o is not None))
@@ -76,6 +77,7 @@ class ProgramCutter:
         self._makers = {o: at for at, op in enumerate(self._operators) for o in op.outputs if o is not None}
         self._beside = self._serving_mutations_only()
         self._uses = self._uses_of_values()
+        # Later operators overwrite earlier ones: what stays is the last of each module.
         self._last = {name: at for at, op in enumerate(self._operators) for name in _enclosing(op.module)}
         self._watched = _watched_buffers(program)
 
@@ -153,6 +155,7 @@ class ProgramCutter:
         """
         owner = [stage for stage, (a, b) in enumerate(ends) for _ in range(a, b)]
         for at, makers in self._beside.items():
+            # The first stage that has all inputs; makers come before, so theirs are moved already.
             owner[at] = min(owner[at], max(owner[maker] for maker in makers))
         return [*owner, len(ends) - 1]
 
@@ -168,6 +171,7 @@ class ProgramCutter:
     def _with_copies(self, owner: Sequence[int], stage: int) -> tuple[Operator, ...]:
         chosen = {at for at, of in enumerate(owner[:-1]) if of == stage}
         names = {name for at in chosen for name in self._operators[at].inputs}
+        # Backwards, so that what a copied operator reads is copied, too.
         for at in reversed(range(len(self._operators))):
             outputs = {o for o in self._operators[at].outputs if o is not None}
             if owner[at] < stage and outputs & names & self._free:
@@ -180,6 +184,7 @@ class ProgramCutter:
         travels: dict[tuple[int, int], list[str]] = {}
         for name, maker, users, in_order in self._uses:
             first = owner[maker]
+            # Then the last user is in the latest stage: if that is the maker's own, all others are.
             if in_order and owner[users[-1]] == first:
                 continue
             for to in sorted({owner[user] for user in users} - {first}):
@@ -191,6 +196,7 @@ class ProgramCutter:
         stages: dict[str, set[int]] = {name: set() for name in self._watched.values()}
         for stage, operators in enumerate(pieces):
             for op in operators:
+                # Outputs, too: the value after a change is an output of the operator that makes it.
                 for value in (*op.inputs, *op.outputs):
                     if value in self._watched:
                         stages[self._watched[value]].add(stage)
@@ -219,6 +225,7 @@ def active_values(program: Program, results: tuple[Any, ...], sources: Iterable[
         return [name for name in values if program.values[name].differentiable]
 
     passing = [op for op in program.operators if op.text != "aten.detach.default"]
+    # What the sources reach, forwards; then what the outputs depend on, backwards: both carry gradients.
     reached = set(sources)
     for op in passing:
         if any(name in reached for name in op.inputs):
@@ -246,6 +253,7 @@ def _nearest(operators: Sequence[Operator], cut: str) -> str:
 
 def free_values(program: Program, operators: Sequence[Operator]) -> set[str]:
     """Return values that depend on neither image nor parameters nor buffers."""
+    # Buffers, too: their values may change from step to step.
     bound = {program.image, *program.parameters, *program.buffers}
     free: set[str] = set()
     for op in operators:
@@ -268,6 +276,7 @@ def _part_of(program: Program, operators: tuple[Operator, ...], ordinals: dict[s
     computed = {o for op in operators for o in op.outputs if o is not None}
     used = {name for op in operators for name in op.inputs}
     mutations = {name: value for name, value in program.mutations.items() if value in computed}
+    # A buffer that is written without being read is still one that this part replaces.
     used.update(value for value, name in program.buffers.items() if name in mutations)
     return replace(
         program,

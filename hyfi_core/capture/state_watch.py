@@ -60,6 +60,7 @@ class _WatchedModule:
         self._module, self._kind, self._held = module, type(module), vars(module)
         attributes = [(name, value) for name, value in self._held.items() if name not in REGISTRIES]
         registries: list[dict[str, Any]] = [module._modules, module._buffers, module._parameters]
+        # An empty tuple cannot be filled: identity is enough.
         self.empty = [value for _, value in attributes if is_empty(value) and not is_constant(value)]
         self.empty += [registry for registry in registries if not registry]
         self._contents = [
@@ -71,6 +72,7 @@ class _WatchedModule:
 
     def is_same(self) -> bool:
         """Whether nothing was added, removed or replaced; ``empty`` and ``others`` are compared separately."""
+        # Code may assign ``module.__class__`` or ``module.__dict__``.
         if type(self._module) is not self._kind or vars(self._module) is not self._held:
             return False
         if [p.requires_grad for p in self._parameters] != self._trained:
@@ -134,6 +136,7 @@ class StateWatch:
 
     def state(self) -> ModuleState:
         """Return a value equal to ``module_state`` of the model: the same object while nothing changes."""
+        # Any of these containers is true once it is no longer empty.
         if self._state is None or any(self._empty) or not all([module.is_same() for module in self._modules]):
             return self._compute()
         return self._state if self._compared() == self._others else self._compute()
@@ -150,6 +153,7 @@ class StateWatch:
         self._others = self._compared()
         self._state = state = module_state(self._model)
         if changed := self._changed():
+            # Behind all other attributes, so that a state without cached tensors stays equal to ``module_state``.
             self._state = ModuleState((*state[:-1], (*state[-1], ((OUTSIDE, "a cached tensor"), tuple(changed)))))
         return self._state
 

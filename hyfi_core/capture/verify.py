@@ -86,6 +86,7 @@ def _compare(
         with StoringRun(stored, of_image):
             return pick(model(image))
 
+    # A model may need a least size, such as a whole window of its last pool: the first that works is taken.
     for small in _small_shapes(shape):
         with contextlib.suppress(Exception), undisturbed(model), _without_caches(model, of_image):
             expected = _steps(model, small, dtype, run, lambda: dict(model.named_buffers()))
@@ -96,8 +97,10 @@ def _compare(
         program = capture(model, small, dtype)
     except RequestError as error:
         return f"it cannot be captured for images of {small[2]} x {small[3]} px ({error})"
+    # Rounding is that of the weights: images of bytes are converted by the model.
     computed = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
     difference = equal(expected, _of_program(model, program, small, dtype, pick), _TOLERANCE.get(computed, _COARSE))
+    # Before a refusal: in float32, a norm over few values can amplify rounding beyond the tolerance.
     if difference is None or not _exceeds_rounding(model, small, dtype, pick, expected, program):
         return None
     with undisturbed(model):
@@ -134,6 +137,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Context that restores a module's values and attributes, and all random number generators, on exit."""
     device = device_of(model)
+    # Clones, although most models change no weight: what a forward changes in place is seen only by value.
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
@@ -141,8 +145,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     try:
         with (
             PATCHING,
+            # A checkpoint would compute its part again in backward, and update running statistics twice.
             plain_checkpoints(lambda: contextlib.nullcontext() if threading.get_ident() == thread else None),
             restored(model),
+            # Without a list, fork_rng saves and restores the generators of all GPUs.
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             RepeatableDraws(),
         ):
@@ -153,7 +159,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module, contents in buffers:
             module._buffers.update(contents)  # a forward may have replaced them
         for tensor, value in zip(tensors, before, strict=True):
+            # Only what differs is written: a copy of every weight would take as long as the forward.
             if not torch.equal(tensor, value):
+                # By ``.data``: autograd refuses to change a leaf in place, and the version is not counted up.
                 tensor.data.copy_(value)
 
 
@@ -213,7 +221,9 @@ def _steps(
         values.update({f"output {n} of step {step}": leaf.detach().clone() for n, leaf in enumerate(outputs)})
         differentiable = [leaf for leaf in outputs if leaf.requires_grad]
         if differentiable and trained:
+            # A plain sum would hide errors: that of a softmax is constant, and that of normalised values is zero.
             weights = [_noise(leaf.shape, leaf.dtype, leaf.device, step) for leaf in differentiable]
+            # Not backward(): the user's ``.grad`` and hooks of parameters stay as they are.
             gradients = torch.autograd.grad(differentiable, list(trained.values()), weights, allow_unused=True)
             named = reversed([*zip(trained, gradients, strict=True)])  # in the order of backward
             values.update({f"gradient of {name} in step {step}": gradient for name, gradient in named})
@@ -236,5 +246,6 @@ def _image(shape: Shape, dtype: torch.dtype, model: nn.Module, step: int) -> tor
 
 
 def _noise(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+    # On the CPU, so that the numbers are the same for every device.
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)

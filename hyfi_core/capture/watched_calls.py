@@ -99,6 +99,7 @@ class WatchedCalls(TorchFunctionMode):
         for tensor, version in zip(tensors, versions, strict=True):
             if _version(tensor) != version:
                 self._check_change(tensor)
+        # Export drops no_grad: only an explicit detach keeps gradients away in the program.
         if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             result = _pytree.tree_map_only(torch.Tensor, lambda item: _detached(item, tensors), result)
         self._stored.note(leaf for leaf in (*tensors, *_pytree.tree_leaves(result)) if isinstance(leaf, FakeTensor))
@@ -112,6 +113,7 @@ class WatchedCalls(TorchFunctionMode):
             RequestError: there is one.
         """
         for tensor in tensors:
+            # The class that autograd makes for each user's Function; PyTorch's own operators have others.
             node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
             if isinstance(node, BackwardCFunction):
                 owner: Any = type(node)._forward_cls  # type: ignore[attr-defined]
@@ -158,6 +160,7 @@ class WatchedCalls(TorchFunctionMode):
 
     def begin(self) -> None:
         """Start watching."""
+        # By hand, not by ``with``: the forward begins in one hook and ends in another.
         super().__enter__()  # type: ignore[no-untyped-call]
         self._watching = True
 
@@ -169,6 +172,7 @@ class WatchedCalls(TorchFunctionMode):
 
     def _track(self, tensors: Sequence[torch.Tensor]) -> None:
         """Record the storages of values that carry gradients, to recognise other views of them."""
+        # By storage: ``.data``, ``.detach()`` and views are other tensor objects with the same memory.
         self._tracked.update(StorageWeakRef(t.untyped_storage()) for t in tensors if t.requires_grad)
 
     def _check_change(self, tensor: torch.Tensor) -> None:
@@ -190,6 +194,7 @@ class WatchedCalls(TorchFunctionMode):
 
 def _random_between(tensor: torch.Tensor, *limits: Any, **named: Any) -> torch.Tensor:
     """``Tensor.random_``; the operator of two limits is named ``from``, which export cannot write as Python."""
+    # As PyTorch: ``random_(to=9)`` and ``random_(9)`` are the same.
     limits += (named.pop("to"),) if "to" in named else ()
     if len(limits) == 2 and limits[1] is not None:
         return tensor.random_(limits[1] - limits[0], **named).add_(limits[0])
@@ -205,6 +210,7 @@ def host_randomness() -> tuple[Any, Any]:
 def _refuse(function: Any, name: str, args: Any) -> None:
     """Refuse calls that are lost for any arguments."""
     advice = _REFUSED_ATTRIBUTES.get(_attribute_name(function)) if name == "__set__" else _REFUSED.get(name)
+    # Setting requires_grad to what it is changes nothing.
     if advice is _NO_SWITCH and args[0].requires_grad == (args[1] if len(args) > 1 else True):
         return
     if advice is not None and not (name == "detach_" and not args[0].requires_grad):
@@ -216,6 +222,7 @@ def _attribute_name(function: Any) -> str:
 
 
 def _version(tensor: torch.Tensor) -> int:
+    # Tensors of inference mode have no version: asking for it raises.
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -25,6 +25,7 @@ from hyfi_core.capture.places import calling_line
 from hyfi_core.capture.storing.later_forwards import is_constant
 from hyfi_core.errors import RequestError
 
+# All different, so that a function that swaps two dims changes the shape.
 _SIDES = (2, 3, 4, 5)  # of the random numbers
 _ADVICE = (
     "write it with PyTorch operators that have the gradient you need (x + (f(x) - x).detach() passes gradients past f)"
@@ -45,6 +46,7 @@ class PointwiseFunction:
     constants: tuple[Any, ...]
     places: tuple[int, ...]
 
+    # The text of an operator, by which its rule is looked up.
     def __str__(self) -> str:
         return str(torch.ops.hyfi.pointwise_function.default)
 
@@ -79,6 +81,7 @@ def _recorded(tensors: list[torch.Tensor], name: str, number: int) -> torch.Tens
 
 
 @_recorded.register_fake
+# ``_unlike`` and ``_not_pointwise`` have shown before that the result is like the first tensor.
 def _(tensors: list[torch.Tensor], name: str, number: int) -> torch.Tensor:
     return torch.empty_like(tensors[0])
 
@@ -87,6 +90,7 @@ def _not_here(context: Any, *cotangents: Any) -> Any:
     raise RuntimeError("a trace has no backward")
 
 
+# With a backward, results require gradients in the trace, as those of ``Function.apply`` do.
 _recorded.register_autograd(_not_here)
 
 
@@ -118,6 +122,7 @@ def recorded(
             f"the model calls {function.__module__}.{function.__qualname__}, an autograd.Function that {reason}, at "
             f"{calling_line()}: only those that compute pixel by pixel can be divided; {_ADVICE}"
         )
+    # Captures repeat: an equal call has the number that it had before.
     if called not in _KNOWN:
         _KNOWN.append(called)
     result: torch.Tensor = _recorded(tensors, called.name, _KNOWN.index(called))
@@ -140,10 +145,13 @@ def _unlike(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> str 
 
 def _not_pointwise(called: PointwiseFunction, tensors: Sequence[torch.Tensor]) -> str | None:
     """Return why the function is not pointwise, by trial; None if it is."""
+    # The trial computes real numbers: outside of the trace's modes and with its own generator.
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.random.fork_rng([]), torch.enable_grad():
         drawn = torch.Generator().manual_seed(0)
         shape = _SIDES[: tensors[0].dim()] if tensors[0].dim() <= len(_SIDES) else (2,) * tensors[0].dim()
+        # float64, so that rounding stays far below the tolerance.
         kind = torch.float64 if tensors[0].is_floating_point() else tensors[0].dtype
+        # Beyond -1 to 1, so that clamps and saturations occur; the last one is the result's cotangent.
         samples = [3.0 * torch.randn(shape, dtype=torch.float64, generator=drawn) for _ in (*tensors, None)]
         samples = [sample.to(kind) for sample in samples]
         try:
@@ -157,6 +165,7 @@ def _not_pointwise(called: PointwiseFunction, tensors: Sequence[torch.Tensor]) -
 def _differs(called: PointwiseFunction, samples: list[torch.Tensor]) -> str | None:
     """Return how the function differs from a pointwise one, or None; the last sample is the result's cotangent."""
     results = _results(called, samples)
+    # A function that draws, or counts its calls, would differ between ranks and recomputations.
     if not _equal(results, _results(called, samples)):
         return "returns something else when it is called again"
     drawn = torch.Generator().manual_seed(1)
@@ -168,6 +177,7 @@ def _differs(called: PointwiseFunction, samples: list[torch.Tensor]) -> str | No
     moved = [tensor.flatten()[order].view(tensor.shape) for tensor in samples]
     if not _equal([turned(result) for result in results], _results(called, moved)):
         return "depends on where values are"
+    # Half of the values stay: what happens elsewhere must not reach them.
     unchanged = torch.rand(samples[0].shape, generator=drawn) < 0.5
     elsewhere = [
         torch.where(unchanged, sample, sample.flip(tuple(range(sample.dim()))) * 0.5 + 1.0) for sample in samples
@@ -181,6 +191,7 @@ def _differs(called: PointwiseFunction, samples: list[torch.Tensor]) -> str | No
 def _results(called: PointwiseFunction, samples: list[torch.Tensor]) -> list[Any]:
     """Return the result and the gradients of all tensors, None for one that has none."""
     leaves = [sample.clone().requires_grad_(sample.is_floating_point()) for sample in samples[:-1]]
+    # A leaf cannot be changed in place: by this product, such a change is found instead of raised.
     inputs = [leaf * 1 for leaf in leaves]
     before = [leaf.detach().clone() for leaf in inputs]
     result = called(inputs)

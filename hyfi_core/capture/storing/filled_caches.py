@@ -35,6 +35,7 @@ def of_empty_caches(model: nn.Module, program: Program, capture: Callable[[], Pr
         program: its capture.
         capture: captures it.
     """
+    # A cached tensor is a constant of the graph; with none, no cache was read.
     if not program.constants:
         return program
     constants = {id(constant) for constant in program.constants.values()}
@@ -160,6 +161,7 @@ class _Values:
 
     def _are_same(self, a: str, b: str) -> bool:
         if self._first.is_free(a) and self._second.is_free(b):
+            # The same expression has the same value: most pairs need not be computed.
             if self._first.expression(a) == self._second.expression(b):
                 return True
             with torch.no_grad():
@@ -172,4 +174,5 @@ class _Values:
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
+    # Equal bits, and NaN equals NaN, which torch.equal does not grant.
     return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)

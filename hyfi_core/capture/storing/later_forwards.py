@@ -62,6 +62,7 @@ def check_later_forwards(
     with _restored(model), contextlib.suppress(_UntracedError):
         opposite = not model.training
         for module in model.modules():
+            # Not by train(): users override it, and a call of it may do more than set the mode.
             vars(module)["training"] = opposite
         before = _traced(trace)
         with stored_values(assigned):
@@ -118,6 +119,7 @@ def stored_values(assigned: list[Stored]) -> Iterator[None]:
             put(stored)
         yield
     finally:
+        # In reverse: of a place that is listed twice, the first former value counts.
         for stored in reversed(before):
             put(stored)
 

@@ -53,6 +53,7 @@ class StoredTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return shape and dtype; refuse all else."""
+        # Reading ``x.shape`` calls the ``__get__`` of the attribute: its owner has the name.
         if getattr(getattr(function, "__self__", None), "__name__", "") in _READABLE:
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         shaped = next(leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
@@ -77,12 +78,14 @@ class StoredTensors:
         """Add tensors; what is not a tensor is ignored."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
+                # Not a WeakSet: it compares its items by ``==``, which tensors do element by element.
                 self._seen[id(tensor)] = weakref.ref(tensor)
 
     def void(self) -> None:
         """Take the values of those that are still alive."""
         for reference in self._seen.values():
             tensor = reference()
+            # Plain ones only: a Parameter or a user's subclass was not made by the trace.
             if tensor is not None and type(tensor) in (torch.Tensor, FakeTensor):
                 # The object itself changes: whoever has stored it has this very reference.
                 tensor.__class__ = StoredTensor
@@ -98,6 +101,7 @@ class OfImage:
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         reference = self._seen.get(id(tensor))
+        # An id may be used again after its tensor is gone: only the object itself counts.
         return reference is not None and reference() is tensor
 
     def add(self, tensors: Iterable[Any]) -> None:
@@ -116,6 +120,7 @@ class OfImage:
         if name in _WITHOUT_VALUES or not any(tensor in self for tensor in tensors):
             return
         self.add(_pytree.tree_leaves(results))
+        # By PyTorch's convention, a final underscore says that the first argument changes.
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             self.add(tensors[:1])
 
@@ -161,6 +166,7 @@ class Caches:
                 _put_back(container, key, former)
         for elements, former_elements in self._sets:
             stored_values += [(elements, item, True) for item in elements - former_elements if is_constant(item)]
+            # In place: the model holds this very set.
             elements &= former_elements
         for function, misses in self._functions:
             if function.cache_info().misses != misses:
@@ -219,6 +225,7 @@ def _sets(roots: Iterable[Any]) -> list[Any]:
 def _reachable(roots: Iterable[Any], condition: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield the objects that fulfil a condition among values and all that they contain, each once."""
     open_values, visited = [(value, _DEPTH) for value in roots], set[int]()
+    # Not recursive: objects may hold each other.
     while open_values:
         value, depth = open_values.pop()
         if id(value) in visited or isinstance(value, _NO_OBJECTS):
