@@ -32,7 +32,8 @@ def open_closed_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            # POSIX: `open` gives the lowest free descriptor, so in this order 0, 1 and 2, which children inherit.
+            number = os.open(os.devnull, os.O_RDWR)
             # As Python's own stderr: names of files that are not UTF-8 must not make a print fail.
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace"))
 
@@ -40,6 +41,7 @@ def open_closed_streams() -> None:
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Ask the kernel to signal this process when its parent ends for any reason. Linux only; ignored elsewhere."""
     with contextlib.suppress(OSError, AttributeError):
+        # `CDLL(None)` is the process itself: libc is loaded already, and its file has another name on musl.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -50,4 +52,5 @@ def child_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name in SLURM_LIMITS or not (name.startswith(_LAUNCHER_PREFIXES) or name in _RANK_VARIABLES)
     }
+    # An empty entry means the current folder of whoever reads it; children may run in another, so it is written out.
     return variables | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}

@@ -51,23 +51,25 @@ def without_small(mask: Mask, largest_px: int, corners: bool = False) -> Mask:
     """
     runs = Runs.from_mask(mask)
     small = runs.sizes(runs.components(corners)) <= largest_px
+    # Erase the small ones instead of painting the large ones: they have far fewer pixels.
     result = mask.copy()
     runs.select(small).paint(result, False)
     return result
 
 
 def fill_small_holes(mask: Mask, largest_px: int) -> None:
-    """Set holes of at most ``largest_px`` pixels; background that is 8-connected to the border is not a hole.
+    """Set holes of at most ``largest_px`` pixels, except those that reach the border.
 
     Args:
         mask: ``(h, w)``, changed in place.
         largest_px: Largest hole to fill; the pixels of a hole are connected by edges.
     """
+    # Only holes that are small are joined by corners: the glass around the tissue would join nearly all of them.
     runs = Runs.from_mask(~mask)
     holes = runs.select(runs.sizes(runs.components(corners=False)) <= largest_px)
     components = holes.components(corners=True)
     open_to_border = np.zeros(len(components), bool)
-    # Holes that touch by a corner count as one here: background reaches the border through corners, too.
+    # A hole that touches another by a corner reaches the border through it, too.
     open_to_border[components[holes.at_border]] = True
     holes.select(~open_to_border[components]).paint(mask, True)
 
@@ -101,7 +103,9 @@ class Runs:
     def from_mask(cls, mask: Mask) -> Runs:
         """Find the runs of ``mask`` ``(h, w)``."""
         height, width = mask.shape
+        # So that a mask without rows has something to concatenate.
         positions = [np.empty(0, np.int64)]
+        # In bands, as `changes` is as large as what it covers.
         step = max(1, _BAND_PX // max(1, width))
         for top in range(0, height, step):
             band = mask[top : top + step]
@@ -111,6 +115,7 @@ class Runs:
             np.not_equal(band[:, 1:], band[:, :-1], out=changes[:, 1:-1])
             positions.append(np.flatnonzero(changes) + top * (width + 1))
         places = np.concatenate(positions)
+        # Column `width` is unset, so each row has an even number of changes: starts and ends take turns.
         return cls((height, width), places[0::2], places[1::2])
 
     @property
@@ -139,6 +144,7 @@ class Runs:
         count = end - first
         behind = np.concatenate(([0], np.cumsum(count)))
         neighbours = np.arange(behind[-1]) + np.repeat(first - behind[:-1], count)
+        # Row i of the graph has the columns first[i] … end[i] − 1: these arrays are its CSR form, without a sort.
         touching = csr_array((np.ones(len(neighbours)), neighbours, behind), shape=(len(count), len(count)))
         components: npt.NDArray[np.int32] = connected_components(touching, directed=False)[1]
         return components
@@ -152,8 +158,10 @@ class Runs:
         """Return the smallest box around each component, by component number."""
         count = int(components.max(initial=-1)) + 1
         ends = np.zeros((count, 4), np.int64)
+        # Where the minima start; the maxima start at 0.
         ends[:, 0], ends[:, 2] = self.shape
         row, column = np.divmod(self.starts, self.shape[1] + 1)
+        # `ufunc.at`: several runs have the same component, and an assignment by index would keep the last only.
         np.minimum.at(ends[:, 0], components, row)
         np.maximum.at(ends[:, 1], components, row + 1)
         np.minimum.at(ends[:, 2], components, column)
@@ -162,10 +170,12 @@ class Runs:
 
     def containing(self, inner: Runs) -> Places:
         """Return, for each run of ``inner``, the index of the run of this mask that contains it; there must be one."""
+        # "right", as a run that starts where the inner one does contains it, too.
         return np.searchsorted(self.starts, inner.starts, "right") - 1
 
     def paint(self, image: npt.NDArray[Any], value: Any) -> None:
         """Set the runs' pixels of ``image``, contiguous and of the mask's shape, to one value or ``(n,)`` values."""
+        # A view only because the image is contiguous: `reshape` would copy another one, and the copy would be painted.
         flat, values = image.reshape(-1), np.broadcast_to(value, self.starts.shape)
         for run in self._portions():
             starts, lengths = self.starts[run], self.ends[run] - self.starts[run]
@@ -181,6 +191,7 @@ class Runs:
         start = 0
         while start < len(behind):
             painted = behind[start - 1] if start else 0
+            # At least one run, however long: a run cannot be divided, and the loop must go on.
             stop = max(start + 1, int(np.searchsorted(behind, painted + _PAINTED_PX, "right")))
             yield slice(start, stop)
             start = stop

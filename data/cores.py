@@ -21,6 +21,7 @@ def ranks_with_these_cores(comm: Communicator) -> int:
     """Return the number of ranks that may use the same cores as this one, itself included (collective)."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     mine = [socket.gethostname(), cores]
+    # Rank 0 has the list and broadcasts it: `count` counts the ranks with this one's host and cores, itself included.
     return int(comm.broadcast_object(comm.gather_objects(mine)).count(mine))
 
 

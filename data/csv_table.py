@@ -123,6 +123,7 @@ def _with_ids(table: Table, id_column: str) -> Table:
 
 def parse_table(path: Path, subject: str) -> Table:
     """Read a CSV as `read_table` does, but accept one without rows."""
+    # `newline=""`: the csv module must see line ends itself, as quoted cells may contain them.
     text, skipped, separator = _without_hint(_text_of(path, subject))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
@@ -130,6 +131,7 @@ def parse_table(path: Path, subject: str) -> Table:
     except csv.Error as error:
         line = reader.line_num + skipped
         raise RequestError(f"{subject}: {path}, line {line} is not valid CSV ({error})") from error
+    # NFC, as macOS writes accents as separate characters: equal names would differ.
     columns = [unicodedata.normalize("NFC", without_invisible(name)).strip() for name in lines[0][1]] if lines else []
     if skipped and len(columns) == 1 and (separators := [s for s in _SEPARATORS if s in columns[0]]):
         raise RequestError(
@@ -163,6 +165,7 @@ def _text_of(path: Path, subject: str) -> str:
     # Excel saves "Unicode text" as UTF-16, and "CSV UTF-8" with a byte order mark.
     wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
+        # "utf-16" takes the byte order from the mark; "utf-8-sig" removes a mark, else part of the first name.
         text = data.decode("utf-16" if wide else "utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
@@ -189,6 +192,7 @@ def _without_hint(text: str) -> tuple[str, int, str]:
 
 def _value(cell: str) -> str:
     """Return the value of a cell: stripped, without what keeps spreadsheets from reading it as a formula or number."""
+    # Spreadsheets keep the zeros of 007 only in a formula of this form; a number would lose them.
     text = re.fullmatch(r'="([^"]*)"', cell.strip())
     return text[1].strip() if text else unguarded(cell).strip()
 
@@ -212,6 +216,7 @@ def _refuse_row_names(path: Path, columns: Sequence[str], lines: Sequence[tuple[
 
 def _row(path: Path, line: int, columns: list[str], values: list[str]) -> dict[str, str]:
     """Return one line's values by column name."""
+    # Shorter lines have empty cells at their end, and longer ones must have only empty cells there.
     padded = values + [""] * (len(columns) - len(values))
     names = columns + [""] * (len(values) - len(columns))
     for number, (name, value) in enumerate(zip(names, padded, strict=True)):
@@ -239,6 +244,7 @@ def csv_bytes(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> b
     (https://owasp.org/www-community/attacks/CSV_Injection).
     """
     lines = [_line(columns), *(_line([row.get(name) for name in columns]) for row in rows)]
+    # Names of files that are not UTF-8 keep their bytes.
     return "".join(lines).encode("utf-8", "surrogateescape")
 
 
@@ -253,6 +259,7 @@ def guarded(value: object) -> object:
     """Return a value as `csv_bytes` writes it into a cell."""
     if not isinstance(value, str):
         return "" if value is None else value
+    # Also what starts with an apostrophe before a formula: else `unguarded` would remove one that was the user's.
     return f"'{value}" if _FORMULA.match(value) and not _NUMBER.fullmatch(value) else value
 
 
@@ -275,6 +282,7 @@ def read_own(data: bytes) -> tuple[list[str], list[dict[str, str]]]:
 
 def natural_key(text: str) -> tuple[int, float, list[tuple[int, int, str]], str]:
     """Return a sort key under which ``2 < 10``, ``-1 < 0.5`` and ``grade2 < grade10``; numbers come before words."""
+    # Tuples of one shape: Python cannot order an int and a str.
     parts = [(0, int(p), "") if p.isdecimal() else (1, 0, p.casefold()) for p in re.split(r"([0-9]+)", text) if p]
     try:
         number = float(text)

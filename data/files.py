@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -18,11 +19,13 @@ from typing import Any
 from data.location import files_below, is_remote, remove_tree, sizes_of
 from hyfi_core.files import naming, swap_directory, sync_file
 
+# Each upload has its whole file in memory: this bounds the memory, too.
 _UPLOADS_AT_A_TIME = 4
 
 
 def temporary_path(path: Path) -> Path:
     """Return this process's temporary name for ``path``: ``.name.tmp-<host>-<pid>`` in the same folder."""
+    # In the same folder: `rename` is atomic within one file system only. Host and pid tell whose leftover it is.
     return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
 
 
@@ -37,6 +40,7 @@ def private_folder(folder: Path) -> None:
         OSError: It cannot be made.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # `mkdir` neither follows a link nor accepts an existing folder, so what it makes is ours; `exist_ok` would accept.
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     # Not stat: behind a link there may be a folder of this user that others can reach by another name.
@@ -49,6 +53,7 @@ def private_folder(folder: Path) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data``: readers see the old content or the new, even after a crash."""
+    # An object appears when its request is complete: the storage replaces it atomically itself.
     if is_remote(path):
         path.write_bytes(data)
         return
@@ -71,6 +76,7 @@ def replacing(path: Path) -> Iterator[Path]:
         sync_file(temporary)
         temporary.replace(path)
         sync_file(path.parent)
+    # KeyboardInterrupt, too: else each interruption would leave a file.
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -107,6 +113,7 @@ def sync_tree(folder: Path, only: str | None = None) -> None:
     # In parallel: a disk serves many waiting writers at once.
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(sync_file, files))
+        # Folders after files: once an entry is on the disk, so is what it names.
         list(pool.map(sync_file, [Path(path) for path, _, _ in folders]))
 
 
@@ -134,6 +141,7 @@ def upload_directory(prepared: Path, final: Path, last: str = "zarr.json", witho
     names = [name for name in files_below(prepared) if name != last and name not in without]
     # Before anything else: a reader must not take the new files for those of the old version.
     (final / last).unlink(missing_ok=True)
+    # Files that only the old version or an interrupted copy had: a listing would take them for the new one's.
     remove_tree(final)
 
     def copy(name: str) -> None:
@@ -142,6 +150,7 @@ def upload_directory(prepared: Path, final: Path, last: str = "zarr.json", witho
     with ThreadPoolExecutor(_UPLOADS_AT_A_TIME, "upload") as pool:
         list(pool.map(copy, names))
     sent = {name: (prepared / name).stat().st_size for name in names}
+    # A last look, by one listing: only what has arrived may be announced by `last`.
     if sizes_of(final, sent) != sent:
         raise OSError(errno.EIO, "files are missing or incomplete after the upload", str(final))
     copy(last)
@@ -152,12 +161,13 @@ def remove_leftovers(final: Path) -> None:
     host = socket.gethostname()
     for kind in ("tmp", "old"):
         prefix = f".{final.name}.{kind}-{host}-"
-        for path in list(final.parent.glob(f"{_escape(prefix)}*")):
+        for path in list(final.parent.glob(f"{glob.escape(prefix)}*")):
             pid = path.name.removeprefix(prefix)
             # A leftover with this process's own id is an earlier process's: in containers, every first process has the
             # same id.
             if pid.isdigit() and int(pid) != os.getpid() and is_running(int(pid)):
                 continue
+            # The crash came between the two renames of `swap_directory`: the old version is the only one.
             if kind == "old" and not final.exists():
                 path.rename(final)
             else:
@@ -175,17 +185,14 @@ def sha256_of(path: Path) -> str:
 def is_running(pid: int) -> bool:
     """Whether a process with this id, of any user, runs on this host."""
     try:
+        # Signal 0 is delivered to nobody; the kernel only checks that the process exists and may be signalled.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
+    # It exists, and belongs to another user.
     except PermissionError:
         return True
     return True
-
-
-def _escape(text: str) -> str:
-    """Return the glob pattern that matches exactly this text."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
 
 
 def as_on_disk(path: Path) -> Path:

@@ -27,8 +27,10 @@ from hyfi_core.errors import RequestError
 REQUESTS_AT_A_TIME = 32
 """Requests of one process at a time to what `is_far`: each waits for the network nearly all of its time."""
 
+# Types in /proc/self/mounts whose reads cross a network; "nfs" matches nfs4, "fuse." what FUSE mounts (sshfs, s3fs).
 _NETWORK_DISKS = re.compile(r"(nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|afs|pvfs|orangefs|9p|virtiofs|fuse\.)")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
+# One slash, too: addresses that went through `Path` have lost the other.
 _PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2}[^\s/:@]*:)[^\s/]*@")
 _READ_AHEAD_BYTES = 2**14
 """Bytes at the end of an object that are read with its last ones: a request for fewer takes as long."""
@@ -58,6 +60,7 @@ def location(user_text: str | os.PathLike[str]) -> Path:
         raise RequestError(f"{scheme}://{path}: {scheme}:// is not known; use one of {schemes}, or a local path")
     if not path:
         raise RequestError(f"{scheme}://: a bucket or host is missing, as in {scheme}://NAME/store")
+    # Signed links have a query: names of a store's files cannot be appended behind it.
     if "?" in path or "#" in path:
         raise RequestError(f"{scheme}://{path}: an address with ? or # cannot be used; give the folder's plain address")
     require_library(f"{scheme}://{path}")
@@ -92,6 +95,7 @@ def is_far(path: Path) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_on_network_disk(path: str) -> bool:
+    # Links resolved: a local name may lead to a network disk.
     real = os.path.realpath(path)
     # A disk may be mounted in a folder of another: the longest name is the disk that has the path.
     holding = [mount for mount in _mounts() if real == mount or real.startswith(f"{mount.rstrip('/')}/")]
@@ -137,6 +141,7 @@ class _LocalFile:
         self._handle = handle
 
     def read(self, offset: int, length: int) -> bytes:
+        # `pread` has no position that threads could move under each other.
         return os.pread(self._handle, length, offset)
 
     def tail(self, length: int) -> tuple[bytes, int]:
@@ -153,11 +158,13 @@ class _RemoteFile:
 
     def read(self, offset: int, length: int) -> bytes | memoryview:
         start = offset - self._last_start
+        # A read that begins in the tail ends in it: the tail reaches to the object's end.
         if self._last and start >= 0:
             return self._last[start : start + length]
         return self._path.read_range(offset, length)
 
     def tail(self, length: int) -> tuple[bytes, int]:
+        # One request gives the bytes and the size: no `head` before it.
         data, size = self._path.read_tail(max(length, _READ_AHEAD_BYTES))
         self._last, self._last_start = data, size - len(data)
         return data[max(0, len(data) - length) :], size
@@ -186,6 +193,7 @@ def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:
     Raises:
         OSError: The object storage cannot be reached.
     """
+    # One request for a thousand objects, instead of one for each.
     if isinstance(folder, ObjectPath) and folder.can_list:
         tree, missing = folder.tree(), FileNotFoundError(2, "No such object")
         return {name: tree.get(name, missing) for name in names}
@@ -216,6 +224,7 @@ def version_of(path: Path) -> str:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return ""
+    # Files are replaced by renaming, which gives a new inode: a change within one tick of the clock is noticed, too.
     return f"{status.st_ino}-{status.st_mtime_ns}"
 
 
@@ -245,6 +254,7 @@ def create_exclusively(path: Path, data: bytes = b"") -> bool:
         if isinstance(path, ObjectPath):
             path.create(data)
             return True
+        # POSIX: O_EXCL with O_CREAT is atomic, on NFS from version 3 on, too.
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
         return False
@@ -270,6 +280,7 @@ def each(act: Callable[[_Item], _Result], items: Iterable[_Item], folder: Path) 
 
 def ahead(act: Callable[[_Item], _Result], items: Sequence[_Item], folder: Path) -> Iterator[_Result]:
     """Yield ``act`` of each item in order; if ``folder`` is far, the next 32 are under way meanwhile."""
+    # Not from inside the pool: its threads would wait for tasks that wait for a free thread.
     if not is_far(folder) or len(items) <= 1 or getattr(_inside, "pool", False):
         yield from map(act, items)
         return
@@ -279,9 +290,11 @@ def ahead(act: Callable[[_Item], _Result], items: Sequence[_Item], folder: Path)
     try:
         while under_way:
             result = under_way.popleft().result()
+            # One for one, before the result is yielded: the next request starts while the caller works on this one.
             under_way.extend(pool.submit(_marked, act, item) for item in islice(remaining, 1))
             yield result
     finally:
+        # The caller may stop early, or an act has failed.
         for future in under_way:
             future.cancel()
 

@@ -74,13 +74,16 @@ def client_of(scheme: str, bucket: str) -> ObjectStore:
     Raises:
         RequestError: There are no credentials for a bucket of ``s3``, or this process was forked from one with clients.
     """
+    # obstore's runtime has threads, and `fork` copies only the calling one: a request of the child would never end.
     if any(process != os.getpid() for process, *_ in _clients):
         raise RequestError(
             f"{scheme}://{bucket}: this process was forked after its parent had used object storage, whose threads it "
             f"does not have; start it anew (multiprocessing's method spawn), or use object storage first in the child"
         )
+    # The endpoint is part of the key: tests, and a user's session, may change it while the process lives.
     key = os.getpid(), f"{scheme}://{bucket}", _endpoint(scheme)
     with _lock:
+        # Under the lock: two clients would have two pools of connections, and two memory stores would be two storages.
         if key not in _clients:
             _clients[key] = _new_client(scheme, bucket)
         return _clients[key]  # type: ignore[no-any-return]
@@ -101,6 +104,7 @@ def _new_client(scheme: str, bucket: str) -> ObjectStore:
         "client_options": {"timeout": timedelta(seconds=_TIMEOUT_S), "connect_timeout": timedelta(seconds=5)},
     }
     endpoint = _endpoint(scheme)
+    # Off by default in obstore; credentials go unencrypted only to an endpoint that the user gave as http.
     settings["client_options"]["allow_http"] = endpoint.startswith("http://") or scheme == "http"
     if scheme == "gs":
         return store.GCSStore(bucket, **settings | _emulated(endpoint))
@@ -118,6 +122,7 @@ def _endpoint(scheme: str) -> str:
 
 def _emulated(endpoint: str) -> dict[str, str]:
     """Return the settings of a client for a server that stands in for Google's and checks no credentials."""
+    # The client takes the address of another server only from a service account's key: one that signs nothing.
     nobody = {"private_key": "", "private_key_id": "", "client_email": "", "disable_oauth": True}
     return {"service_account_key": json.dumps(nobody | {"gcs_base_url": endpoint})} if endpoint else {}
 
@@ -147,6 +152,7 @@ def as_file_errors(address: str) -> Iterator[None]:
     try:
         yield
     except (BaseError, OSError) as error:
+        # Errors of the system have a number and a text already; obstore's own OSErrors have only a text.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise _translated(error, address) from None

@@ -25,6 +25,7 @@ NameKind = Literal["name", "class"]
 ADVICE = "write each in one way, or join them with --merge-alike (in a run: data.merge_alike=true)"
 _MOST_NAMED = 10
 _MOST_JOINED = 3
+# `+`, as endings are stacked: a.ome.tiff, a.ome.zarr.
 _ENDINGS = re.compile(r"(\.(svs|tiff?|btf|ndpi|mrxs|scn|vms|vmu|bif|svslide|qptiff|czi|dcm|ome|zarr))+$", re.IGNORECASE)
 # A comma and three zeros separate thousands: "1,000" is not 1.
 _WHOLE_NUMBER = re.compile(r"([+-]?)0*([0-9]+?)(?:\.0+|,0{1,2})?")
@@ -60,7 +61,9 @@ def forms_of(texts: Iterable[str], kind: NameKind = "name") -> dict[str, str]:
     if kind == "class":
         forms = {text: form.replace(" ", "") for text, form in forms.items()}
     all_forms = set(forms.values())
+    # Canonical again: "007.svs" without its ending is a number, whose zeros do not count.
     shorter = {form: canonical(without_ending(form)) for form in all_forms}
+    # Endings only fall where another text has none: a.tif and a.tiff stay two.
     return {text: shorter[form] if shorter[form] in all_forms else form for text, form in forms.items()}
 
 
@@ -113,10 +116,12 @@ def one_spelling(
     forms = forms_of([*settled, *counts], kind)
     groups: dict[str, list[str]] = {}
     unsettled = [text for text in counts if text not in settled]
+    # Settled first, then by frequency (`sorted` is stable, so equals keep their order): the first is the spelling.
     for text in [*settled, *sorted(unsettled, key=lambda text: -counts[text])]:
         groups.setdefault(forms[text], []).append(text)
     spelling, pairs = {}, []
     for text in counts:
+        # Two settled spellings of one form: which of them an unsettled text means cannot be known.
         first, *more = groups[forms[text]]
         spelling[text] = text if text in settled else first
         if spelling[text] != text:

@@ -59,6 +59,7 @@ class CellFeed:
         self._ahead = self._parts_ahead(prefetch, ahead_bytes)
         self._open: dict[tuple[int, InputPart], tuple[int, PartBuffers]] = {}  # requested, and not read yet
         self._read: set[InputPart] = set()  # of the current turn
+        # One turn before the first: requests go ahead of it at once, and `batch` then finds the first to be the next.
         self._turn, self._next = spec.turns[0] - 1, (spec.turns[0], 0)  # (turn, index of the part) to request next
         samples = max((part.stop - part.first for part in self._parts), default=0)
         hello = {
@@ -82,6 +83,7 @@ class CellFeed:
             raise ValueError(f"turn {turn} was requested, but turn {self._turn + 1} is next: turns are read in order")
         self._turn = turn
         self._read.clear()
+        # What earlier turns requested and did not read is dropped; the link keeps its memory until it has arrived.
         self._open = {key: opened for key, opened in self._open.items() if key[0] >= turn}
         self._request_ahead()
         return self
@@ -97,8 +99,10 @@ class CellFeed:
             raise ValueError(not_sent(part, self._spec.parts))
         if box.empty:
             return torch.empty((stop - first, BANDS, *box.shape), dtype=torch.uint8, device=self._device)
+        # Read again, or beyond those requested ahead.
         if (self._turn, part) not in self._open:
             self._request(self._turn, part)
+        # Before the wait: the loader prepares the next box while this one is on its way.
         number, buffers = self._open.pop((self._turn, part))
         self._read.add(part)
         self._request_ahead()
@@ -118,6 +122,7 @@ class CellFeed:
         largest = max(((part.stop - part.first) * part_bytes(part.box) for part in self._parts), default=0)
         if ahead_bytes is None or not largest:
             return most
+        # Counted in the largest: a bound, whichever boxes these are.
         return min(most, max(_LEAST_AHEAD, ahead_bytes // largest))
 
     def _request_ahead(self) -> None:
@@ -126,6 +131,7 @@ class CellFeed:
             turn, at = self._next
             part = self._parts[at]
             self._next = (turn, at + 1) if at + 1 < len(self._parts) else (turn + 1, 0)
+            # Read out of order before its request was due: not again.
             read = turn == self._turn and part in self._read
             if turn >= self._turn and not read and (turn, part) not in self._open:
                 self._request(turn, part)

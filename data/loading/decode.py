@@ -85,11 +85,13 @@ def decode(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> int:
     """
     original, read_bytes = _original(samples, lease, slots, cache)
     augmented = samples.vary(lease.index, lease.epoch, original)
+    # `augmented` begins where the hull of all parts begins, as `source` was made for that box.
     extent = hull(lease.boxes)
     start = lease.slot_offset
     for box in lease.boxes:
         part = _part(slots, start, box)
         rows, columns = box.relative_to(extent).slices()
+        # A single part without augmentation was decoded right here, see `_original`; copying it onto itself takes time.
         if not _is_same(augmented, part):
             part[...] = augmented[:, rows, columns]
         start += part.size
@@ -108,6 +110,7 @@ def _part(slots: Pixels, start: int, box: Box) -> Pixels:
 
 def _is_same(pixels: Pixels, part: Pixels) -> bool:
     """Whether pixels are in their place already: the same memory in the same order."""
+    # The address, as `is` fails for two views of one memory; strides, as a transposed view starts at the same byte.
     place, target = pixels.__array_interface__["data"], part.__array_interface__["data"]
     return place == target and pixels.shape == part.shape and pixels.strides == part.strides
 
@@ -115,6 +118,7 @@ def _is_same(pixels: Pixels, part: Pixels) -> bool:
 def _original(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> tuple[Pixels, int]:
     """Return the original image, from the cache if it is there, and the number of bytes read."""
     if lease.cache_offset is None:
+        # One part whose shape augmentation keeps: read into the slot, and `vary` finds the pixels where they belong.
         if isinstance(samples, SamplesInto) and [box.shape for box in lease.boxes] == [lease.source.shape]:
             part = _part(slots, lease.slot_offset, lease.boxes[0])
             samples.read_plain_into(lease.index, lease.source, part)
@@ -122,6 +126,7 @@ def _original(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> t
         original = samples.read_plain(lease.index, lease.source)
         return original, original.size
     size = part_bytes(lease.source)
+    # Read into the cache, not into the slot: later epochs vary the same original differently.
     entry = cache[lease.cache_offset : lease.cache_offset + size].reshape(BANDS, *lease.source.shape)
     if lease.cached:
         return entry, 0

@@ -59,6 +59,7 @@ class Leases:
         """Give the first waiting lease to a worker; return None if there is none."""
         if not self._waiting:
             return None
+        # By worker and in the order of issue, because `requeue` puts them back in that order.
         lease = self._waiting.popleft()
         self._held.setdefault(worker, {})[lease.name] = lease
         return lease
@@ -75,6 +76,7 @@ class Leases:
         Raises:
             RuntimeError: ``MAX_DEATHS_OF_A_SAMPLE`` workers died at this sample.
         """
+        # Each goes in front of the one before, so the last is put back first.
         for lease in reversed(self._held.pop(worker, {}).values()):
             self._deaths[lease.name] += 1
             if self._deaths[lease.name] >= MAX_DEATHS_OF_A_SAMPLE:
@@ -146,6 +148,7 @@ class DecodePool:
         self._memory = Memory(samples, slots * slot_bytes, cache_bytes)
         self._cache = SampleCache(cache_bytes, entry_bytes)
         self._leases = Leases()
+        # Reversed, so that `pop` gives the first slots first: pages of slots that are never used are never allocated.
         self._free_slots = [slot * slot_bytes for slot in reversed(range(slots))]
         self._in_slots: dict[Hashable, Lease] = {}  # by name: being prepared, or ready and not released
         self._ready: set[Hashable] = set()
@@ -236,12 +239,15 @@ class DecodePool:
         for worker_id, worker in enumerate(self._workers):
             answer: Answer | None = None
             try:
+                # `poll` first: `recv` would block, and a loader that blocks neither sends nor receives.
                 answer = worker.connection.recv() if worker.connection.poll() else None
+            # The worker's end of the socket is closed, that is: its process has ended.
             except (EOFError, OSError):
                 self._replace(worker_id)
                 happened = True
             if answer is not None:
                 self._handle(worker_id, answer)
+            # One lease a worker and round: the first worker must not take all while others are idle.
             happened |= self._issue(worker_id) or answer is not None
         return happened
 
@@ -264,6 +270,7 @@ class DecodePool:
             self._finish(worker_id, answer)
         else:
             self._starting.discard(worker_id)
+            # Ready at last: before, it would hold leases for the second in which it imports, while others are idle.
             self._room[worker_id] = self._at_a_time
 
     def _finish(self, worker_id: int, answer: LeaseDone) -> None:
@@ -271,6 +278,7 @@ class DecodePool:
         if lease.cache_offset is not None:
             self._cache.release(lease.index, lease.source)
         self._ready.add(lease.name)
+        # Any finished sample shows that workers can work; deaths at one sample are counted by `Leases`.
         self._deaths_in_a_row = 0
         self.counts.samples += lease.counted
         self.counts.cached += lease.cached and lease.counted
@@ -280,6 +288,7 @@ class DecodePool:
 
     def _issue(self, worker_id: int) -> bool:
         """Give a worker with room the next lease; return whether there was one."""
+        # Asked for room first: `issue` takes the lease from the queue.
         lease = self._leases.issue(worker_id) if self._room[worker_id] else None
         if lease is not None:
             self._room[worker_id] -= 1
@@ -296,6 +305,7 @@ class DecodePool:
             raise RuntimeError(
                 "decoding processes keep dying before they finish a sample; see their output above for the cause"
             )
+        # Before the new worker takes this id, under which the dead one's leases are held.
         self._leases.requeue(worker_id)
         self._room[worker_id] = 0
         self._starting.add(worker_id)

@@ -124,6 +124,7 @@ class SharedBytes:
     @classmethod
     def create(cls, size_bytes: int) -> SharedBytes:
         """Allocate new memory."""
+        # Not inherited by programs that others start here; workers get it by `pass_fds`.
         descriptor = os.memfd_create("hyfi", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, max(1, size_bytes))  # an empty file cannot be mapped
         return cls(descriptor, size_bytes)
@@ -157,6 +158,7 @@ class Memory:
     @cached_property
     def pickled(self) -> SharedBytes:
         """The pickled samples, made on first use."""
+        # In shared memory: once for all workers, instead of a pipe's copy for each, and for each that is replaced.
         return SharedBytes.from_bytes(pickle.dumps(self.samples))
 
     def close(self) -> None:
@@ -174,6 +176,7 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
     """Decode leases until the connection is closed; all that the supervisor has sent are decoded at the same time."""
     sending, reported = threading.Lock(), _node_bytes()
 
+    # Runs in the pool's threads: what it raises would vanish in a future that nobody asks, so all is in the reply.
     def answer(lease: Lease) -> None:
         nonlocal reported
         reply: Answer
@@ -191,6 +194,7 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
     with ThreadPoolExecutor(MOST_AT_A_TIME, "decode") as threads, contextlib.suppress(EOFError, OSError):
         connection.send(WorkerReady())
         while True:
+            # `recv` only here, `send` under the lock: a connection allows one thread on each side.
             threads.submit(answer, connection.recv())
 
 
@@ -204,6 +208,7 @@ class ChildWorker:
     """A worker in a child process."""
 
     def __init__(self, memory: Memory) -> None:
+        # A socket pair, whose two ends work in both directions and see the other's death as end of file.
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         shared = (memory.pickled, memory.slots, memory.cache)
@@ -213,9 +218,11 @@ class ChildWorker:
             stdin=subprocess.DEVNULL,
             stdout=2,  # the run's standard output is the trainers'
             pass_fds=(theirs.fileno(), *(part.descriptor for part in shared)),
+            # One thread each: there is a worker for each core already.
             env=child_environment() | {"OMP_NUM_THREADS": "1"},
             process_group=0,  # the parent handles Ctrl-C and the signals of launchers
         )
+        # Else our own copy would keep the socket open, and the worker's death would go unnoticed.
         theirs.close()
         ACTIVITY.helpers.add(self._process.pid)
 
@@ -238,12 +245,14 @@ class ChildWorker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
+        # Negative: killed by a signal, for want of memory for instance; another worker may succeed.
         return code > 0
 
 
 def _portable(error: Exception) -> Exception:
     """Return the error, or its text if it cannot be pickled."""
     try:
+        # There and back: exceptions whose __init__ takes other arguments than `args` can be pickled, but not unpickled.
         pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
@@ -260,9 +269,11 @@ def _mapped(mapping: str) -> Pixels:
 
 def main() -> None:
     """Run a worker process; arguments: parent's id, connection's descriptor, ``descriptor:size`` of each memory."""
+    # First of all: a signal between the start and here would end the worker with a traceback.
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
+    # The parent may have ended before, which prctl never signals; so its id is compared after the call.
     die_with_parent()
     if os.getppid() != parent:
         return  # the parent ended before die_with_parent took effect

@@ -106,6 +106,7 @@ class InlineFeed:
         self._samples, self._spec, self._device = samples, spec, torch.device(device)
         largest = max((part_bytes(part.box) for part in spec.parts), default=0)
         self._cache = SampleCache(cache_bytes, largest)
+        # Virtual until it is written: the system gives pages at the first write.
         self._cache_memory = np.empty(cache_bytes, np.uint8)
 
     def batch(self, turn: int) -> BatchPixels:
@@ -131,6 +132,7 @@ class InlineFeed:
         epoch, index = self._spec.stream.at(number)
         source = self._samples.source(index, box, epoch)
         entry = self._cache.acquire(index, source)
+        # Offset 0: each image has its own slot, its place in the batch.
         lease = Lease(number, epoch, index, (box,), 0, source)
         if entry is not None:
             lease = replace(lease, cache_offset=entry.offset, cached=entry.valid)

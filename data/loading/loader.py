@@ -171,9 +171,11 @@ class LoaderService:
         trainers = [t for t in self._trainers.values() if t.parts]
         boxes_of_samples = [
             [part.box for t in trainers if t.replica == replica for part in t.parts if part.has_sample(position)]
+            # Slots have one size, that of the sample of which this loader sends most.
             for replica in {t.replica for t in trainers}
             for position in range(self._layout.batch_of(replica))
         ]
+        # Rounded up, as a loader has every n-th sample of the replica, and the first may be among them.
         open_requests = {t.replica: -(-t.ahead * self._layout.batch_of(t.replica) // t.every[1]) for t in trainers}
         in_boxes = [t for t in self._trainers.values() if t.box_bytes]
         largest_box = max((t.box_bytes for t in in_boxes), default=0)
@@ -194,6 +196,7 @@ class LoaderService:
         backoff = Backoff()
         while not all(trainer.gone for trainer in self._trainers.values()):
             self._watch()
+            # A list: each step runs in each round. `any` of the calls themselves would end at the first that worked.
             happened = [
                 self._receive_message(),
                 self._start_next_sample(pool),
@@ -206,6 +209,7 @@ class LoaderService:
                 backoff.reset()
             else:
                 backoff.pause(pool.wait)
+        # Trainers have left, and those that stopped early wait for the receives that they have posted.
         self._send_blanks()
 
     def _receive_message(self) -> bool:
@@ -218,6 +222,7 @@ class LoaderService:
             parts = tuple(InputPart.from_json(part) for part in message["parts"])
             every, box_bytes = tuple(message["every"]), message.get("box_bytes", 0)
             self._trainers[peer] = _Client(parts, message["replica"], every, message["ahead"], box_bytes)
+        # Late only if samples queue: a trainer that waits for its network is not helped by one more worker.
         elif message["kind"] == "request":
             if self._growth is not None and self._pool is not None:
                 self._growth.turn(peer, late=bool(message["waited"]) and self._pool.is_behind)
@@ -257,6 +262,7 @@ class LoaderService:
         # The oldest first, but skip samples that another trainer must request first: it may itself wait for a slot.
         for rank, request in sorted(waiting.items(), key=lambda item: item[1].number):
             boxes_of = self._needed(rank, request)
+            # Next for all: it is cut for them at once, and each receives its samples in the order of its requests.
             if all(trainer in waiting and waiting[trainer].name == request.name for trainer in boxes_of):
                 self._start(request, boxes_of, pool)
                 return True
@@ -272,6 +278,7 @@ class LoaderService:
     def _start(self, request: _SampleRequest, boxes_of: dict[int, list[Box]], pool: DecodePool) -> None:
         """Start preparing what the trainers (rank to boxes) need of a sample."""
         epoch, index = self._stream.at(request.number)
+        # A sample in boxes counts once, with the first of them.
         counted = request.box is None or request.number not in self._samples_in_boxes
         if request.box is not None:
             self._samples_in_boxes.add(request.number)
@@ -280,6 +287,7 @@ class LoaderService:
         self._recipients[request.name] = {}
         for rank, boxes in boxes_of.items():
             self._recipients[request.name][rank] = slice(first, first + len(boxes))
+            # All of its trainers, not only the one that was oldest.
             self._trainers[rank].started += 1
             first += len(boxes)
 
@@ -293,6 +301,7 @@ class LoaderService:
                 trainer.started -= 1
                 mine = ready[self._recipients[name][rank]]
                 messages = [Message(rank, torch.from_numpy(part), PIXELS_TAG) for part in mine]
+                # From the slot itself: it must not be released before `test` says that the message has left.
                 self._sending.append((self._comm.exchange(messages, []), rank, name))
                 trainer.sent_bytes += sum(part.size for part in mine)
                 happened = True
@@ -317,7 +326,9 @@ class LoaderService:
         """Answer requests that were not served with blank images, because their receives are already posted."""
         sending = [pending for pending, _, _ in self._sending]
         for rank, trainer in self._trainers.items():
+            # Also those whose preparation has begun: their pool ends with this service.
             boxes = [box for request in trainer.requested for box in self._needed(rank, request)[rank]]
+            # Whatever the memory has: the trainer has said goodbye and looks at no pixel.
             blanks = [torch.empty((BANDS, *box.shape), dtype=torch.uint8) for box in boxes]
             sending.append(self._comm.exchange([Message(rank, blank, PIXELS_TAG) for blank in blanks], []))
         for pending in sending:

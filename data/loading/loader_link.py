@@ -88,6 +88,7 @@ class LoaderLink:
         receives_of: dict[int, list[Message]] = {}
         for message in receives:
             receives_of.setdefault(message.peer, []).append(message)
+        # Posted before the request is sent: pixels that MPI does not expect would be kept in buffers of its own.
         pending = {loader: self._comm.exchange([], messages) for loader, messages in receives_of.items()}
         self._answers.append(_Answer(self._requests, receives, pending))
         self._send(
@@ -96,6 +97,7 @@ class LoaderLink:
                 for loader, request in requests.items()
             }
         )
+        # Told to these loaders; the others learn of it with their own next request.
         self._waited -= requests.keys()
         self._requests += 1
         return self._requests - 1
@@ -116,6 +118,7 @@ class LoaderLink:
 
     def close(self, stopped: bool) -> None:
         """Say goodbye to the loaders, receive what was requested, and then their reports."""
+        # After all requests: messages of one pair arrive in order, so the loader knows then that none will follow.
         self._send({loader: {"kind": "goodbye", "stopped": stopped} for loader in self._loaders})
         # Loaders report when they have sent all that was requested, blank or not.
         self._receive(lambda: bool(self._answers))
@@ -132,6 +135,7 @@ class LoaderLink:
 
     def _receive(self, unfinished: Callable[[], bool]) -> None:
         """Wait for answers, in order, while ``unfinished``."""
+        # Shorter pauses than the loader's: the trainer, and with it all ranks of its step, stand still meanwhile.
         backoff = Backoff(first_s=1e-4, max_s=2e-3)
         while unfinished():
             if self._answers[0].late():
@@ -143,5 +147,6 @@ class LoaderLink:
 
     def _send(self, messages: Mapping[int, Mapping[str, Any]]) -> None:
         """Send a control message to each loader (the key)."""
+        # Testing also makes MPI progress on them; those that have left are forgotten.
         self._sends = [pending for pending in self._sends if not pending.test()]
         self._sends += [self._comm.send_object(value, loader, CONTROL_TAG) for loader, value in messages.items()]

@@ -48,11 +48,15 @@ def weighted_order(weights: Sequence[float], seed: int, epoch: int) -> NDArray[n
     n = len(weights)
     line = keyed_permutation(n, "line", int(seed), int(epoch))
     total = sum(Fraction(weight) for weight in weights)
+    # Exact fractions, rounded to whole units once: float sums would depend on the order of the samples.
     ends = np.cumsum([int(Fraction(weights[i]) * _UNITS * n / total) for i in line])
+    # 32 random bits: a start in [0, 1) of the distance between two points.
     start = int(keyed_bits(1, "start", int(seed), int(epoch))[0] >> np.uint64(32))
     # In units of 2⁻³² of the distance between two points, so that all numbers are whole.
     points = [((point << 32) + start) * int(ends[-1]) // (n << 32) for point in range(n)]
+    # "right": intervals are half-open, so a point on a boundary draws the next sample, and weight 0 is never drawn.
     drawn = line[np.searchsorted(ends, points, side="right")]
+    # Shuffled again: points in order would draw all copies of one sample in a row.
     return drawn[epoch_order(n, seed, epoch)]
 
 
@@ -96,6 +100,7 @@ class SampleStream:
         repeats: Counter[int] = Counter()
         order = []
         for index in weighted_order(self.weights, self.seed, epoch).tolist():
+            # Above any epoch: no key of augmentation occurs twice. The first is the epoch, as without weights.
             order.append((epoch + repeats[index] * _OCCURRENCE, index))
             repeats[index] += 1
         return order

@@ -25,6 +25,7 @@ class PartBuffers:
     ) -> None:
         self._parts, self._device, self._stream = tuple(parts), device, stream
         shapes = [(part.stop - part.first, BANDS, *part.box.shape) for part in parts]
+        # Pinned, else `non_blocking` copies would go through a buffer of the driver and wait.
         self.buffers = [torch.empty(shape, dtype=torch.uint8, pin_memory=stream is not None) for shape in shapes]
         self._images = self.buffers
         self._copied: torch.cuda.Event | None = None
@@ -41,6 +42,7 @@ class PartBuffers:
                 self._images = [buffer.to(self._device, non_blocking=True) for buffer in self.buffers]
                 self._copied = torch.cuda.Event()
                 self._copied.record(self._stream)
+        # Devices other than CUDA: copied at once, in the order of the caller's work.
         elif self._stream is None and self._device.type != "cpu":
             self._images = [buffer.to(self._device) for buffer in self.buffers]
 
@@ -48,6 +50,7 @@ class PartBuffers:
         """Let the current stream wait for the copies, and their memory outlive its work."""
         if self._copied is not None:
             current = torch.cuda.current_stream(self._device)
+            # The stream waits, not the host: the copy may still be under way when this returns.
             current.wait_event(self._copied)
             # They were allocated on the stream of the copies: without this, their memory would be given to another
             # copy as soon as they are released, while the current stream may still read it.
@@ -57,6 +60,7 @@ class PartBuffers:
     def reuse(self) -> None:
         """Wait until the copies are done, so that the buffers may be overwritten."""
         if self._copied is not None:
+            # The host must wait here: the next message is received into the pinned memory that the copy reads.
             self._copied.synchronize()
             self._copied = None
         self._images = self.buffers

@@ -48,6 +48,7 @@ class RemoteFeed:
         self._spec = spec
         device = torch.device(device)
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # One more than is requested ahead: the one that the trainer reads.
         self._slots = [PartBuffers(spec.parts, device, stream) for _ in range(prefetch + 1)]
         self._next_request = self._next_turn = spec.turns[0]
         hello = {"parts": [p.to_json() for p in spec.parts], "replica": spec.replica, "ahead": len(self._slots)}
@@ -64,11 +65,14 @@ class RemoteFeed:
         if turn != self._next_turn:
             raise ValueError(f"turn {turn} was requested, but turn {self._next_turn} is next: turns are read in order")
         start_s = time.perf_counter()
+        # Only now is the previous turn's memory free: its images were valid until this call.
         self._slots[(turn - 1) % len(self._slots)].reuse()
         self._request_ahead()
+        # The link counts requests from 0, one for each turn.
         self._link.wait(turn - self._spec.turns[0])
         self._next_turn = turn + 1
         received = self._spec.turns[0] + self._link.answered()
+        # Turns that have arrived meanwhile, too: their copies run while this turn computes.
         for ready in range(turn, max(turn + 1, min(received, turn + 1 + _UPLOADS_AHEAD))):
             self._slots[ready % len(self._slots)].upload()
         slot = self._slots[turn % len(self._slots)]
@@ -92,6 +96,7 @@ class RemoteFeed:
                 loader = self._link.loader_of(layout.ordinal(number))
                 buffers = slot.of_sample(position)
                 receives += [Message(loader, buffer, PIXELS_TAG) for buffer in buffers]
+                # A sample of which this trainer needs nothing is not requested: the loader would have nothing to send.
                 if buffers:
                     numbers_of.setdefault(loader, []).append(number)
             self._link.request(receives, {loader: {"numbers": numbers} for loader, numbers in numbers_of.items()})

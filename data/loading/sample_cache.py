@@ -34,6 +34,7 @@ class SampleCache:
     """
 
     def __init__(self, size_bytes: int, entry_bytes: int) -> None:
+        # Entries of one size: no gaps that a larger image could not use.
         count = size_bytes // entry_bytes if entry_bytes else 0
         self._free = [i * entry_bytes for i in reversed(range(count))]
         self._entries: OrderedDict[CacheKey, CacheEntry] = OrderedDict()
@@ -65,5 +66,6 @@ class SampleCache:
     def _free_offset(self) -> int | None:
         if self._free:
             return self._free.pop()
+        # From the least recently used on; one that a worker reads or writes now must keep its memory.
         unused = next((key for key, entry in self._entries.items() if not entry.users), None)
         return self._entries.pop(unused).offset if unused is not None else None

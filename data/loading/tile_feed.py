@@ -81,6 +81,7 @@ class TileFeed:
         self._later: list[Piece] = []
         self._waiting: deque[Piece] = deque()  # to be requested, in this order
         self._sent = 0
+        # One more: a piece that was not expected is requested beside those ahead.
         hello = {"parts": [], "replica": replica, "ahead": ahead + 1, "box_bytes": BANDS * MOST_TILES * row.width}
         self._link = LoaderLink(comm, loaders, hello, watch)
 
@@ -139,6 +140,7 @@ class TileFeed:
                 tiles = torch.cat(parts)
             del parts  # else the messages stay in memory while the engine encodes their tiles
             waited(time.perf_counter() - start_s)
+            # The engine drops its reference before it asks for the next chunk; this frame must, too.
             yield chunk, tiles
             del tiles
 
@@ -151,8 +153,10 @@ class TileFeed:
 
     def _take(self, piece: Piece) -> torch.Tensor:
         if piece not in self._open:
+            # Its turn had not come: `ahead` others were requested before it.
             self._waiting.remove(piece)
             self._request(piece)
+        # Requested before the wait, so that the loader is busy meanwhile.
         request, rows = self._open.pop(piece)
         self._request_ahead()
         self._link.wait(request)
@@ -166,6 +170,7 @@ class TileFeed:
         number, start, stop = piece
         box = Box(start, stop, 0, self._row.width)
         rows = torch.empty((BANDS, *box.shape), dtype=torch.uint8, pin_memory=self._pinned)
+        # In turn, whatever the sample: one slide has many tiles, and each loader reads any of them.
         loader = self._loaders[self._sent % len(self._loaders)]
         self._sent += 1
         asked = {"numbers": [number], "box": (box.y0, box.y1, box.x0, box.x1)}

@@ -87,11 +87,13 @@ class WorkerGrowth:
             return False
         is_due = self._free_bytes() >= _SPARE * (_WORKER_BYTES + self._kept_bytes + 2 * image_bytes)
         if not is_due:
+            # Reading the limits of cgroups and /proc takes longer than a round of the loader's loop.
             self._next_look_s = self._clock() + _PAUSE_S
         return is_due
 
     def grown(self, workers: int) -> None:
         """Count late turns anew after the number of workers has risen to ``workers``."""
+        # Turns from before say nothing about the larger number of workers; and a new one needs time to start.
         self._late.clear()
         self._raised(workers, self.most)
 

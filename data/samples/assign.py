@@ -66,8 +66,10 @@ def _assign(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -
     groups, n_classes = counts.shape
     has_class = counts > 0
     rarest = np.array(
+        # Of a group with several classes, the one with fewest groups decides when it is assigned.
         [min((has_class[:, c].sum(), c) for c in range(n_classes) if has_class[g, c])[1] for g in range(groups)]
     )
+    # `sorted` is stable: groups that are equal in its key stay in this order.
     shuffled = keyed_permutation(groups, "split", int(seed))
     order = sorted(shuffled, key=lambda g: (has_class[:, rarest[g]].sum(), rarest[g], -counts[g].sum()))
     sizes = np.column_stack([counts, counts.sum(axis=1)])
@@ -85,6 +87,7 @@ def _assign(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -
         part = int(np.argmax(np.where(allowed, np.round(gain, 12), -np.inf)))
         result[g], groups_left[c] = part, groups_left[c] - 1
         lack[part] -= sizes[g]
+        # For all classes of the group, not only its rarest.
         without[part] &= ~has_class[g]
     return result
 
@@ -96,6 +99,7 @@ def _allowed_parts(without: NDArray[np.bool_], c: int, groups_left: int, left_of
     - Else, if there are at most as many groups of the class left as parts without it: the parts without it.
     - Else: all parts.
     """
+    # Before the classes: a part without any group is worse than one without a class.
     empty = np.asarray(without.all(axis=1), dtype=bool)
     if groups_left <= empty.sum():
         return empty

@@ -39,6 +39,7 @@ class Augment:
 
     def draw(self, seed: int, epoch: int, slide_id: str, size_px: tuple[int, int]) -> Variation:
         """Return the variation of one image of ``size_px`` (height, width); it depends only on the arguments."""
+        # All six, whatever is turned off: each number keeps its place, so flips do not change with the range of stains.
         u = keyed_uniforms(6, "augment", seed, epoch, slide_id)
         turns = int(u[1] * 4) if size_px[0] == size_px[1] else 2 * int(u[1] * 2)
         factors = 1 + (2 * u[2:] - 1) * np.array([self.stain, self.stain, self.colour, self.colour])
@@ -50,6 +51,7 @@ class Augment:
             density=float(factors[2]),
             contrast=float(factors[3]),
             own=self.own,
+            # A key of its own: the other variations are the same with and without the user's function.
             own_draw=float(keyed_uniforms(1, "own", seed, epoch, slide_id)[0]) if self.own else 0.0,
         )
 
@@ -88,6 +90,7 @@ class Variation:
         height, width = self.size_px
         # The reverse of `apply`: the quarter turns are undone one by one, then the mirroring.
         for _ in range(self.turns % 4):
+            # out[i, j] = in[j, height − 1 − i], with the height of the turned image.
             box = Box(box.x0, box.x1, height - box.y1, height - box.y0)
             height, width = width, height
         return Box(box.y0, box.y1, width - box.x1, width - box.x0) if self.mirror else box
@@ -111,6 +114,7 @@ class Variation:
         return mixed_densities(pixels, density_table(), self._mix(), value_table(self.contrast))
 
     @property
+    # Compared exactly: ranges of 0 give factors of exactly 1.
     def _keeps_colours(self) -> bool:
         return self.stains == (1.0, 1.0) and self.density == 1.0 and self.contrast == 1.0
 
@@ -120,6 +124,8 @@ class Variation:
         The residual, the component orthogonal to both stains, is scaled by ``self.density`` only.
         """
         stains = np.array([HAEMATOXYLIN, EOSIN, np.cross(HAEMATOXYLIN, EOSIN)])
+        # density = amounts @ unit, so density @ inverse gives amounts; scaled, they are mixed again.
         unit = stains / np.linalg.norm(stains, axis=1, keepdims=True)
         mix: NDArray[np.float64] = np.linalg.inv(unit) @ np.diag([*self.stains, 1.0]) @ unit * self.density
+        # Computed in float64 and rounded once, so that it is the same on every machine.
         return mix.astype(np.float32)

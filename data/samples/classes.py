@@ -43,6 +43,7 @@ def column_of_classes(
             numbers, names or lists instead of classes.
     """
     named = without_missing(named, column, missing, keep=classes or ())
+    # Before spellings are compared, for which 1 and 1.0 would be two ways to write one class, and refused.
     named = _numbers_in_one_way(named, column, classes or ())
     named = column_in_one_way(named, column, "class", merge=merge, known_names=classes or (), knows="the model")
     if classes is None:
@@ -56,6 +57,7 @@ def _numbers_in_one_way(named: NamedTable, column: str, classes: Sequence[str]) 
     numbers = {value: match for value in {row[column] for row in table.rows} if (match := _INTEGER.fullmatch(value))}
     of_class = {match[1]: name for name in classes if (match := _INTEGER.fullmatch(name))}
     shortest: dict[str, str] = {}
+    # The shortest first: `setdefault` keeps it.
     for value in sorted(numbers, key=len):
         shortest.setdefault(numbers[value][1], value)
     spelling = {value: of_class.get(match[1], shortest[match[1]]) for value, match in numbers.items()}
@@ -75,6 +77,7 @@ def _refuse_other_values(named: NamedTable, column: str) -> None:
             f"{where}: {shown(several)} has several classes: predict all of them with data.task: multilabel; or write "
             "one class for each slide, or list the values as model.classes if each of them is one class"
         )
+    # More than half of the rows have a value of their own: nothing repeats enough to be learnt as a class.
     many = len(values) > sum(values.values()) / 2
     fractions = all(map(_is_number, values)) and not all(map(_INTEGER.fullmatch, values))
     if not many or len(values) <= (_FEW_FRACTIONS if fractions else _FEW_VALUES):

@@ -124,6 +124,7 @@ def coverage_of(
 
 def _smallest(fits: Callable[[int], bool]) -> int:
     """Return a k ≥ 1 for which ``fits(k)``, by doubling and bisection; the smallest if ``fits`` is monotone."""
+    # 0 would be the image as it is, which is known to fail.
     fails, k = 0, 1
     while not fits(k):
         fails, k = k, 2 * k

@@ -135,6 +135,7 @@ class SlideDataset:
         Raises:
             RequestError: The slide has no level of the dataset's mpp, or the image is smaller than a block.
         """
+        # Without a lock: threads that come at the same time make equal views, and one of them stays.
         if index not in self._views:
             self._views[index] = self._view_factory(index)(self.size_px, 1.0)
         return self._views[index]
@@ -169,6 +170,7 @@ class SlideDataset:
             RequestError: No level has it within 2 %; the message names the slide and the mpp of its levels.
         """
         levels = self.slide(index).levels
+        # Of both sides: pixels that are not square would stretch the image.
         off = [max(abs(side / self.mpp - 1) for side in level.mpp) for level in levels]
         best = int(np.argmin(off))
         if off[best] > MPP_TOLERANCE:
@@ -183,6 +185,7 @@ class SlideDataset:
         """Return the open slide of a sample."""
         if index not in self._slides:
             path = slide_path(self._store, self.samples[index].slide_id)
+            # One request for each file is slow on object storage; `check_files` does it once, in parallel.
             opened = SlideStore.open(path, check_files=False) if self._opener is None else self._opener(path)
             self._slides[index] = opened
         return self._slides[index]
@@ -282,6 +285,7 @@ class SlideDataset:
     def read_plain_into(self, index: int, box: Box, out: NDArray[np.uint8]) -> None:
         """Fill ``out``, (3, h, w) of any strides, with a box of a training image without augmentation."""
         self._fill(index, self.view(index), box, out)
+        # After the background was filled in: white stays white.
         if (colours := self.colour_map(index)) is not None:
             out[...] = colours(out)
 
@@ -298,6 +302,7 @@ class SlideDataset:
     def _fill(self, index: int, view: View, box: Box, out: NDArray[np.uint8]) -> None:
         """Fill ``out`` with a box of a view: pieces of the slide on background."""
         pieces = list(view.to_slide(box))
+        # Pieces do not overlap, so they cover the box if their areas add up to its own; it is then not painted first.
         if sum(piece.target.intersect(box).area for piece in pieces) < box.area:
             out[...] = BACKGROUND
         for piece in pieces:
@@ -310,6 +315,7 @@ class SlideDataset:
         mask, mask_mpp = self.slide(index).tissue()
 
         def make(size_px: tuple[int, int], mpp_factor: float) -> View:
+            # The same glass in fewer pixels, rounded up so that its last row and column stay.
             slide_px = (ceil(level.height_px / mpp_factor), ceil(level.width_px / mpp_factor))
             mpp = (level.mpp[0] * mpp_factor, level.mpp[1] * mpp_factor)
             return make_view(TissueGrid.under(mask, mask_mpp, slide_px, mpp), size_px, self.kind, self.align_px)

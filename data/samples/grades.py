@@ -44,6 +44,7 @@ def _order_of(names: Sequence[str]) -> list[int] | None:
     """Return the indices of names in the order of their numbers; None: they are no numbers, or of several kinds."""
     grades = [_numbered(name) for name in names]
     numbered = [grade for grade in grades if grade is not None]
+    # One kind only: "G2" and "pT3" have no common order, and two names of one number are no two grades.
     if len(numbered) < len(names) or len({kind for kind, _ in numbered}) > 1 or len(set(numbered)) < len(names):
         return None
     return sorted(range(len(names)), key=lambda k: numbered[k][1])

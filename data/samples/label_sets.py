@@ -64,6 +64,7 @@ def load_label_sets(
     else:
         names, targets, note = _of_entries(table, columns[0], classes, merge_alike)
         notes += [note] if note else []
+    # `label_set_text` joins names by these, and what it writes is read again.
     wrong = [name for name in names if ";" in name or "|" in name or name == NONE]
     if wrong:
         raise RequestError(
@@ -74,6 +75,7 @@ def load_label_sets(
     labelled = [target for target in indices.values() if target is not None]
     if not labelled:
         raise RequestError(f"{table.name}: {', '.join(columns)}: no slide has a label")
+    # In training only: slides to evaluate may all have the same state of a label.
     if classes is None:
         _refuse_constant(table, names, labelled)
     unknown = sum(value == UNKNOWN for target in labelled for value in target)
@@ -107,6 +109,7 @@ def _of_columns(table: Table, columns: tuple[str, ...]) -> list[States | None]:
     for row in table.rows:
         states = [state_of(row[column]) for column in columns]
         target = tuple(UNKNOWN if state is None else state for state in states)
+        # A slide of which nothing is known is unlabelled: it would only take time.
         targets.append(target if any(state != UNKNOWN for state in target) else None)
     return targets
 

@@ -104,6 +104,7 @@ def load_labels(
     names = tuple(classes) if classes is not None else tuple(sorted(present, key=natural_key))
     if not present:
         raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
+    # The order of `names` is that of the logits.
     index = {name: i for i, name in enumerate(names)}
     unknown = {name: item for item, name in values.items() if name and name not in index}
     if unknown:
@@ -164,6 +165,7 @@ def one_of_each(
     for line, row, value in zip(table.lines, table.rows, values, strict=True):
         item = row[table.key]
         if not item:
+            # Without a value, nothing is lost by leaving the row out.
             if value is not None:
                 raise RequestError(f"{table.name}, line {line}: {column} {text(value)}, but no {table.key}")
             continue

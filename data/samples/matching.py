@@ -142,6 +142,7 @@ def match_labels(
             counts.update(labels.names_of(index))
     names = {row[labels.key] for row in rows_with_cases} - {""}
     unmatched = [key for key, index in labels.indices.items() if index is not None and key not in names]
+    # Sorted, so that of several similar names the same one is proposed every time.
     by_plain = {plain_name(name): name for name in sorted(names)}
     return LabelMatch(
         labels.key,

@@ -93,6 +93,7 @@ def without_missing(
     if not missing_words:
         return named
     rows = tuple({**row, column: "" if row[column] in missing_words else row[column]} for row in table.rows)
+    # One half of the class "negative" would be lost in silence.
     if "+" in values and "-" in missing_words:
         raise RequestError(
             f"{table.name}: {column}: '-' is read as missing, but '+' is a class; write negative and positive, or list "
@@ -172,6 +173,7 @@ class AgreedCases:
         known, named = set(stored.values()), set(own.values())
         of_case: dict[str, str] = {}
         of_name: dict[str, str] = {}
+        # Sorted, so that the message names the same slides every time.
         for slide in sorted(slide for slide in stored.keys() & own.keys() if stored[slide] and own[slide]):
             case, name = stored[slide], own[slide]
             same, alike = of_case.setdefault(case, slide), of_name.setdefault(name, slide)
@@ -187,6 +189,7 @@ class AgreedCases:
                 raise _contradiction(table, manifest, text)
         renamed = {name: stored[slide] for name, slide in of_name.items() if name != stored[slide]}
         merged = {slide: renamed.get(name, name) for slide, name in own.items() if name}
+        # The manifest's last: it wins where both have a case.
         merged |= {slide: case for slide, case in stored.items() if case}
         return cls(merged, (_renamed_note(table, manifest, renamed),) if renamed else ())
 

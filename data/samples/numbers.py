@@ -15,6 +15,7 @@ from data.samples.names import cases_of, with_one_name_each, without_missing
 from data.spelling import shown
 from hyfi_core.errors import RequestError
 
+# Stricter than `float`, which accepts 1_000, nan, and the digits of other scripts.
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 _HINTS = (
     (re.compile(r"[+-]?[0-9]+,[0-9]+"), "has a comma: write a point for decimals, and nothing between thousands"),
@@ -76,4 +77,5 @@ def numbers_by_key(table: Table, column: str) -> dict[str, float | None]:
 
 
 def _is_wrong(text: str) -> bool:
+    # 1e999 has the form of a number, and is infinite.
     return bool(text) and not (_NUMBER.fullmatch(text) and math.isfinite(float(text)))

@@ -39,6 +39,7 @@ class Shelves:
         top = self._next_top
         if top + height > self._height or width > self._width:
             return None
+        # In whole blocks, so that what follows starts on the grid.
         self._shelves.append([top, self._up(height), self._up(width)])
         self._next_top = top + self._up(height)
         return top, 0
@@ -78,6 +79,7 @@ def _disjoint(boxes: Sequence[Box]) -> list[Box]:
         if not alive[i]:
             continue
         over = alive & overlapping(corners, Box(*map(int, corners[i])))
+        # Every box overlaps itself. The hull of the others may overlap new ones, so it is looked at again.
         if over.sum() > 1:
             low, high = corners[over].min(axis=0), corners[over].max(axis=0)
             corners[i] = low[0], high[1], low[2], high[3]
@@ -114,6 +116,7 @@ def place_all(boxes: Sequence[Box], size_px: tuple[int, int], align: int) -> lis
         return None
     shelves = Shelves(*size_px, align)
     placed = []
+    # A shelf is as tall as its first piece: shorter ones behind it waste least.
     for box in sorted(boxes, key=_tall_first):
         corner = shelves.place(box.height, box.width)
         if corner is None:
@@ -131,6 +134,7 @@ def place_most(
     that fit beside them.
     """
     ranked = [box for _, box in sorted(zip(tissue_px, boxes, strict=True), key=lambda item: (-item[0], item[1]))]
+    # Bisection finds one boundary even where packing is not monotone: what it returns has been packed.
     fits, fails = 0, len(ranked) + 1
     while fails - fits > 1:
         middle = (fits + fails) // 2

@@ -69,6 +69,7 @@ def fixed_groups(table: Table, groups: Sequence[str], fixed_test: str | None) ->
 
 def _quarters(texts: Sequence[str]) -> list[str]:
     numbers = np.array([float(text) for text in texts if text])
+    # Edges of all rows, before any is assigned: a stratum means the same in every split.
     edges = np.quantile(numbers, [k / QUANTILES for k in range(1, QUANTILES)])
     return [f"quarter {int(np.searchsorted(edges, float(text))) + 1}" if text else "" for text in texts]
 

@@ -54,6 +54,7 @@ def load_survival(
     events, table = _events_by_key(named.table, event), named.table
     times = numbers_by_key(table, time)
     _refuse_negative(table, time)
+    # Both columns were checked by key: several rows of a slide agree.
     pairs = {item: (at, events.get(item)) for item, at in times.items()}
     labelled = {item: (at, ended) for item, (at, ended) in pairs.items() if at is not None and ended is not None}
     if not labelled:
@@ -69,6 +70,7 @@ def load_survival(
 
 def event_of(text: str) -> float | None:
     """Return 1.0 if a text says that there was an event, 0.0 if it says that there was none; None: neither."""
+    # "0: living" and "0:LIVING" are in use.
     word = canonical(text).replace(" ", "")
     return 1.0 if word in _EVENT else 0.0 if word in _CENSORED else None
 

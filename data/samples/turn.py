@@ -36,6 +36,7 @@ def turned(pixels: NDArray[np.uint8], mirror: bool, turns: int) -> NDArray[np.ui
         turns: Number of quarter turns, counter-clockwise.
     """
     if turns % 2 == 0:
+        # Rows keep their direction or are reversed: NumPy copies these fast enough.
         return np.array(np.rot90(pixels[:, :, ::-1] if mirror else pixels, turns, axes=(1, 2)), order="C")
     result = np.empty((pixels.shape[0], pixels.shape[2], pixels.shape[1]), np.uint8)
     # One quarter turn transposes, then reverses the order of rows; three reverse the rows first, then transpose.
@@ -51,8 +52,10 @@ def _transpose(pixels: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
     whole_h, whole_w = height // _SIDE * _SIDE, width // _SIDE * _SIDE
     if whole_h and whole_w:
         for channel in range(channels):
+            # Rows of both have adjacent bytes, so eight of them are a word, wherever a row begins.
             words = target[channel, :whole_w, :whole_h].view(_WORD)
             _transpose_blocks(pixels[channel, :whole_h, :whole_w].view(_WORD), words)
+    # What is left of whole blocks: fewer than eight columns, then fewer than eight rows.
     target[:, whole_w:] = pixels[:, :, whole_w:].swapaxes(1, 2)
     target[:, :whole_w, whole_h:] = pixels[:, whole_h:, :whole_w].swapaxes(1, 2)
 
@@ -63,11 +66,14 @@ def _transpose_blocks(words: NDArray[np.uint64], target: NDArray[np.uint64]) -> 
     for first in range(0, rows, _BLOCK_ROWS):
         count = min(_BLOCK_ROWS, rows - first)
         part = words[first * _SIDE : (first + count) * _SIDE].reshape(count, _SIDE, columns)
+        # Row k of all blocks side by side: each exchange is one operation on long rows.
         blocks = part.transpose(1, 0, 2).copy()
         for apart, bits, mask in _EXCHANGES:
             pairs = blocks.reshape(-1, 2, apart, count, columns)
             upper, lower = pairs[:, 0], pairs[:, 1]
+            # Three XORs exchange two halves without a third buffer.
             exchanged = ((upper >> bits) ^ lower) & mask
             lower ^= exchanged
             upper ^= exchanged << bits
+        # Splitting the first axis makes a view, whatever the strides; column k of a block is row k of the result.
         target.reshape(columns, _SIDE, rows)[:, :, first : first + count] = blocks.transpose(2, 0, 1)

@@ -147,8 +147,10 @@ def make_views(
     }
     views = []
     while left:
+        # Windows of a crop are as large as the image, so each has one of its own.
         boxes = list(left)[:1] if kind == "crop" else list(left)
         placed = place_most(boxes, [left[box] for box in boxes], size_px, align_px)
+        # Ends: each box fits into an empty image, so at least one is placed.
         shown_px = sum(left.pop(box) for box, _ in placed)
         views.append(
             View(size_px, _centred(placed, size_px, align_px), shown_px / first.tissue_px, first.tissue_px, ())
@@ -176,10 +178,12 @@ def _pack(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
     ends = _block_ends(grid, align)
     tissue = grid.counts(*ends)
     sides = _sides(size_px, align)
+    # By pixels of tissue: blocks may hold less tissue than their area.
     if int(tissue.sum()) > size_px[0] * size_px[1]:
         sides = sides[-1:]  # it cannot all fit: only the smallest squares are needed, to choose from
     for blocks in _coverings(tissue > 0, sides):
         boxes = [_pixels(box, *ends) for box in blocks]
+        # The first covering that fits has the fewest cuts through tissue.
         placed = place_all(boxes, size_px, align)
         if placed is not None:
             return _centred(placed, size_px, align), int(tissue.sum())
@@ -218,10 +222,12 @@ def _crop(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
 
     Counts all windows at once with a summed-area table over the rows and columns where windows start or end.
     """
+    # Windows of equal size start on the grid; those at the border are cut off, so ends are computed for each.
     starts = [_starts(length, size, align) for length, size in zip(grid.size_px, size_px, strict=True)]
     ends = [np.minimum(s + size, length) for s, size, length in zip(starts, size_px, grid.size_px, strict=True)]
     cuts = [np.unique(np.concatenate([[0], s, e])) for s, e in zip(starts, ends, strict=True)]
     summed = np.zeros((len(cuts[0]), len(cuts[1])), np.int64)
+    # A row and a column of zeros in front, so that windows at 0 need no special case.
     summed[1:, 1:] = grid.counts(cuts[0], cuts[1]).cumsum(axis=0).cumsum(axis=1)
     y0, x0 = (np.searchsorted(c, s) for c, s in zip(cuts, starts, strict=True))
     y1, x1 = (np.searchsorted(c, e) for c, e in zip(cuts, ends, strict=True))
@@ -235,6 +241,7 @@ def _crop(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
 
 def _starts(length: int, size: int, align: int) -> NDArray[np.int64]:
     """Return where windows may start: on the grid, the last one reaching the slide's border."""
+    # Rounded up: the last window reaches the border, or beyond it.
     last = -(-max(0, length - size) // align)
     return np.arange(last + 1, dtype=np.int64) * align
 
@@ -243,6 +250,7 @@ def _centred(placed: Sequence[tuple[Box, tuple[int, int]]], size_px: tuple[int, 
     """Return the pieces, all shifted by the same whole blocks so that they are centred in the image."""
     targets = [source.relative_to(source).shift(*corner) for source, corner in placed]
     used = hull(targets)
+    # Whole blocks: targets stay on the grid.
     dy, dx = (size_px[0] - used.y1) // 2 // align * align, (size_px[1] - used.x1) // 2 // align * align
     pieces = [Piece(source, target.shift(dy, dx)) for (source, _), target in zip(placed, targets, strict=True)]
     return _merged(sorted(pieces, key=lambda piece: (piece.target.y0, piece.target.x0)))

@@ -7,8 +7,10 @@ from numpy.typing import NDArray
 
 from data.arrays import Pixels
 
+# A step of 8 / 8192 is a quarter of a pixel value at white, where a density changes the value most.
 STEPS = 8192
 """Steps of the density in the table of values."""
+# Black has a density of ln 256 = 5.5; what is mixed to more than 8 is black as well.
 MAX_DENSITY = 8.0
 STRIP_PX = 32_768
 """Pixels computed at a time, so that their floats stay in the processor's cache."""
@@ -16,6 +18,7 @@ STRIP_PX = 32_768
 
 def density_table(glass: float = 255.0) -> NDArray[np.float32]:
     """Return the density of each pixel value 0 … 255, in steps of `value_table`; 0 where it is brighter than glass."""
+    # Plus one, as black has no logarithm.
     density: NDArray[np.float64] = np.maximum(-np.log((np.arange(256) + 1.0) / (glass + 1.0)), 0.0)
     return (density * (STEPS / MAX_DENSITY)).astype(np.float32)
 
@@ -57,5 +60,6 @@ def mixed_densities(
             mixed += green * mix[1, k]
             mixed += blue * mix[2, k]
             np.clip(mixed, 0, STEPS - 1, out=mixed)
+            # `astype` rounds down to the step, whose value is that of its middle.
             np.take(to_value, mixed.astype(np.uint16), out=out[k, strip], mode="clip")
     return result

@@ -27,7 +27,9 @@ def own_colours(name: str, pixels: NDArray[np.uint8], draw: float) -> NDArray[np
     Raises:
         RequestError: The function cannot be imported.
     """
+    # The 53 random bits that `draw` was made of.
     rng = np.random.default_rng(int(draw * 2**53))
+    # A copy: the function may work in place, and these pixels may be those of the cache.
     changed: NDArray[np.uint8] = load_user_code(KEY, name, _WHAT)(pixels.copy(), rng)
     return changed
 
@@ -42,6 +44,7 @@ def try_colours(name: str) -> None:
     try:
         whole = own_colours(name, image, 0.5)
         again = own_colours(name, image, 0.5)
+        # Not from the corner, and of another shape: shows what depends on position, size or neighbours.
         part = own_colours(name, image[:, 5:17, 8:], 0.5)
     except RequestError:
         raise

@@ -43,6 +43,7 @@ class LabStatistics:
             return None
         lab = _TO_AXES @ np.log(_TO_LMS @ (pixels + 1.0))
         std = lab.std(axis=1)
+        # The map divides by these deviations.
         return cls(tuple(lab.mean(axis=1).tolist()), tuple(std.tolist())) if std.min() > 1e-6 else None
 
 
@@ -73,6 +74,7 @@ class ReinhardMap:
         scale = np.asarray(reference["std"]) / np.asarray(statistics.std)
         shift = np.asarray(reference["mean"]) - scale * np.asarray(statistics.mean)
         back = np.linalg.inv(_TO_AXES)
+        # One matrix instead of three products: to the axes, scaled, and back.
         factors, summands = back @ np.diag(scale) @ _TO_AXES, back @ shift
         return cls(identity, glass, factors.astype(np.float32), summands.astype(np.float32))
 
@@ -84,6 +86,7 @@ class ReinhardMap:
         result = np.empty(pixels.shape, np.uint8)
         flat, out = pixels.reshape(3, -1), result.reshape(3, -1)
         for start in range(0, flat.shape[1], STRIP_PX):
+            # In strips: floats of a whole image would take many times the memory of its pixels.
             strip = slice(start, start + STRIP_PX)
             values = np.ascontiguousarray(flat[:, strip])
             share = np.minimum(_densities(values, self.glass) * np.float32(1 / STAINED_DENSITY), np.float32(1))

@@ -71,11 +71,13 @@ def glass_colour(image: Pixels) -> NDArray[np.float32]:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
     """
     modes = []
+    # Whole rows, as every n-th pixel of memory costs as much to read as all of them.
     rows = slice(None, None, max(1, image[0].size // _HISTOGRAM_PX))
     for channel in image[:, rows]:
         counts = np.bincount(channel.reshape(-1), minlength=256).astype(np.float64)
         # Over five values, as the highest single count of a sparse histogram is left to chance.
         smooth = np.convolve(counts, np.ones(5), mode="same")
+        # Not the maximum: a few saturated pixels must not decide whether the scanner is grey.
         brightest = int(np.searchsorted(counts.cumsum(), 0.98 * counts.sum()))
         lowest = max(0, min(_DARKEST_GLASS, brightest - 20))
         modes.append(lowest + int(np.argmax(smooth[lowest:])))
@@ -93,6 +95,7 @@ def glass_of(slide: MeasuredSlide) -> NDArray[np.float32]:
     if height * width <= _OVERVIEW_PX:
         return glass_colour(slide.read(Box.of_size(height, width), index))
     rows = max(1, _OVERVIEW_PX // _STRIPS // width)
+    # The middle of each of 32 equal bands.
     tops = [(2 * k + 1) * height // (2 * _STRIPS) for k in range(_STRIPS)]
     strips = [slide.read(Box(top, min(top + rows, height), 0, width), index) for top in tops]
     return glass_colour(np.concatenate(strips, axis=1))
@@ -117,6 +120,7 @@ def tissue_windows(slide: MeasuredSlide) -> Iterator[Pixels]:
         window = window.intersect(Box.of_size(level.height_px, level.width_px))
         if window.empty:
             continue
+        # The mask's pixel of each row of the window; the last one may end before the level does, by rounding.
         rows = np.minimum((np.arange(window.y0, window.y1) * scale[0]).astype(int), mask.shape[0] - 1)
         columns = np.minimum((np.arange(window.x0, window.x1) * scale[1]).astype(int), mask.shape[1] - 1)
         yield slide.read(window, index)[:, mask[rows][:, columns]]

@@ -77,6 +77,7 @@ class StainNormalisation:
                 f"model.json: stain_normalisation has a reference of {', '.join(reference)}; needed: "
                 f"{', '.join(names)}; use another checkpoint"
             )
+        # In the order of the method, not of the file: the text of `identity` must be the same.
         return cls(method, tuple((name, tuple(map(float, reference[name]))) for name in names))
 
     def to_json(self) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class SlideFigures:
         finest = slide.levels[0]
         area = finest.height_px * finest.width_px * finest.mpp[0] * finest.mpp[1] / 1e6
         known = {name: tuple(map(float, stains[name])) for name in _STAINS if stains.get(name)}
+        # The geometric mean of both directions: that of a square pixel of the same area.
         return cls(area, math.nan if mpp is None else math.sqrt(float(mpp[0]) * float(mpp[1])), known)
 
 
@@ -143,9 +144,11 @@ def _rounded(ratio: float) -> str:
 
 
 def _unit(vector: Sequence[float]) -> Vector:
+    # The zero vector stays as it is.
     length = math.sqrt(sum(number**2 for number in vector)) or 1.0
     return tuple(number / length for number in vector)
 
 
 def _degrees(one: Vector, other: Vector) -> float:
+    # Rounding makes the product of two equal unit vectors larger than 1 at times, which has no angle.
     return math.degrees(math.acos(max(-1.0, min(1.0, sum(a * b for a, b in zip(one, other, strict=True))))))

@@ -71,9 +71,11 @@ class TrainedSlides:
         if case_id and _digest(case_id) in self.cases:
             return True
         name, content = _entry(slide_id, sha256).split(":")
+        # By content first: a copy of a training slide under another name is the same slide.
         if content in self._files:
             return True
         # Two known files of one name that differ are different slides.
+        # The file of this slide is known, so only a training slide of unknown file can be meant by the name alone.
         return name in self._unread if content else name in self._names
 
     @cached_property
