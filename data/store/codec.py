@@ -72,6 +72,7 @@ class PixelCodec:
     def to_json(self) -> list[dict[str, Any]]:
         """Return the codec chain for ``zarr.json``."""
         if self.name == "zstd":
+            # Without zstd's own checksum: the crc32c behind it also covers the compressed bytes.
             zstd = {"name": "zstd", "configuration": {"level": self.level, "checksum": False}}
             return [{"name": "bytes"}, zstd, _CRC32C]
         jpeg: dict[str, Any] = {"name": "imagecodecs_jpeg"}
@@ -100,11 +101,14 @@ class PixelCodec:
             chunk = scratch("pixels", pixels.size).reshape(pixels.shape)
             np.copyto(chunk, pixels)
             # Allocating an output that may be as large as the pixels for each chunk would take a fifth of the time.
+            # More than ZSTD_compressBound, size + size / 256, for pixels that cannot be compressed.
             room = scratch("encoded", pixels.size + pixels.size // 128 + 1024)
             size = _codecs.zstd_encode(chunk, level=self.level, out=room).size
             room[size : size + CRC_BYTES] = np.frombuffer(_checksum(room[:size]), np.uint8)
+            # A copy: the next chunk of this thread is encoded into the same buffer.
             return room[: size + CRC_BYTES].tobytes()
         subsampling = "444" if (self.level or 0) >= _FULL_COLOUR_QUALITY else "420"
+        # JPEG's encoder takes the three values of a pixel side by side.
         interleaved = np.ascontiguousarray(pixels.transpose(1, 2, 0))
         return joined(with_checksum(_codecs.jpeg8_encode(interleaved, level=self.level, subsampling=subsampling)))
 
@@ -130,6 +134,7 @@ class PixelCodec:
         # Strict: treat libjpeg's warnings as damage.
         if simplejpeg.decode_jpeg(body, "RGB", buffer=interleaved, strict=True).shape != interleaved.shape:
             raise ValueError(f"it is not {height} × {width} px")
+        # A view: whoever places the pixels copies them anyway.
         return interleaved.transpose(2, 0, 1)
 
 
@@ -167,6 +172,7 @@ def without_checksum(data: bytes | memoryview | Pixels) -> Pixels:
     """
     stored = np.frombuffer(data, np.uint8)
     body = stored[:-CRC_BYTES]
+    # By the length first: of too few bytes, the slice is empty, and its checksum may agree.
     if len(stored) < CRC_BYTES or _checksum(body) != stored[-CRC_BYTES:].tobytes():
         raise ValueError("the checksum is wrong")
     return body

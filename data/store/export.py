@@ -54,6 +54,7 @@ def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[i
     final = slide_path(folder, store.slide_id)
     if _is_copy(final, store):
         return False
+    # Before the new one is begun: what a killed export left beside it may be as large as the slide.
     remove_leftovers(final)
     temporary = temporary_path(final)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -114,6 +115,7 @@ def _write(store: SlideStore, path: Path, threads: int, progress: Callable[[int]
     label_ome = read_json(label / "zarr.json")["attributes"]["ome"]
     root = zarr.create_group(str(path), zarr_format=2)
     for dataset in ome["multiscales"][0]["datasets"]:
+        # In blocks of whole chunks: zarr would read a chunk that is written in part, change it and write it again.
         _copy(root, store.images[dataset["path"]], dataset["path"], threads, progress)
     for dataset in label_ome["multiscales"][0]["datasets"]:
         source = ShardedArray.open(label / dataset["path"])
@@ -144,6 +146,7 @@ def _copy(root: Any, source: ShardedArray, name: str, threads: int, progress: Ca
         shape=source.shape,
         dtype="uint8",
         chunks=(*(1,) * leading, _CHUNK_PX, _CHUNK_PX),
+        # Without shuffling, which helps numbers of several bytes, not pixels of one.
         compressors=Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE),
         fill_value=source.layout.fill,
         chunk_key_encoding={"name": "v2", "separator": "/"},

@@ -70,11 +70,13 @@ class ArrayLayout:
     @property
     def index_bytes(self) -> int:
         """Length of a shard's index, its checksum included."""
+        # Offset and length of each chunk, 8 bytes each.
         return self.slots[0] * self.slots[1] * 16 + CRC_BYTES  # offset and length of each chunk, 8 bytes each
 
     def files(self, box: Box | None = None) -> Iterator[tuple[int, int]]:
         """Yield (row, column) of the files that hold ``box`` (default: all), row by row."""
         box, (sh, sw) = box or self.box, self.shard_px
+        # From the file of the first pixel to the one after that of the last: half-open, so rounded up.
         for row in range(box.y0 // sh, -(-box.y1 // sh)):
             for column in range(box.x0 // sw, -(-box.x1 // sw)):
                 yield row, column
@@ -144,6 +146,7 @@ class ArrayLayout:
         if sharded:
             sharding = chain[0]["configuration"]
             chain, inner = sharding["codecs"], _integers(sharding["chunk_shape"])
+            # The index at the start is allowed by zarr, too; reading looks for it at the end.
             if len(meta["codecs"]) != 1 or sharding.get("index_location", "end") != "end":
                 raise ValueError("expected sharding as the only codec, with the index at the end")
         if inner[:-2] != shape[:-2] or outer[:-2] != shape[:-2]:

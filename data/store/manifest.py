@@ -126,6 +126,7 @@ class SlideRecord:
         """
         value = read_json(path)
         names = {f.name for f in fields(cls)}
+        # Unknown names are refused: a later version may mean by them what this one would ignore.
         if not {"slide_id", "source_path", "status"} <= value.keys() <= names:
             raise StoreError(f"{path}: not a slide record of this version; remove it to ingest the slide again")
         return cls.of_json(value)
@@ -166,6 +167,7 @@ def merge_manifest(store: Path) -> Path:
     """
     path = store / "manifest.csv"
     written = None
+    # Read before the records: one that is saved while they are read makes another round.
     while written != (current := record_states(store)):
         written = current
         rows = [record.row() for record in load_records(store).values()]
@@ -225,6 +227,7 @@ def same_content(rows: Iterable[Mapping[str, str]]) -> list[SameContent]:
             groups.setdefault(row["source_sha256"], []).append(row)
     duplicates = []
     for group in groups.values():
+        # One file may hold several glass slides: its scenes share the digest, but not the pixels.
         scenes = [row.get("scene", "") for row in group]
         if len(group) > 1:
             names = tuple(row["slide_id"] for row in group)

@@ -20,12 +20,14 @@ def digest_of_group(group: dict[str, Any]) -> str:
     """Return the SHA-256 of a slide's ``zarr.json``, without the digest itself and however the JSON is formatted."""
     attributes = dict(group.get("attributes", {}))
     attributes["hyfi"] = {k: v for k, v in attributes.get("hyfi", {}).items() if k != "metadata_sha256"}
+    # Keys sorted, and no white space of the file: tools that write the JSON again do not change the digest.
     text = json.dumps({**group, "attributes": attributes}, ensure_ascii=False, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def image_attributes(mpp: Sequence[Mpp]) -> dict[str, Any]:
     """Return the `ome` attributes of an RGB image; ``mpp``: microns per pixel (y, x) of its levels, finest first."""
+    # "mean" says that each level is the mean of 2 × 2 pixels of the finer one; a scanner's own levels are not.
     halves = all(abs(b[i] / a[i] - 2) < 1e-6 for a, b in pairwise(mpp) for i in (0, 1))
     multiscale = _multiscale("image", ("c", "y", "x"), mpp, mpp[0])
     return {

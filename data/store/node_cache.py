@@ -157,12 +157,14 @@ class NodeCache:
             return
         with self._held(row):
             still = []
+            # Looked up again under the lock: whoever held it before may have added all that is missing.
             for slot in missing:  # another process may have read them meanwhile
                 cached = self._get(names[slot], shape)
                 if cached is None:
                     still.append(slot)
                 else:
                     yield slot, cached
+            # Added one by one, so that the memory is that of one chunk.
             for slot, pixels in load(still) if still else ():
                 if pixels is not None:
                     self._put(names[slot], pixels)
@@ -178,6 +180,7 @@ class NodeCache:
         except OSError:
             return None
         try:
+            # The time of change: many disks do not write that of access (noatime, relatime).
             os.utime(handle)  # used now
             # Mapped, the pixels stay readable after the file is closed, and after another process has removed it.
             stored = np.frombuffer(mmap.mmap(handle, 0, prot=mmap.PROT_READ), np.uint8)
@@ -214,6 +217,7 @@ class NodeCache:
             return
         with self._lock:
             self._unchecked_bytes += pixels.size + CRC_BYTES
+            # Counted under the lock, trimmed outside of it: other threads go on while this one lists the folder.
             check = self._unchecked_bytes > _CHECK_SHARE * self._size_bytes
             self._unchecked_bytes = 0 if check else self._unchecked_bytes
         if check:
@@ -223,6 +227,7 @@ class NodeCache:
         """Add no more chunks, because the disk is full; the first process of the node says so."""
         self._full = True
         with contextlib.suppress(OSError):  # another was first
+            # Exactly one process succeeds in removing the file, and that one warns.
             self._room_mark().unlink()
             room = self.room()
             logging.getLogger(__name__).warning(
@@ -269,13 +274,17 @@ class NodeCache:
 
         Where the disk has no locks, or the folder was removed meanwhile, chunks may be read twice.
         """
+        # Rows that share a lock wait for each other without need; a file for each row would never be removed.
         number = int(hashlib.sha256(row.encode()).hexdigest()[:8], 16) % _LOCKS
         # An index is read by the holder of a row. If both used the same locks, two processes could wait for each other.
         name = f"index-{number}" if row.endswith(INDEX) else str(number)
         with contextlib.ExitStack() as opened:
             with contextlib.suppress(OSError):
                 handle = os.open(self._locks() / name, os.O_RDWR | os.O_CREAT, 0o600)
+                # Closing ends the lock, as does the end of the process, however it ends.
                 opened.callback(os.close, handle)
+                # flock belongs to the open file, so it excludes threads of this process, too; locks of `fcntl` would
+                # not.
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield
 

@@ -87,6 +87,7 @@ def write_file(
                 places.append((slot, begin, file.size - begin))
         if layout.sharded:
             file.write(with_checksum(_index(layout, places)))
+        # Before `written`, which lets the caller reuse the memory of the chunks.
         file.flush()
         written()
         if not file.size:
@@ -97,6 +98,7 @@ def write_file(
 
 def _index(layout: ArrayLayout, places: list[tuple[int, int, int]]) -> bytes:
     """Return the index of a shard whose chunks are (slot, offset, length)."""
+    # zarr: 2⁶⁴ − 1 in both numbers means that the chunk is absent.
     index = np.full((layout.slots[0] * layout.slots[1], 2), ABSENT, "<u8")
     if places:
         slots, *where = np.array(places, "<u8").T
@@ -110,6 +112,7 @@ class _TemporaryFile:
     def __init__(self, path: Path) -> None:
         self._final = path
         self._path = path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
+        # The process's id in the name: what a killed writer left does not get in the way of the one that resumes.
         self._handle = self._path.open("wb", buffering=_BATCH_BYTES)
         self._waiting: list[bytes | Pixels] = []
         self._waiting_bytes = 0
@@ -132,6 +135,7 @@ class _TemporaryFile:
         self._handle.flush()
 
     def publish(self) -> None:
+        # Content before name; entries of folders are synced once for the whole slide, by `SlideWriter.publish`.
         os.fsync(self._handle.fileno())
         self._path.replace(self._final)
 

@@ -121,6 +121,7 @@ class ShardedArray:
         if self._cache() is None and len(runs) > 1:  # otherwise indexes are read with their chunks
             files = [file for file in dict.fromkeys(run.file for run in runs) if file not in self._index]
             each(self._load_index, files, self.path)
+        # Decoded in the threads that wait for the network; otherwise only one thread may decode, this one.
         if threads > 1 or self._cache() is not None:
             each(lambda run: self._read_run(run, box, out), runs, self.path)
             return
@@ -136,6 +137,7 @@ class ShardedArray:
     def _runs(self, box: Box) -> Iterator[_ChunkRun]:
         """Yield the chunks that ``box`` overlaps, in runs of at most ``_LONGEST_RUN``."""
         layout = self.layout
+        # Slots count all columns of a shard, also those beyond the array's border.
         (ch, cw), columns = layout.chunk_px, layout.slots[1]
         for file in layout.files(box):
             inside = layout.file_box(file).intersect(box)
@@ -154,6 +156,7 @@ class ShardedArray:
             return
         file = f"{self.digest}/{self.layout.file_name(run.file)}"
         names = {slot: f"{file}#{slot}" for slot in run.slots}
+        # The whole row of chunks in the file: runs of other boxes in it overlap this one.
         row = f"{file}@{run.slots[0] // self.layout.slots[1]}"
         for slot, pixels in cache.read(row, names, self.layout.chunk_shape, lambda slots: self._decoded(run, slots)):
             self._place_chunk(run, slot, pixels, box, out)
@@ -188,6 +191,7 @@ class ShardedArray:
         """Yield (slot, encoded bytes) of each chunk; None for a chunk that was left out on purpose."""
         path = self.file_path(run.file)
         blank = self.blank.get(self.layout.file_name(run.file), ())
+        # The only chunk of its file, so there is no file.
         if not self.layout.sharded and 0 in blank:
             yield 0, None
             return
@@ -234,6 +238,7 @@ class ShardedArray:
     def _index_of(self, open_file: OpenFile, path: Path, file: tuple[int, int]) -> Index:
         index = self._index.get(file)
         if index is None:
+            # Threads that come together read it twice; the results are equal.
             index = self._index[file] = self._read_index(open_file, path, self.layout.file_name(file))
         return index
 
@@ -244,11 +249,13 @@ class ShardedArray:
             return read_index(open_file, path, self.layout, expected)
 
         def load(slots: list[int]) -> list[tuple[int, Pixels | None]]:
+            # As bytes: the cache holds arrays of uint8.
             return [(0, read_index(open_file, path, self.layout, expected).astype("<u8").reshape(-1).view(np.uint8))]
 
         key, size = f"{self.digest}/{name}{INDEX}", self.layout.index_bytes - CRC_BYTES
         ((_, stored),) = cache.read(key, {0: key}, (size,), load)
         assert stored is not None, "every index has bytes"
+        # A copy: indexes are kept, and what the cache gives is valid until its next chunk only.
         return np.frombuffer(stored.tobytes(), "<u8").reshape(-1, 2)
 
 
@@ -264,6 +271,7 @@ def read_index(file: OpenFile, path: Path, layout: ArrayLayout, expected_size: i
     Raises:
         StoreError: The file has not its expected size, is too short or its index is altered.
     """
+    # One byte tells the size, all that there is to know of a file without an index.
     length = layout.index_bytes if layout.sharded else 1
     tail, size = file.tail(length)
     if expected_size is not None and size != expected_size:
@@ -285,6 +293,7 @@ def _adjacent(index: Index, slots: list[int]) -> Iterator[list[int]]:
     length = 0
     for slot in slots:
         offset, size = (int(n) for n in index[slot])
+        # zarr allows the chunks of a shard in any order.
         follows = group and offset == int(index[group[-1]].sum()) and length + size <= _LONGEST_READ_BYTES
         if group and not follows:
             yield group

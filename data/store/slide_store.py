@@ -138,6 +138,7 @@ class SlideStore:
             raise ValueError(f"out is {out.dtype} {out.shape}; expected uint8 {shape}")
         size = self.levels[level]
         inside = box.intersect(Box.of_size(size.height_px, size.width_px))
+        # Filled first, then the inside is written over it.
         if inside != box:
             out[...] = BACKGROUND
         if not inside.empty:
@@ -161,6 +162,7 @@ class SlideStore:
         if mpp_um is not None:
             nearest = min(range(len(masks)), key=lambda k: abs(np.log(masks[k][1][0] / mpp_um)))
         array, mpp = masks[nearest]
+        # Whole: a mask at 8 µm per pixel is small, and the callers need all of it.
         return array.read(array.layout.box) != 0, mpp
 
     def with_tissue(self, mask: npt.NDArray[np.bool_]) -> SlideStore:
@@ -244,6 +246,7 @@ def _sizes(files: dict[str, FileEntry]) -> dict[str, dict[str, int]]:
     sizes: dict[str, dict[str, int]] = {}
     for name, entry in files.items():
         if entry.size is not None:
+            # zarr's default keys of chunks begin with "c/".
             array, _, file = name.partition("/c/")
             sizes.setdefault(array, {})[f"c/{file}"] = entry.size
     return sizes

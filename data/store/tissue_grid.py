@@ -44,6 +44,7 @@ def first_pixels(length_px: int, pixel_mpp: float, mask_length: int, mask_mpp: f
     p, q = ratio.numerator, ratio.denominator
     first = -((p - 2 * q * rows) // (2 * p))  # ⌈(row · q/p) − ½⌉: the first y with (y + ½) · p/q ≥ row
     first = np.clip(first, 0, length_px)
+    # Pixels beyond the mask lie on its last row, see the module's docstring.
     first[-1] = length_px
     return first
 
@@ -131,6 +132,7 @@ class TissueGrid:
 
 def halve_mask(mask: Mask) -> Mask:
     """Return the mask at half its size (ceil): set where at least two of the 2 × 2 pixels are set."""
+    # An odd last row counts twice, so that it is set where both or one of its pixels are.
     padded = np.pad(mask, ((0, mask.shape[0] % 2), (0, mask.shape[1] % 2)), mode="edge").astype(np.uint8)
     total = padded[0::2, 0::2] + padded[1::2, 0::2] + padded[0::2, 1::2] + padded[1::2, 1::2]
     result: Mask = total >= 2

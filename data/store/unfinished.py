@@ -70,8 +70,10 @@ def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:
         folder = temporary_path(final)
         shutil.rmtree(folder, ignore_errors=True)
     else:
+        # In the name: another identity has another folder, so files of two never mix.
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         folder = final.with_name(f"{prefix}{digest[:16]}")
+    # They can never be finished: this writer will replace the slide that they were for.
     for path in final.parent.iterdir():
         if path.name.startswith(prefix) and path != folder:
             shutil.rmtree(path, ignore_errors=True)
@@ -96,6 +98,7 @@ class Journal:
         """Whether this run or an earlier one wrote this file; a file of an earlier run is read once to check it."""
         if name in self.entries:
             return True
+        # Removed from it: a file is read to check it only once.
         entry = self._earlier.pop(name, None)
         if entry is None or not _is_intact(self._folder / name, entry):
             return False
@@ -109,6 +112,7 @@ class Journal:
         with self._lock:
             self.entries[name] = entry
             self._file.write(line)
+            # Not synced: a line that a power cut takes costs one file written again, and nothing else.
             self._file.flush()
 
     def close(self) -> None:
@@ -137,6 +141,7 @@ def _load(path: Path) -> dict[str, FileEntry]:
 
 
 def _is_intact(path: Path, entry: FileEntry) -> bool:
+    # All of its chunks are blank, so it has no file.
     if entry.size is None:
         return not path.exists()
     try:

@@ -109,6 +109,7 @@ def slides_in(store: Path) -> list[Path]:
     if not store.can_list:
         return [slide_path(store, row["slide_id"]) for row in load_manifest(store) if row["status"] == DONE]
     paths = sorted(store.glob("*.zarr"))
+    # Shown as folders by their objects, with or without the file that is uploaded last.
     are_folders = each(ObjectPath.is_dir, paths, store)  # the others are interrupted uploads
     return [path for path, is_slide in zip(paths, are_folders, strict=True) if is_slide]
 
@@ -244,6 +245,7 @@ def _reasons_inside(handle: OpenFile, file: _File) -> list[str]:
     except StoreError as error:
         reasons.append(str(error).removeprefix(f"{file.path}: "))
     digest = hashlib.sha256()
+    # In the order of the file, for one pass over it: the digest needs every byte once.
     for start, end, slot in _pieces(sorted(chunks), file.entry.size or 0):
         data = handle.read(start, end - start)
         digest.update(data)
@@ -259,6 +261,7 @@ def _reasons_of_chunk(data: bytes | memoryview, slot: int, layout: ArrayLayout) 
         body = without_checksum(data)
     except ValueError as error:
         return [f"{error} in chunk {slot}"]
+    # Encoded by this project from pixels: with the right checksum it decodes.
     if layout.codec.exact or layout.codec.level is not None:
         return []
     try:
@@ -292,6 +295,7 @@ def _pieces(chunks: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple
     for start, end, slot in [*chunks, (size, size, -1)]:
         for begin in range(at, min(start, size), _PIECE_BYTES):
             yield begin, min(begin + _PIECE_BYTES, start, size), None
+        # Never back: a chunk that overlaps the one before is skipped, and its bytes are read as a gap.
         at = max(at, min(start, size))
         if slot >= 0 and start >= at and end <= size:
             yield start, end, slot

@@ -81,14 +81,17 @@ class SlideWriter:
         self.levels = tuple(levels)
         self._resumable = identity is not None
         self._uploading = False
+        # Part of the identity: files of another layout or codec must not be taken for finished ones.
         layouts = [[level.layout.to_json(), level.mpp] for level in self.levels]
         self.path = unfinished_folder(local, None if identity is None else [dict(identity), layouts, FORMAT])
         self._tissue = [_tissue_grid(level, tissue) for level in self.levels]
         for k, level in enumerate(self.levels):
             self._make_array(str(k), level.layout)
         self._journal = Journal(self.path)
+        # Bounded: a place that is released twice is an error, not more memory.
         self._free_blocks = threading.BoundedSemaphore(_BLOCKS_IN_FLIGHT)
         self._threads = threads or usable_cores()
+        # Two pools: disk threads wait for chunks, and in one pool they could occupy all threads that would encode them.
         self._encoders = ThreadPoolExecutor(self._threads, "store-encode")
         self._disk = ThreadPoolExecutor(_FILES_IN_FLIGHT, "store-write")
         self._pending: list[Future[None]] = []
@@ -196,6 +199,7 @@ class SlideWriter:
         Raises:
             OSError: A file could not be written.
         """
+        # Before the list of files: it must name only files that are there.
         for future in self._pending:
             future.result()
         self._encoders.shutdown()
@@ -212,6 +216,7 @@ class SlideWriter:
     def _upload(self) -> None:
         """Copy the slide to object storage; if that is interrupted, the next writer continues by the journal."""
         self._journal.close()
+        # From here on the slide is complete, and an error keeps the folder: see `__exit__`.
         self._uploading = True
         upload_directory(self.path, self.final, without=(JOURNAL,))
         self._uploading = False
@@ -232,6 +237,7 @@ class SlideWriter:
 
     def _make_array(self, name: str, layout: ArrayLayout) -> None:
         self._write_json(name, layout.to_json())
+        # All folders now: disk threads then only create files.
         for row in {row for row, _ in layout.files()}:
             (self.path / name / layout.file_name((row, 0))).parent.mkdir(parents=True, exist_ok=True)
 
@@ -249,6 +255,7 @@ class SlideWriter:
         if not unfinished:
             return
         self._acquire_block()
+        # One block may fill several files; its place is free when the last of them is written.
         release = _Countdown(len(unfinished), self._free_blocks.release)
         for file in unfinished:
             chunks = [
@@ -286,6 +293,7 @@ class SlideWriter:
     def _acquire_block(self) -> None:
         """Wait until fewer than ``_BLOCKS_IN_FLIGHT`` blocks are being written; raise the error of an earlier one."""
         self._free_blocks.acquire()
+        # Looked at here, so that an error of an earlier block is raised while there is still work to save.
         written = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if not future.done()]
         try:
@@ -318,6 +326,7 @@ class _Once:
         self._action: Callable[[], object] | None = action
 
     def __call__(self, *_: object) -> None:
+        # The disk thread calls it before its future is done, so the callback never comes at the same time.
         action, self._action = self._action, None
         if action is not None:
             action()
@@ -338,6 +347,7 @@ def _whole_chunk(layout: ArrayLayout, chunk: Box, box: Box, block: Pixels) -> Pi
     if inside == chunk:
         return pixels
     padding = [(0, 0)] * (pixels.ndim - 2) + [(0, chunk.y1 - inside.y1), (0, chunk.x1 - inside.x1)]
+    # JPEG spreads a sharp edge over its blocks of 8 × 8 or 16 × 16: the padding would show inside the image.
     if layout.codec.exact:
         return np.pad(pixels, padding, constant_values=layout.fill)
     return np.pad(pixels, padding, mode="edge")

@@ -184,10 +184,12 @@ def tissue_seen(mask: NDArray[np.bool_], mask_mpp: tuple[float, float], tiles: T
         tiles: The tiles.
     """
     scale = [mpp / coarse for mpp, coarse in zip(tiles.plane.mpp, mask_mpp, strict=True)]
+    # The mask's pixels whose centres a tile covers: from ⌊y + ½⌋ to ⌊end + ½⌋, so neighbours share none.
     starts = np.floor(tiles.corners * scale + 0.5).astype(int)
     ends = np.floor((tiles.corners + tiles.size_px) * scale + 0.5).astype(int)
     covered = np.zeros(mask.shape, bool)
     for (y0, x0), (y1, x1) in zip(starts.tolist(), ends.tolist(), strict=True):
+        # Painted, not added: tiles may overlap.
         covered[y0:y1, x0:x1] = True
     total = int(mask.sum())
     tissue_px = round(total * float(np.prod(mask_mpp)) / float(np.prod(tiles.plane.mpp)))

@@ -86,9 +86,11 @@ class JoinedTiles:
 
     def read(self, indices: Sequence[int]) -> torch.Tensor:
         """Return some tiles, in the order of ``indices``, as their slides return them."""
+        # To the right: the end of a slide is the number of the next slide's first tile.
         slides = [bisect_right(self._ends, index) for index in indices]
         starts = [0, *self._ends]
         read: dict[int, torch.Tensor] = {}
+        # Slide by slide, whatever the order of the indices: each change of slides frees decoded chunks.
         for slide in dict.fromkeys(slides):
             if slide != self._keeping:
                 self.forget()
@@ -100,6 +102,7 @@ class JoinedTiles:
 
     def span(self, part: int) -> slice:
         """Return the indices of the tiles of one slide."""
+        # `_ends` are cumulative: the slide's own length leads back to its start.
         return slice(self._ends[part] - len(self._parts[part]), self._ends[part])
 
 

@@ -43,6 +43,7 @@ class Grouping:
         cases: dict[str, list[int]] = {}
         for index, slide in enumerate(slides):
             cases.setdefault(slide.case_id or slide.slide_id, []).append(index)
+        # By name, so that the bag does not depend on the order of the manifest's rows.
         groups = [tuple(sorted(indices, key=lambda k: slides[k].slide_id)) for indices in cases.values()]
         faults = [text for indices in groups if (text := _difference([slides[k] for k in indices]))]
         if faults:

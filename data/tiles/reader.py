@@ -132,11 +132,13 @@ class StoreTiles:
             tile = self._colours(tile)
         if self._augment is None:
             return tile
+        # By corner, not by index: the variation does not depend on which tiles were drawn, or on the rank that reads.
         return self._augment.draw(*self._key, f"{self.name}@{y},{x}", size).apply(tile)
 
     def _level_pixels(self, boxes: Sequence[Box]) -> list[NDArray[np.uint8]]:
         """Return the pixels of boxes of the level."""
         pixels = [np.full((3, *box.shape), BACKGROUND, np.uint8) for box in boxes]
+        # By chunk, not by tile: each is decoded once for all tiles that overlap it.
         users: dict[ChunkPlace, list[int]] = defaultdict(list)
         for index, box in enumerate(boxes):
             for position in self._chunks.places(box):

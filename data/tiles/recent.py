@@ -34,8 +34,10 @@ class Recent(Generic[T]):
             if index in self._values:
                 self._values.move_to_end(index)
                 return self._values[index]
+        # Outside the lock: making a value may read a slide, and other threads need other values meanwhile.
         made = make()
         with _LOCK:
+            # The first one stays, so that all threads share one memory.
             value = self._values.setdefault(index, made)
             if value is made:
                 self._kept_bytes += self._bytes_of(value)

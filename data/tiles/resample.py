@@ -43,6 +43,8 @@ def reduced(
     total = _sums(rows.transpose(2, 1, 0), corner[1], size_px[1], step[1], _WHITE * area)
     total += area // 2  # rounds halves up; an odd area has no halves
     result = np.empty((pixels.shape[0], *size_px), np.uint8)
+    # In place: a division into a new array would double the memory.
+    # In place: a new array would double the memory.
     np.floor_divide(total, area, out=total)
     result[...] = total.transpose(1, 2, 0)
     return result
@@ -65,6 +67,7 @@ def _sums(
     part = np.empty_like(total)
     for tap in range(int((last - first).max()) + 1):
         pixel = first + tap
+        # The overlap of pixel [pixel · q, (pixel + 1) · q) with the new one [begin, begin + p), in units of 1 / q.
         units = np.clip(np.minimum((pixel + 1) * q, begin + p) - np.maximum(pixel * q, begin), 0, q)
         index = np.minimum(pixel - origin, len(values) - 1)  # beyond the last one: weight 0
         np.multiply(values[index], units.astype(dtype)[:, None, None], out=part)

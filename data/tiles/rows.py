@@ -52,12 +52,15 @@ class TileRow:
 
     def pack(self, tiles: torch.Tensor) -> Pixels:
         """Return ``(3, n, width)``, the rows of tiles ``(n, *shape)``."""
+        # Bytes, whatever the dtype: loaders send uint8 only.
         flat = tiles.contiguous().view(len(tiles), -1).view(torch.uint8).numpy()
+        # To a multiple of three: a row has three bands of equal width.
         padded = np.pad(flat, ((0, 0), (0, _BANDS * self.width - self.size_bytes)))
         return np.ascontiguousarray(padded.reshape(len(tiles), _BANDS, self.width).transpose(1, 0, 2))
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the tiles ``(n, *shape)`` of rows ``(3, n, width)`` uint8, in memory of their own."""
+        # A new tensor: the rows' memory receives the next message, and `view` as another dtype needs aligned memory.
         flat = torch.empty((rows.shape[1], self.size_bytes), dtype=torch.uint8)
         flat.copy_(rows.transpose(0, 1).reshape(len(flat), -1)[:, : self.size_bytes])
         return flat.view(self.dtype).view(len(flat), *self.shape)

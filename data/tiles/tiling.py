@@ -100,6 +100,7 @@ def plane_of(levels: Sequence[StoreLevel], mpp_um: float | None, slide_id: str) 
             f"tiles of {mpp_um:g} µm/px: slide {slide_id} has {finest:g} µm/px at its finest level; use {finest:g} or "
             f"more, or ingest with `hyfi ingest --mpp {mpp_um:g}`"
         )
+    # The coarsest that is finer: the fewest pixels to read, and none is invented.
     read = max(finer, key=lambda k: max(levels[k].mpp))
     level = levels[read]
     # Fractions, so that positions are computed in whole numbers, the same in every box and on every machine.

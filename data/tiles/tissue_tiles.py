@@ -111,6 +111,7 @@ class TissueTiles:
             raise RequestError(f"at most {most} tiles of a slide; use 1 or more, or none for all tiles")
         if most is None or most >= len(self):
             return self
+        # In the order of the store's files again: drawn in random order, each tile would decode its chunks anew.
         chosen = np.sort(keyed_permutation(len(self), "tiles", seed, epoch, self.slide_id)[:most])
         return replace(self, corners=read_only(self.corners[chosen]), tissue=read_only(self.tissue[chosen]))
 
@@ -124,6 +125,7 @@ class TissueTiles:
             self.to_source,
         )
         summed = hashlib.sha256(repr(described).encode())
+        # Little-endian, so that the digest is the same on every machine.
         summed.update(np.ascontiguousarray(self.corners, dtype="<i8").tobytes())
         return summed.hexdigest()
 
@@ -167,6 +169,7 @@ def tissue_tiles(slide: SlideStore, tiling: Tiling) -> TissueTiles:
 
 def _starts(length: int, size: int, stride: int) -> Corners:
     """Return where tiles start so that they cover ``length`` pixels."""
+    # The last tile is the first that reaches the end: a tile completely outside would show white only.
     return np.arange(max(0, -(-(length - size) // stride)) + 1, dtype=np.int64) * stride
 
 
@@ -188,6 +191,7 @@ def _by_file(corners: Corners, plane: TilePlane, slide: SlideStore) -> NDArray[n
     layout = slide.images[slide.levels[plane.level].path].layout
     file_px = [side / step for side, step in zip(layout.shard_px, plane.step, strict=True)]
     file = [corners[:, k] * file_px[k].denominator // file_px[k].numerator for k in (0, 1)]
+    # NumPy sorts by the last key first: file row, file column, then row and column of the tile.
     return np.lexsort((corners[:, 1], corners[:, 0], file[1], file[0]))
 
 

@@ -128,6 +128,7 @@ def check_sides(sides_um: Mapping[str, float], usual_um: float | None = None) ->
     Raises:
         RequestError: They do not; the message names slides.
     """
+    # The median, as one slide of another resolution must not move what the others are compared with.
     usual = usual_um or median(sides_um.values() or [1.0])
     off = {name: side for name, side in sides_um.items() if not 1 / SCALE_TOLERANCE <= side / usual <= SCALE_TOLERANCE}
     if off:

@@ -105,6 +105,7 @@ def placed_tiles(stored: StoredFeatures, slide: SlideStore) -> TissueTiles | Non
     plane = _plane(slide.levels, side_um / size_px)
     to_source = to_source_of(slide, plane)
     matrix = np.array(to_source)
+    # By centres, which a map that turns or mirrors keeps; corners become other corners.
     centres = corners + side_um / np.array(source_mpp(slide)) / 2
     in_plane = np.linalg.solve(matrix[:, :2], (centres - matrix[:, 2]).T).T - size_px / 2
     cell_px, whole = _cell(in_plane, size_px)
@@ -123,6 +124,7 @@ def placed_tiles(stored: StoredFeatures, slide: SlideStore) -> TissueTiles | Non
 
 def _plane(levels: Sequence[StoreLevel], mpp_um: float) -> TilePlane:
     """Return the plane of exactly this resolution; a store may be coarser, then a step is below 1."""
+    # Pixels are not read here, so a coarser store will do, too.
     finer = [k for k, level in enumerate(levels) if max(level.mpp) <= mpp_um]
     read = max(finer, default=0)
     level = levels[read]

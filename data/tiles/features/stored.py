@@ -83,6 +83,7 @@ class StoredFeatures:
         with _opened(path) as content:
             name, vectors = _vectors(path, content)
             shape = tuple(vectors.shape)
+            # Some files have a batch of one in front.
             shape = shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
             if len(shape) != 2 or not shape[1] or np.dtype(str(vectors.dtype).removeprefix("torch.")).kind != "f":
                 raise RequestError(f"{path}: {name} is {vectors.dtype} {tuple(vectors.shape)}; expected floats (N, D)")
@@ -124,6 +125,7 @@ class StoredFeatures:
         with _opened(self.path) as content:
             _, _, scale = _frame(content)
             coords: NDArray[np.float64] = np.asarray(content["coords"][:], dtype=np.float64).reshape(self.count, 2)
+        # Others write (x, y). Contiguous, as torch does not take negative strides.
         return coords if self.path.suffix == ".zarr" else np.ascontiguousarray(coords[:, ::-1] * scale)
 
 
@@ -169,6 +171,7 @@ def _vectors(path: Path, content: Any) -> tuple[str, Any]:
 def _rows(stored: Any, chosen: NDArray[np.int64] | None) -> Any:
     """Return rows of a dataset ``(N, D)`` or ``(1, N, D)``: a range is read, which HDF5 does fastest."""
     low, high = (0, None) if chosen is None else (0, 0) if not len(chosen) else (chosen.min(), chosen.max() + 1)
+    # h5py is slow at lists of indices: a range with all of them is read, and they are chosen in memory.
     some = stored[low:high] if len(stored.shape) == 2 else stored[0, low:high]
     return some if chosen is None else np.asarray(some)[chosen - low]
 
@@ -182,6 +185,7 @@ def _frame(content: Any) -> tuple[Unit | None, float | None, float]:
         sides = attributes["hyfi_features"]["tile_source_px"]
         return "px", float(sum(sides) / 2), 1.0
     if "feats" in content:
+        # Versions of STAMP name it differently. Before version 2, positions are in pixels of 224 for 256 µm.
         size = attributes.get("tile_size_um") or (attributes.get("unit") == "um" and attributes.get("tile_size"))
         return ("um", float(size), 1.0) if size else ("um", _STAMP_OLD[0], _STAMP_OLD[0] / _STAMP_OLD[1])
     return "px", _trident_size(dict(content["coords"].attrs)), 1.0
