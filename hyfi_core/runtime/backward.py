@@ -123,16 +123,19 @@ class BackwardPass:
             Cotangents of values that entered from outside.
         """
         self._cotangents, self._keep = dict(cotangents), keep
+        # Without ``keep`` the caller's list is emptied: each record frees what its step saved as soon as it has run.
         remaining = list(records) if keep else records
         last = _last_contributions(records, self._parameters) if self._complete is not None else {}
         while remaining:
             record = remaining.pop()
+            # After the pop this length is the record's index in forward order, by which ``last`` is keyed.
             names = last.get(len(remaining), [])
             if isinstance(record, OperatorRecord):
                 self._memory.begin_back(record.step, record.saved, self._cotangents)
                 yield from self._run_operator(record, names, remaining)
                 self._memory.end_back(record.step, self._cotangents)
             else:
+                # Autograd alone knows what a segment saved; the hooks of ``saving`` load it when it is asked for.
                 self._memory.begin_back(record.segment, None, self._cotangents)
                 self._run_segment(record, names)
                 self._memory.end_back(record.segment, self._cotangents)
@@ -150,6 +153,7 @@ class BackwardPass:
             Cotangents of values that entered from outside.
         """
         assert self._complete is None and self._defers, "gradients are complete after the rest, and stay in memory"
+        # Taken before the loop empties the records; ``run_rest`` reports these parameters.
         self._used = [name for names in _last_contributions(records, self._parameters).values() for name in names]
         self._in_two, self._cotangents = True, dict(cotangents)
         while records:
@@ -168,11 +172,13 @@ class BackwardPass:
             complete: called with the value names of parameters as soon as their gradients are complete; here that is
                 after the last of several uses.
         """
+        # Of several deferred uses of a tied weight, the comprehension keeps the last: only then is its sum complete.
         users = {name: at for at, deferred in enumerate(self._deferred) for name in deferred.record.step.call.inputs}
         if complete is not None:
             complete([name for name in self._used if name not in users])
         for at in range(len(self._deferred)):
             names = [name for name in self._deferred[0].record.step.call.inputs if name in self._used]
+            # Popped: the input and the cotangent of one layer are freed before the next is computed.
             self._compute(self._deferred.pop(0))
             if complete is not None:
                 complete([name for name in names if name is not None and users[name] == at])
@@ -195,6 +201,7 @@ class BackwardPass:
         call = record.step.call
         between_planes = isinstance(call, CollectiveCall) and call.between_planes
         if any(name in self._tape.active for name in (carried_by(call) if between_planes else call.inputs)):
+            # None for an output that nothing differentiable has used: operators take it as zero.
             cotangents = tuple(self._cotangents.pop(name, None) if name is not None else None for name in call.outputs)
             if isinstance(call, CustomCall):
                 with torch.no_grad():
@@ -225,10 +232,12 @@ class BackwardPass:
         if self._deferred and isinstance(operator, AsyncBackward) and not self._in_two:
             pending, finish = operator.start_backward(comm, saved, cotangents, needs_grad)
             del cotangents
+            # ``lowering.reuse`` counts on this place: later steps may overwrite what deferred gradients read.
             with polled(pending):
                 self._flush()
             yield pending
             return finish(), None
+        # A single rank never waits, so there would be nothing to hide.
         if isinstance(operator, SplitBackward) and comm.size > 1 and self._may_defer(call, before):
             waits = not self._in_two
             return (yield from operator.backward_of_map(comm, saved, cotangents, needs_grad, waits=waits))
@@ -243,6 +252,7 @@ class BackwardPass:
             return False
         if self._in_two:
             return True
+        # What is deferred stays in memory until the next collective, which must be one that has something to hide.
         calls = (record.step.call for record in reversed(before) if isinstance(record, OperatorRecord))
         upcoming = next((call for call in calls if isinstance(call, CollectiveCall)), None)
         return upcoming is not None and isinstance(upcoming.operator, AsyncBackward)
@@ -307,6 +317,8 @@ def _differentiated(record: SegmentRecord, cotangents: LocalValues, keep: bool) 
     seeds = {name: cotangents.pop(name) for name in record.exits if name in cotangents}
     if seeds:
         edges = [record.exits[name] for name in seeds]
+        # ``backward``, not ``grad``: autograd adds the gradients of parameters to their ``grad``, which may be views of
+        # buckets; those of inputs go to the lists of ``_Entry``.
         torch.autograd.backward(edges, list(seeds.values()), retain_graph=keep)
     totals = []
     for name, gradients in record.entries.items():
@@ -316,6 +328,7 @@ def _differentiated(record: SegmentRecord, cotangents: LocalValues, keep: bool) 
             for gradient in gradients[1:]:
                 total = total + gradient
             totals.append((name, total))
+            # With ``keep`` the record runs again, and its entries must begin empty.
             gradients.clear()
     return totals
 
@@ -338,6 +351,7 @@ def _completing_early(
         return hook
 
     handles = [
+        # AccumulateGrad runs once in a backward, with the sum over all uses in the segment: one call for each name.
         parameters[name].register_post_accumulate_grad_hook(tell(name))
         for name in names
         if parameters[name].requires_grad and parameters[name].device.type == "cpu"
@@ -352,6 +366,7 @@ def _completing_early(
 def _sum(total: torch.Tensor, addend: torch.Tensor, over: Over | None) -> torch.Tensor:
     """Return the sum of two cotangents, in place where allowed."""
     into, added = (total, addend) if over == "held" else (addend, total)
+    # In place the result has the dtype of ``into``, not the promoted one, and an expanded tensor cannot be written.
     if over is None or total.dtype != addend.dtype or total.shape != addend.shape or is_expanded(into):
         return total + addend
     return into.add_(added)
@@ -359,6 +374,7 @@ def _sum(total: torch.Tensor, addend: torch.Tensor, over: Over | None) -> torch.
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a parameter's gradient as autograd does: in place if it exists."""
+    # Under autocast the cotangent of a weight may have 16 bits.
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         # Laid out like its parameter, as autograd's own accumulation would be.

@@ -158,6 +158,7 @@ def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype
     """
     box = part.box
     if isinstance(images, torch.Tensor):
+        # A cut-out has gaps; it is made dense in the format of the batch, which all maps inherit.
         order = torch.channels_last if is_channels_last(images) else torch.contiguous_format
         _check_images(images, "the batch", dtype)
         cut = images[part.first : part.stop, :, box.y0 : box.y1, box.x0 : box.x1]
@@ -166,6 +167,7 @@ def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype
         local, name = images.read(box, part.first, part.stop), f"images.read({box}, {part.first}, {part.stop})"
     else:
         local, name = images(box), f"images({box})"
+        # A function of a box alone returns all samples; a direction needs a part of them.
         local = local[part.first : part.stop] if isinstance(local, torch.Tensor) else local
     return _checked_part(local, name, part, channels, dtype)
 

@@ -151,6 +151,7 @@ def write_tensors(
     try:
         for path, tensors in paths.items():
             _save_tensors(tensors or {}, path)
+            # Before the rename: otherwise a power cut could leave the final name with empty files.
             sync_file(path)
         sync_file(temporary)
         return {path.name: _fingerprint(path) for path in paths}
@@ -201,6 +202,7 @@ def publish(
             _write_json(temporary / name, value if name == INDEX_FILE else {"format": FORMAT, **value})
             fingerprints[name] = _fingerprint(temporary / name)
             sync_file(temporary / name)
+    # Last: it has the digests of all other files, and a folder without it is no checkpoint.
     _write_json(temporary / MODEL_FILE, {"format": FORMAT, **model, "files": dict(sorted(fingerprints.items()))})
     sync_file(temporary / MODEL_FILE)
     sync_file(temporary)
@@ -276,6 +278,7 @@ def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     storages: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
+        # safetensors refuses tensors with gaps, and two that share memory.
         host = tensor.detach().cpu().contiguous()
         storage = host.untyped_storage().data_ptr()
         result[name] = host.clone() if storage in storages else host
@@ -292,6 +295,7 @@ def _open(path: Path) -> tuple[Path, dict[str, Any]]:
         ) from error
     if not exists:
         raise RequestError(f"checkpoint {path}: no such folder; use RUN/checkpoints/best, latest or step-NNNNNNNN")
+    # Once, at first: ``latest`` may be pointed elsewhere while its files are read.
     folder = path.resolve()
     if not has_model:
         hint = "; did you mean its checkpoints/best?" if (folder / "checkpoints").is_dir() else ""
@@ -308,6 +312,7 @@ def _open(path: Path) -> tuple[Path, dict[str, Any]]:
 def _stored_tensors(folder: Path, name: str, model: Mapping[str, Any], share: tuple[int, int]) -> StoredState:
     files = _files_of(name, model) or [name]
     for number, file in enumerate(files):
+        # All ranks compare its size; one of them reads it for its digest.
         _check_file(folder, file, model, digests=number % share[1] == share[0])
     try:
         return StoredState([folder / file for file in files], " ".join(model["files"][f]["sha256"][:8] for f in files))

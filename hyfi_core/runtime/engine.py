@@ -78,7 +78,9 @@ class Engine(EngineState):
         compiler: SegmentCompiler | None = None,
     ) -> None:
         self._model = model
+        # Before the first capture, because hooks are part of the state by which captures are known.
         watch_local_use(model, plan.stages)
+        # The key is an int64 tensor; torch's seeds have 64 bits without a sign.
         self.random = RandomKey(torch.initial_seed() & (2**63 - 1))
         shapes = self._shapes = BatchShapes.of(plan, shape)
         subject = Subject.of(model, settings, shapes, self.random, compiler)
@@ -91,6 +93,7 @@ class Engine(EngineState):
         self._pixels = SamePixels(comm, self._groups.index)
         self._loss = TrainingLoss(self._subject, plan, self._groups)
         self._shared: list[tuple[LoweredModel, StepGradients, ReplicaBuffers]] = []
+        # Masks are computed part by part: ranks with other seeds would disagree on the pixels that they share.
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, plan.share_of(self._groups.index)
         self.events: list[tuple[Action, float, float]] = []
@@ -100,6 +103,7 @@ class Engine(EngineState):
         lowered = self._lowered()  # captures the model, or refuses it
         if settings.verify:
             agree(comm, lambda: self._subject.verify() if comm.rank == 0 else None)
+        # After the comparison, for which rank 0 needs values of all weights: ``share`` may release them.
         bindings.share(used_stages(model, lowered), self._groups, settings.release, settings.weights, self.device)
         self._ownership = ParameterOwnership(model, lowered, self._groups, self.device)
         self._stage_buffers = StageBuffers(model, self._groups, self._ownership.owner)
@@ -140,6 +144,7 @@ class Engine(EngineState):
                 object with ``read(box, first, stop)``. Each cell reads its own box in its turn.
         """
         self._change_over()
+        # Entered first: the flags of the modules decide which captured program is used.
         with evaluating(self._model, self.device):
             self._groups.reset_traffic(*self._runners.groups)
             batch = self._evaluation_batch("predict", images)
@@ -229,6 +234,7 @@ class Engine(EngineState):
         batch = self._runners[0].reader.training_batch(images, labels)
         ACTIVITY.begin_step()
         ACTIVITY.action = "comparing this call"
+        # Before lowering, which is collective: a rank with another call would wait for messages that never come.
         self._consensus.check_training(batch.shape, self._runners[0].known(batch.micro), labels, self._optimizer)
         lowered = self._lowered(batch.micro)
         self._bring_buffers(lowered)
@@ -239,6 +245,7 @@ class Engine(EngineState):
         gradients, buffers = self._shared_by(lowered)
         sink = gradients if self._runners.cells == 1 else GradientsOfCells(gradients, self._runners.cells)
         hooks = ParameterHooks(self._subject.bindings.parameters_once, self.plan.microbatches * self.plan.replicas)
+        # Before the update already: forwards change the buffers of this rank's own stages only.
         mark_stale(self._model, self._missing)
         with self._watch.changing(noticed=True), hooks:
             gradients.begin()
@@ -247,11 +254,14 @@ class Engine(EngineState):
             steps = self._runners.each(
                 lambda runner: runner.train(inputs[runner], labels, sink, arrived, over_batch=over_batch)
             )
+            # Only now: until the last cell has run, some may still read the old buffers.
             self._runners[0].publish()
             gradients.finish(hooks)
+            # First those of replica 0, then between stages: what stages pass on must be the final values.
             buffers.take_over()
             if self.plan.stages > 1:
                 self._stage_buffers.changed(lowered)
+        # After the reduction: what changes from here to ``update`` is the caller's doing.
         self._scale.note()
         ACTIVITY.action = None
         self.events = steps[0].events
@@ -379,5 +389,6 @@ class Engine(EngineState):
             gradients = StepGradients(model, lowered, groups, self.plan, self._mirrors.current)
             shared = gradients, ReplicaBuffers(model, lowered, groups, self.plan.replicas)
             self.unsaved |= unsaved_buffers(model, lowered)
+            # The oldest goes, as in the cache of runners: all ranks must create the groups of a model at the same call.
             self._shared = [*self._shared[1 - CAPTURES_KEPT :], (lowered, *shared)]
         return shared

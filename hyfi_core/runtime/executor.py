@@ -42,6 +42,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
+        # Nothing flows on: the graph ends here, and ``BackwardPass`` passes the gradient to earlier steps.
         ctx.gradients.append(cotangents[0])
         return None, None, None
 
@@ -94,6 +95,7 @@ class Executor:
             if kept_record is not None:
                 records.append(kept_record)
             if isinstance(kept_record, OperatorRecord):
+                # Only known after the call: a pager may keep a smaller form of what was saved.
                 kept_record.saved = self._memory.end(step, values, kept_record.saved)
             else:
                 self._memory.end(step, values, None)
@@ -108,11 +110,13 @@ class Executor:
                 outputs, saved = call.operator.forward(inputs)
         else:
             outputs, saved = yield from within(without_grad, call.operator.forward(self._comm_of(call), inputs))
+        # Not strict: the program does not name outputs that nobody uses.
         values.update((n, out) for n, out in zip(call.outputs, outputs, strict=False) if n is not None)
         for name in step.drops:
             values.pop(name, None)
         if record and any(name in self.tape.active for name in carried_by(call)):
             return OperatorRecord(step, saved)
+        # No backward will come to give these buffers back.
         if isinstance(call.operator, HoldsBuffers):
             call.operator.give_back(saved)
         return None
@@ -121,6 +125,7 @@ class Executor:
         segment_record = SegmentRecord(segment)
         local: LocalValues = {}
         active = record and any(name in self.tape.active for name in segment.outputs)
+        # Explicitly: the tapes of cells run in ``no_grad`` (see ``cells.baton``).
         with torch.enable_grad() if active else without_grad():
             for name in segment.inputs if active else ():
                 tensor = values[name]
@@ -131,6 +136,7 @@ class Executor:
                 for call, drops in zip(segment.calls, segment.drops, strict=True):
                     _call(call, local, values)
                     for name in drops:
+                        # From both: an input that carries a gradient is in each, as it is and as an entry.
                         local.pop(name, None)
                         values.pop(name, None)
         for name in segment.outputs:
@@ -195,6 +201,7 @@ def _call(call: LocalCall, local: LocalValues, values: LocalValues) -> None:
     results = call.function(*inputs) if call.empty is None else tuple(_nothing(info, inputs) for info in call.empty)
     if isinstance(results, torch.Tensor):
         results = (results,)
+    # Not strict: see ``_operate``.
     for name, result in zip(call.outputs, results, strict=False):
         if name is not None:
             local[name] = result
@@ -250,6 +257,7 @@ def evaluating(model: nn.Module, device: torch.device, autocast: torch.dtype | N
         device: of the model.
         autocast: dtype of autocast; None: no autocast.
     """
+    # One by one: ``model.train()`` afterwards would also switch modules that the user keeps in evaluation mode.
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -54,6 +54,7 @@ class StepGradients:
         dtype = torch.bfloat16 if plan.reduce_dtype == "bfloat16" else None
         self._group_of: dict[int, ReductionGroup] = {}
         self._groups: list[ReductionGroup] = []
+        # Sorted, because creating a group is collective: all ranks must create them in one order, also those outside.
         for holders, members in sorted(_by_holders(self._named, lowered, groups).items(), key=lambda kv: sorted(kv[0])):
             comm = groups.reduction(holders)
             if comm is not None and comm.size > 1:
@@ -69,6 +70,7 @@ class StepGradients:
 
     def begin(self) -> None:
         """Set aside gradients accumulated by earlier calls, so that only new ones are reduced."""
+        # First: the groups below replace every ``grad`` by a zero view of their buckets.
         self._earlier.set_aside()
         for group in self._groups:
             group.begin()
@@ -80,6 +82,7 @@ class StepGradients:
             for parameter in self._mirror.expected():
                 self._wait_for(parameter)
         for group in self._groups:
+            # Last: only now is it known which parameters this plane computes with.
             group.wait_for(self._waiting)
 
     def complete(self, key: Key, names: Sequence[str]) -> None:
@@ -127,6 +130,7 @@ class StepGradients:
 
     def _one_less(self, parameter: nn.Parameter) -> None:
         self._waiting[id(parameter)] -= 1
+        # A parameter that one rank holds has no group: its gradient is complete as it is.
         if not self._waiting[id(parameter)] and id(parameter) in self._group_of:
             self._group_of[id(parameter)].complete([parameter])
 
@@ -144,6 +148,7 @@ class EarlierGradients:
 
     def set_aside(self) -> None:
         """Keep copies, and clear the parameters' gradients."""
+        # Copied: a gradient may be a view of a bucket, which the next call sets to zero.
         self._kept = [None if p.grad is None else p.grad.clone() for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -152,6 +157,7 @@ class EarlierGradients:
         """Add them to the parameters' gradients."""
         for parameter, earlier in zip(self._parameters, self._kept, strict=True):
             if earlier is not None:
+                # Added to the copy, so that the sum outlives the bucket's next use.
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._kept = []
 
@@ -175,6 +181,7 @@ class GradientsOfCells:
 
     def complete(self, key: Key, names: Sequence[str]) -> None:
         """Record that a cell's contribution to these gradients is complete."""
+        # All cells add to one ``grad``: after the others, it is still a part of this rank's sum.
         self._gradients.complete(key, [name for name in names if self._last((key, name))])
 
     def stage_done(self) -> None:
@@ -214,6 +221,7 @@ def _by_holders(
     for stage, names in enumerate(lowered.parameters):
         for name in names:
             if name in lowered.trained:
+                # A tied weight keeps the place of its first use: backward completes it there.
                 order.setdefault(id(named[name]), named[name])
                 stages.setdefault(id(named[name]), set()).add(stage)
     parameters: dict[frozenset[int], list[nn.Parameter]] = {}
@@ -238,11 +246,13 @@ def clip(
         The norm before, float64 without dims, on the device.
     """
     device = owned[0].device
+    # Summed in float64: in float32 the norm would depend on how stages divide the model.
     norms = [p.grad.norm().double() for p in counted if p.grad is not None]
     total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
     if comm is not None:
         comm.of("reduce").all_reduce(total)
     norm = total.sqrt()
+    # 1e-6 as in ``clip_grad_norm_``, so that clipped gradients are those of one process.
     scale = max_norm / (norm + 1e-6)
     gradients = [p.grad for p in owned if p.grad is not None]
     # On a device the host does not wait to learn whether the scale is 1.
@@ -325,6 +335,7 @@ class ReductionGroup:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.wire = bucket.flat if self._dtype is None else bucket.flat.to(self._dtype)
+        # Reduced in place: without ``_dtype`` the parameters' own gradients are the message.
         bucket.pending = self._comm.start_all_reduce(bucket.wire)
 
     def _land(self, bucket: _Bucket) -> None:
@@ -332,6 +343,7 @@ class ReductionGroup:
         if bucket.wire is not None and bucket.wire is not bucket.flat:
             bucket.flat.copy_(bucket.wire)
         bucket.wire = None
+        # After the sum, once: dividing each rank's part first would round as often as there are ranks.
         if self._mean_over > 1:
             bucket.flat.div_(self._mean_over)
 
@@ -341,6 +353,7 @@ def _chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     chunks: list[list[nn.Parameter]] = []
     size = 0
     for parameter in parameters:
+        # One flat tensor has one dtype. The last parameter may exceed the size: none is cut.
         if not chunks or chunks[-1][-1].dtype != parameter.dtype or size >= BUCKET_BYTES:
             chunks.append([])
             size = 0

@@ -32,14 +32,17 @@ class Groups:
         self.placement = placement
         self._plan = plan
         self.all = CountedCommunicator(comm)
+        # Ranks are numbered [replica][plane][position]: plane after plane, each with ``placement.size`` ranks.
         number, position = divmod(comm.rank, placement.size)  # of this plane, over all replicas
         self.index = number // plan.branches
         size, branches = placement.size, plan.branches
         # The first ranks of this plane and of this replica.
         first, replica_first = number * size, self.index * branches * size
+        # Every rank makes the same calls in this order, each with the members of its own group: creation is collective.
         plane = _subgroup(comm, range(first, first + size))
         replica = _subgroup(comm, range(replica_first, replica_first + branches * size)) if branches > 1 else plane
         if placement.stages > 1 or placement.directions > 1:
+            # Between stages a rank has sends and receives without a common order, which one NCCL stream could not run.
             plane = with_pair_channels(plane)
         self.plane = CountedCommunicator(plane)
         self.replica = CountedCommunicator(replica) if plan.branches > 1 else self.plane
@@ -56,7 +59,9 @@ class Groups:
         self._nodes: list[str] = comm.broadcast_object(comm.gather_objects(node_name()))
         grids = len(plan.grids)
         for direction in range(plan.directions):
+            # With ``interleave`` stages share grids: stage s is on grid s mod ``grids``, and needs no group of its own.
             grid = next(g for g in range(grids) if position in placement.group(g, direction))
+            # In the order of parts, in both directions: the group's rank is the position in the stage's grid.
             ranks = placement.group(grid, direction)
             copies = group = CountedCommunicator(_subgroup(comm, [first + rank for rank in ranks]))
             if plan.sync_batch_norm:
@@ -90,6 +95,7 @@ class Groups:
     def reduction(self, holders: frozenset[int]) -> CountedCommunicator | None:
         """Return the group of these ranks in all planes, None on others. Collective over all trainers when new."""
         if holders not in self._reductions:
+            # Without members a rank still takes part in the collective call, and gets None.
             planes = range(0, self.all.size, self.placement.size) if self.plane.rank in holders else ()
             members = [first + rank for first in planes for rank in sorted(holders)]
             group = self.all.subgroup(members)
@@ -98,6 +104,7 @@ class Groups:
             else:
                 nodes = [self._nodes[rank] for rank in members]
                 counted = CountedCommunicator(two_level(group, nodes, self._plan.reduce_dtype == "bfloat16"))
+                # ``record_spans`` may have been called before this group existed.
                 counted.counts.spans = self.all.counts.spans
                 self._reductions[holders] = counted
         return self._reductions[holders]

@@ -48,6 +48,7 @@ def _check_tasks(size: int, expected: Expected) -> None:
         RendezvousError: it does not; otherwise each rank would do the whole work.
         RequestError: MPI does not see as many ranks as srun started tasks; all tasks run, so their rank 0 reports it.
     """
+    # Heterogeneous jobs are left out, here and below: their variables may count one component's ranks.
     for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
         stated = os.environ.get(name, "")
         if stated.isdigit() and int(stated) != size and "SLURM_HET_SIZE" not in os.environ:
@@ -116,6 +117,7 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
             f"{launcher} started this rank, but no MPI library can be loaded ({error}); "
             "install one with `pip install 'hyfi[local]'` or load the cluster's MPI module"
         ) from error
+    # Both checks before MPI starts: from its own start it would abort, or end by a signal, without a word of ours.
     check_library(MPI.Get_library_version(), os.environ)
     ranks = ranks_here(os.environ) if MPI.get_vendor()[0] == "MPICH" else None
     if ranks is not None:
@@ -127,6 +129,7 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
 
 def _library_limit_s(limit_s: float) -> float:
     """Return the library's own limit of a wait: longer than ours, so that it ends only what is not supervised."""
+    # Without a limit of ours 30 days: 0 would give the library's default, which is minutes.
     return 2 * limit_s + 60 if limit_s else 30 * 24 * 3600.0
 
 

@@ -121,6 +121,7 @@ def _exits(stage: Stage) -> tuple[str, ...]:
 
 def _plane(subject: Subject, program: Program, plan: ParallelPlan, index: int) -> Plane:
     """Return the plane of an index; dtypes are computed only if maps are sent between stages or planes."""
+    # Both ends of a message must know its dtype, which the captured program does not have under autocast.
     autocast, device = subject.settings.autocast, subject.device.type
     dtypes = dtypes_under_autocast(program, autocast, device) if autocast and plan.stages * plan.branches > 1 else {}
     last = subject.channels_last or any(is_channels_last(p) for p in subject.model.parameters())
@@ -133,6 +134,7 @@ def _known_runs(
     """Return the fused runs of cells in evaluation mode, chosen once; None with several stages."""
     if plan.stages > 1:
         return None
+    # ``Subject`` keeps programs alive and clears the runs when it drops one, so that an id is not used again.
     key = (id(program), plan.grids)
     if key not in runs_by_program:
         only = pool_before_relu(stages[0].program, refs_in(stages[0].outputs))
@@ -179,10 +181,12 @@ class _LoweringSettings:
     trained: frozenset[str]
     active: frozenset[str]
     together: Fraction
+    # Chosen by memory only in evaluation: training keeps maps for backward anyway, and its fused runs save time.
     runs: FusedRuns | None
     cells: int
     spills: bool
     plane: Plane
+    # None with spilling: compiled code saves other tensors than those that pages are forecast for.
     compiler: SegmentCompiler | None
     updates: bool
 
@@ -240,6 +244,7 @@ class _StagesOfRank:
             ranked = self._by_cost(program, index, position, exits)
         instructions = ranked.instructions
         if how.cells > 1 and not (how.runs is not None and how.shares_memory):
+            # In evaluation without spilling, cells of one process read each other's maps in place instead.
             instructions = tuple(for_training(instruction, how.spills) for instruction in instructions)
         if how.plane.device == "cuda":
             of_cells = how.cells > 1 and how.runs is None
@@ -248,6 +253,7 @@ class _StagesOfRank:
         if how.plan.recomputes(index):
             _refuse_drawn(ranked)
         if how.compiler is not None:
+            # After all replacements of operators: it compiles what lies between messages as it is now.
             ranked = how.compiler.compile(ranked)
         sources = {*how.trained, *self._entries[index]} & how.active
         tape = build_tape(ranked, sources, in_two=how.plan.divides_backwards)
@@ -287,6 +293,7 @@ class _StagesOfRank:
         if how.plan.branches > 1:
             program, branches = divide_stage(program, outputs, exits, how.plan.branches, grid)
             target = replace(target, plane=replace(how.plane, branches=branches))
+        # Of the divided program: a plane computes other branches, and fuses others.
         runs = fused_runs(program, target, outputs, exits, how.plan.fused_halo)
         return lower(program, target, outputs, exits, runs)
 

@@ -56,6 +56,7 @@ class _InTransit:
     def finish(self) -> None:
         """Wait for the exchange; received weights are then copied to the parameters."""
         self.pending.wait()
+        # A second call copies nothing: the weights may have been changed since they arrived.
         if _UNFINISHED.pop(id(self), None) is None or not self.weights:
             return
         with torch.no_grad():
@@ -83,6 +84,7 @@ class Mirror:
         self._leaving: list[_InTransit] = []
         ids: set[int] = set()
         for group in parameters:
+            # Its gradient would have two owners, each with only a part of the sum.
             if ids & {id(parameter) for parameter in group}:
                 raise RequestError(
                     "plan.mirror is point_to_point, but a parameter is used by two stages and has no single owner; "
@@ -115,6 +117,7 @@ class Mirror:
             wait: whether to wait for all receives and sends; sent gradients are then cleared.
         """
         landed: list[nn.Parameter] = []
+        # In the order in which they were posted; the copy allows removing while iterating.
         for transit in list(self._gradients):
             if wait or transit.pending.test():
                 transit.finish()
@@ -223,6 +226,7 @@ def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mappi
     """Return (stage -> owner, for stages held in direction 1 only; stage -> mirror, for those in direction 0 only)."""
     owners, mirrors = {}, {}
     for stage in range(placement.stages):
+        # Equal positions hold equal parts of the stage, hence the same weights.
         own, second = placement.group(stage, 0), placement.group(stage, 1)
         if rank in second and rank not in own:
             owners[stage] = own[second.index(rank)]
@@ -232,10 +236,12 @@ def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mappi
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    # A message of full size in any case: the owner has posted its receive without knowing what was used here.
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _dtypes(parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
+    # By name: dtypes have no order of their own, and both ends must cut messages alike.
     return sorted({parameter.dtype for parameter in parameters}, key=str)
 
 

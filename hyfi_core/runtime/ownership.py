@@ -102,6 +102,7 @@ class ParameterOwnership:
             if grad is not None and self.owner(name) == self._groups.all.rank:
                 gradients[name] = grad
         elsewhere = self._groups.all.gather_objects([name for name in gradients if self.owner(name) != 0])
+        # Messages between two ranks match in order, and each owner sends in the order of its own names.
         order = [name for part in elsewhere for name in part] if elsewhere is not None else list(gradients)
         return self._gather(order, gradients, {name: p for name, p in self._named.items()}, names)
 
@@ -132,6 +133,7 @@ class ParameterOwnership:
         for name, parameter in self._model.named_parameters():
             sizes.setdefault(self._holders[name], {})[name] = parameter.numel() * parameter.element_size()
             first_names[id(parameter)] = name
+        # Of all replicas, which have the same weights: each rank writes a part.
         planes = range(0, self._groups.all.size, self._groups.placement.size)
         writers: dict[str, int] = {}
         for holders, of in sizes.items():
@@ -189,11 +191,13 @@ def read_values(
     for aliases in names.values():
         users = groups.users(stages.get(aliases[0]) or range(groups.placement.stages))
         aliases_by_users.setdefault(users, []).append(aliases)
+    # Sorted, because ``reduction`` is collective and may create a group.
     shared = [(groups.reduction(users), aliases_by_users[users]) for users in sorted(aliases_by_users, key=sorted)]
     mine = [(comm, aliases) for comm, of in shared if comm is not None for aliases in of]
     values = {}
     for _, aliases in mine:
         like = named[aliases[0]]
+        # With the strides of the model: a weight in channels-last keeps its format.
         values[aliases[0]] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
     def read() -> None:
@@ -204,6 +208,7 @@ def read_values(
             if comm.rank == 0:
                 _read_into(values[aliases[0]], reader, aliases)
 
+    # Before the first broadcast: a rank that could not read would leave the others waiting in it.
     agree(groups.all, read)
     for comm, aliases in mine:
         comm.broadcast(values[aliases[0]])
@@ -269,6 +274,7 @@ def made_optimizer(
         except ValueError as error:
             if not staged:
                 raise
+            # Perhaps it chose none: Muon takes matrices only, and this stage may have convolutions only.
             empty = [nn.Parameter(torch.zeros((0,) * n, device=device)) for n in range(1, 6)]
             try:
                 optimizer = make([*parameters, *empty])
@@ -284,6 +290,7 @@ def made_optimizer(
             f"optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer for the "
             f"parameters that it is passed"
         )
+    # LBFGS: a closure runs forward and backward at moments that other ranks do not know.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise RequestError(

@@ -99,6 +99,7 @@ def _engine(
     comm: Communicator,
     settings: EngineSettings,
 ) -> Engine:
+    # Each rank's own arguments first: one that refuses alone must not leave the others in the comparison.
     agree(comm, lambda: check_choices(settings.autocast, settings.optimizer, settings.loss_over))
     plan = agree(comm, lambda: _checked(model, shape, plan, strategy, comm, settings))
     compare_requests(comm, model, shape, plan, settings.described(model))
@@ -139,6 +140,7 @@ def _refuse_shared(model: nn.Module, comm: Communicator, release: bool) -> None:
     if not release:
         return
     holders = comm.gather_objects([node_name(), os.getpid(), id(model)])
+    # JSON has no tuples: lists arrive, which cannot be in a set.
     shared = comm.broadcast_object(None if holders is None else len(set(map(tuple, holders))) < len(holders))
     if shared:
         raise RequestError(
@@ -217,6 +219,7 @@ def _compiler(compile: CompileMode, plan: ParallelPlan, model: nn.Module, comm: 
     device = device_of(model)
     if compile == "off" or plan.spill is not None or (compile == "auto" and device.type != "cuda"):
         return None
+    # All or none: compiled segments round differently, and replicated values must be equal on all ranks.
     reasons = comm.gather_objects(why_not_compiled(device))
     first_refusal = (
         None if reasons is None else next(((r, why) for r, why in enumerate(reasons) if why is not None), None)

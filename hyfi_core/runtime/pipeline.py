@@ -156,14 +156,17 @@ class Pipeline:
         Afterwards, ``events`` has every action with its begin (after waiting for data) and end. Without gradients,
         ``outputs`` has the leaves of each micro-batch's output, on ranks of the last stage.
         """
+        # Actions are in the order of time, so the dict keeps the last micro-batch of each stage.
         self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb in TO_WEIGHTS}
         for action in actions:
+            # Before the first backward of the step: schedules with such a loss have all forwards behind them.
             if action.verb in TO_INPUTS and step.loss.waits:
                 self._take_outputs(step.loss)
             self._begin_s = time.perf_counter()
             ACTIVITY.action = action
             self._do(action, step)
             self.events.append((action, self._begin_s, time.perf_counter()))
+        # Messages that are still leaving read the memory of values, which the next step may overwrite.
         self._exchange.finish()
 
     def _do(self, action: Action, step: Step) -> None:
@@ -194,6 +197,7 @@ class Pipeline:
         """Give the loss the outputs of all micro-batches, if this rank has any: all forwards are done."""
         flights = {m: flight for (key, m), flight in self._flights.items() if self._is_last(key)}
         for flight in flights.values():
+            # Other cells have run since, and the pager may have spilled them.
             flight.memory.need(flight.leaves)
         if flights:
             loss.take({m: flight.leaves for m, flight in sorted(flights.items(), key=lambda item: item[0])})
@@ -205,6 +209,7 @@ class Pipeline:
         """Send along an edge, and drop values that no other edge needs."""
         flight = self._flights[key, microbatch]
         leaving = flight.cotangents if back else flight.exits
+        # Packed outside of the tape's steps, so that the pager does not load them by itself.
         flight.memory.need(leaving)
         self._exchange.send(edge, key[1], microbatch, leaving, back)
         flight.sends += 1
@@ -220,11 +225,13 @@ class Pipeline:
         if self._statistics is not None:
             values.update(self._statistics.given(stage))
         flight.memory = self._memory(stage, values)
+        # Yields instead of waiting: other cells of the process may have to send first.
         entries = yield from self._exchange.values(*key, microbatch)
         # They may be the memory of messages, which belongs to the stage exchange.
         flight.memory.stay(entries)
         values.update(entries)
         self._begin_s = time.perf_counter()  # a forward begins when its inputs have arrived
+        # Recomputed forwards send nothing twice: what they received is recorded now and replayed in backward.
         executor, trains = self._executor(stage, key, flight), self._gradients is not None
         if trains and recomputes:
             recorder = RecordingCommunicator(self._groups[key])
@@ -247,6 +254,7 @@ class Pipeline:
 
     def _backward(self, key: Key, microbatch: int, step: Step, in_two: bool) -> None:
         flight = self._flights[key, microbatch]
+        # From here on it counts edges along which cotangents have left.
         flight.sends = 0
         cotangents = waited(self._exchange.cotangents(*key, microbatch))
         self._begin_s = time.perf_counter()
@@ -255,6 +263,7 @@ class Pipeline:
         for name, cotangent in self._from_loss(key, flight, microbatch, step).items():
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
         self._driver.run(self._run_back(key, microbatch, cotangents, step.parameters[key], in_two))
+        # A first stage sends no cotangents, so ``_send`` will not remove its flight.
         if not any(edge[1] == key[0] for edge in self._lowered.boundaries):
             del self._flights[key, microbatch]
 
@@ -281,6 +290,7 @@ class Pipeline:
         # Received messages are replayed: other ranks do not compute their forward again at the same time.
         real = self._groups[key], self._copies[key], self._peers
         comm, copies, peers = (ReplayingCommunicator(log, c.rank, c.size) for c in real)
+        # Random operators draw the same numbers: their key is a value, not a generator's state.
         tape = Executor(stage.tape, comm, copies, flight.memory, peers).forward(values, record=True)
         flight.records = yield from self._driver.within(self._autocasting, tape)
         flight.again = None
@@ -308,6 +318,7 @@ class Pipeline:
         # The output is replicated, its cotangent a sum over ranks: zero on all ranks but one.
         first = self._groups[key].rank == self._peers.rank == 0
         cotangents = step.loss.cotangents(microbatch, flight.leaves, first)
+        # The flight lives on until its cotangents have been sent, and outputs may be whole maps.
         flight.leaves = []
         outputs = self._lowered.hosted[key].ranked.outputs
         return {

@@ -70,6 +70,7 @@ class StageRunner:
         cells = plan.cell_grid
         self._cells = 1 if cells is None else cells[0] * cells[1]
         placement = Placement.of(plan)
+        # Before ``by_cells``, after which every cell counts as a rank.
         self._alone = plan.ranks == 1
         self._placement = placement if cells is None else placement.by_cells(cells)
         self._plan = plan = plan.by_cells()
@@ -205,6 +206,7 @@ class StageRunner:
         """Run all forwards without graph, and give the loss the output; buffers and generators stay as they are."""
         devices = [self._subject.device] if self._subject.device.type == "cuda" else []
         drawn = any(stage.ranked.drawn for stage in lowered.hosted.values())
+        # The forwards that follow must draw the same numbers as these.
         with torch.no_grad(), torch.random.fork_rng(devices, enabled=drawn):
             pipeline = self._pipeline(lowered, self._statistics(lowered, apart=True), None)
             actions = self._schedules.outputs(lowered.boundaries).actions[self.groups.plane.rank]
@@ -354,6 +356,7 @@ class StageRunner:
         model, rank = self._subject.model, self.groups.plane.rank
         if self._plan.directions == 1:
             return FollowingStatistics(self._subject.bindings.buffers, apart)
+        # Equal positions of the two directions compute the same part of a stage.
         peers = {
             (stage, direction): self._placement.group(stage, 1 - direction)[
                 self._placement.group(stage, direction).index(rank)
@@ -376,6 +379,7 @@ class StageRunner:
             assert leaves is not None
             return leaves
         root, comm = self._placement.group(self._placement.stages - 1)[0], self.groups.plane
+        # Shapes first: a rank without the last stage does not know those of the output.
         description = comm.broadcast_object(described(leaves) if leaves is not None else None, root)
         tensors = undescribed(description, leaves if comm.rank == root else None, self._subject.device)
         for tensor in tensors:

@@ -78,6 +78,7 @@ class StageExchange:
         boundary, sends, packed = self._boundaries[edge], [], []
         for peer, chosen in pieces.items():
             buffer = pack(boundary, position, chosen, values, at_source=not back)
+            # Passed on as it is: a message to oneself would be a copy.
             if peers[peer] == self._comm.rank:
                 self._local[(edge, direction, microbatch, back), position] = buffer
             else:
@@ -124,6 +125,7 @@ class StageExchange:
         """Wait for all sends."""
         for item in self._leaving:
             item.pending.wait()
+            # Once more, because only this gives the packed buffer back.
             item.left()
         self._leaving.clear()
 
@@ -133,6 +135,7 @@ class StageExchange:
         key = (edge, direction, microbatch, back)
         position, pieces, peers = self._side(edge, direction, back, at_source=back)
         arrival = self._arrivals.pop(key)
+        # The only wait: all else has been posted by the schedule, long before.
         yield arrival.pending
         for peer in pieces:
             if peers[peer] == self._comm.rank:

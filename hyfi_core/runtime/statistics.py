@@ -132,6 +132,7 @@ class FoldedStatistics:
             )
 
     def _swap(self) -> None:
+        # Direction d has the micro-batches [d · half, (d + 1) · half).
         half = self._microbatches // 2
         sends, receives, arriving = [], [], []
         for key in sorted(self._hosted):
@@ -139,6 +140,7 @@ class FoldedStatistics:
             mine = range(direction * half, (direction + 1) * half)
             if self._peers[key] != self._comm.rank:
                 names = sorted(self._hosted[key].ranked.program.mutations)
+                # One message for each dtype: both ends concatenate micro-batches, and names in them, in the same order.
                 for _, group in self._by_dtype(names):
                     flat = torch.cat([self._added[name, m].reshape(-1) for m in mine for name in group])
                     sends.append(Message(self._peers[key], flat))
@@ -179,6 +181,7 @@ class FoldedStatistics:
                     torch._foreach_add_(running, added)
                     continue
                 for name in of:
+                    # Without momentum, a forward from a counter of zero has the factor 1: it contributes the mean.
                     factor = 1.0 / float(self._buffers[f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")])
                     self._buffers[name].mul_(1.0 - factor).add_(self._added[name, microbatch] * factor)
 
@@ -221,6 +224,7 @@ class ReplicaBuffers:
         for key, buffer in changed.items():
             if key in stages:
                 by_users.setdefault(groups.users(stages[key]), []).append(buffer)
+        # Sorted, because ``reduction`` is collective and may create a group.
         for users in sorted(by_users, key=sorted):
             comm = groups.reduction(users)
             if comm is not None:
@@ -233,6 +237,7 @@ class ReplicaBuffers:
         for comm, buffers in self._shared:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             comm.broadcast(flat)
+            # Rank 0 of the group, the first of replica 0 that uses them, has sent its own.
             if comm.rank:
                 pieces = flat.split([buffer.numel() for buffer in buffers])
                 _store([(buffer, piece.view(buffer.shape)) for buffer, piece in zip(buffers, pieces, strict=True)])
@@ -270,6 +275,7 @@ class StageBuffers:
         named = dict(self._model.named_buffers(remove_duplicate=False))
         for name in sorted(names):
             buffer = named[name]
+            # A rank that has released the buffer takes part in the broadcast all the same.
             value = torch.empty_like(buffer, device=device_of(self._model)) if buffer.is_meta else buffer
             self._groups.plane.broadcast(value, root=min(self._known_on.pop(name)))
 
@@ -305,6 +311,7 @@ def _store(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for buffer, value in pairs:
         kinds.setdefault((buffer.dtype, value.dtype), []).append((buffer, value))
+    # ``_foreach_copy_`` is one kernel only if all pairs have the same two dtypes.
     for alike in kinds.values():
         buffers, values = zip(*alike, strict=True)
         torch._foreach_copy_(buffers, values)

@@ -84,6 +84,7 @@ class Bindings:
         self._parameters: LocalValues = dict(model.named_parameters(remove_duplicate=False))
         self._buffers: LocalValues = dict(model.named_buffers(remove_duplicate=False))
         self.parameters_once = dict(model.named_parameters())
+        # ``share`` may have put other tensors in the place of those that stages were bound to.
         self._found: dict[HostedStage, tuple[LocalValues, LocalValues]] = {}
         self._holdings = _holdings(model)
 
@@ -109,6 +110,7 @@ class Bindings:
         """
         tensors = [tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if not tensor.is_meta]
         for tensor in tensors:
+            # ``.data``: a leaf that requires a gradient must not be written in place.
             groups.all.broadcast(tensor.data)
         releases = releases and groups.placement.stages > 1
         if weights is not None:
@@ -194,6 +196,7 @@ class Bindings:
         trained = own & {id(parameter) for parameter in self._parameters.values()}
         if not staged:
             return trained, {}
+        # A released tensor lives on only if something of the user's, such as the loss, refers to it.
         former = {id(tensor): name for reference, name in self._former if (tensor := reference()) is not None}
         return trained, former | {id(t): name for name, t in named.items() if id(t) not in own}
 
@@ -293,9 +296,11 @@ class Subject:
         """Return the captured model for a shape of micro-batches, in the state that ``watch`` has taken."""
         state = self.watch.taken or self.watch.take()
         if (shape, state) not in self.programs:
+            # The oldest: all ranks have captured in the same order, and must capture again at the same calls.
             while len(self.programs) >= CAPTURES_KEPT:
                 self.programs.pop(next(iter(self.programs)))
                 self.runs.clear()  # they are keyed by the identity of programs
+            # A capture may change the state, as by filling a cache; the program belongs to the state after it.
             program = self.watch.settled(lambda: self._captured(shape))
             if (shape, self.watch.taken) not in self.programs:
                 self.programs[shape, self.watch.taken] = self._known_as(shape, program)

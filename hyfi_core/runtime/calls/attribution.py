@@ -171,6 +171,7 @@ def attribute_head(
     pools_maps = is_feature_map(ranked, name)
     positions = position_logits(ranked.program, name, activation, values) if pools_maps else None
     executor = Executor(head, stage, memory=memory)
+    # One tape and a backward for each class: ``keep`` leaves its records as they are.
     records = yield from executor.forward(values, record=True)
     logits, output = output_logits(ranked, values)
     memory.stay(logits)
@@ -179,6 +180,7 @@ def attribute_head(
         seed = torch.zeros_like(logits)
         seed[:, index] = float(stage.rank == 0)  # a replicated output: its cotangent is a sum over ranks
         gradient = (yield from executor.backward(records, {output: seed}, {}, keep=True)).get(name)
+        # Used outside of the tape's steps, so that the pager does not load them by itself.
         memory.need([activation, gradient])
         contribution = torch.zeros_like(activation) if gradient is None else activation * gradient
         maps.append(as_map(ranked, name, contribution, stage.rank).float().sum(1, keepdim=True))

@@ -80,6 +80,7 @@ class EngineState:
 
     def update_unread(self, max_norm: float | None = None) -> torch.Tensor | None:
         """Like ``update``, but the host does not wait: the norm is a float64 scalar tensor on the device."""
+        # Before clipping, which changes the gradients, too: only the caller's own changes are compared.
         factor, norm = self._scale.factor(), None
         if max_norm is not None:
             owned, alone = self._ownership.optimized(), self.plan.stages == 1
@@ -148,8 +149,10 @@ class EngineState:
         self.load_buffers(saved.buffers or {})
         if training is None:
             return None
+        # A parameter without a saved state must have none: an entry of before would be used with the loaded weights.
         self.optimizer.state.clear()
         named = self._model.named_parameters()
+        # Each rank loads its own parameters: if one refuses, all must.
         agree(self._groups.all, lambda: load_optimizer_state(self.optimizer, named, training.optimizer))
         self.optimizer.zero_grad(set_to_none=True)
         restore_random(self.random, training.state)

@@ -54,6 +54,7 @@ class GradientScale:
             return None
         if self._gradient is not None and self._gradient() is gradient and gradient._version == self._version:
             return 1.0
+        # Zeros, as in gradients of dead units, have no ratio.
         used = self._values != 0
         ratios = (_few(gradient)[used] / self._values[used]).double()
         if not len(ratios):

@@ -85,6 +85,7 @@ def differentiate(
     for index in range(logits.shape[1]):
         seed = torch.zeros_like(logits)
         seed[:, index] = float(stage.rank == 0)  # a replicated output: its cotangent is a sum over ranks
+        # The last backward frees the records as it goes.
         last = index == logits.shape[1] - 1
         gradient = (yield from executor.backward(records, {output: seed}, {}, keep=not last)).get(image)
         memory.need([pixels, gradient])

@@ -66,6 +66,7 @@ def local_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _refuse_forward(module: nn.Module, images: Any) -> None:
+    # A capture calls the module's hooks, too.
     name = None if torch.compiler.is_exporting() or _OWN_USE.get() else _STALE.get(module)
     if name is not None:
         raise RequestError(f"{_partial(module, name, 'its forward')}; call engine.predict(images)")

@@ -62,6 +62,7 @@ class PagedCall:
         An evaluation between training steps has the optimizer's state beside it.
         """
         weights = sum(p.nbytes for p in model.parameters() if p.requires_grad and not p.is_meta)
+        # The optimizer's moments; the gradient counts with ``trains``.
         state = STATE_COPIES - 1 if optimizer is not None and not optimizer.state else 0
         return weights * (state + self.trains)
 

@@ -44,6 +44,7 @@ class ParameterHooks:
         for _, before, _, after, _ in self._held:
             for hooks in (before, after):
                 if hooks is not None:
+                    # Emptied in place: the user's handles hold weak references to these dicts, to remove from them.
                     hooks.clear()
 
     def __exit__(self, *raised: object) -> None:
@@ -60,6 +61,7 @@ class ParameterHooks:
             for _, hook in hooks if gradient is not None else ():
                 changed = hook(gradient)
                 if changed is not None and gradient is not None:
+                    # Into the same memory: it may be a view of a bucket.
                     gradient.copy_(changed)
 
     def end(self) -> None:

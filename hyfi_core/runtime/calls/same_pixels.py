@@ -97,6 +97,7 @@ def _few_lines(box: Box) -> Box:
 
 
 def _checksum(pixels: torch.Tensor) -> int:
+    # Contiguous in one format: ranks may have chosen channels-last differently for the same pixels.
     values = pixels.detach().to("cpu").contiguous(memory_format=torch.contiguous_format)
     return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 

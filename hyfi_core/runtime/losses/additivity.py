@@ -14,6 +14,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.runtime.losses.loss_function import Loss, checked_loss
 from hyfi_core.runtime.losses.step_loss import is_float
 
+# float64 first; a loss that fails in it, such as one with weights in float32, is tried in float32.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Relative; a loss may compute in float32 inside."""
 _SEED = 20
@@ -49,6 +50,7 @@ def why_not_mean(
     if isinstance(loss, nn.Module):  # its state stays as it is
         loss = copy.deepcopy(loss, {id(parameter): parameter for parameter in loss.parameters()})
     failure: Exception | None = None
+    # A loss may draw numbers; trying it must not move the user's generator.
     with torch.random.fork_rng(devices=[]):
         for trial_device in dict.fromkeys((torch.device("cpu"), device)):
             for dtype, tolerance in _TOLERANCES.items():

@@ -97,6 +97,7 @@ def known_mean(loss: object) -> KnownMean | None:
         loss: a function of torch, a ``functools.partial`` of one, or a loss module of torch, not of a subclass.
     """
     if isinstance(loss, nn.Module):
+        # Hooks and a replaced ``forward`` may compute anything.
         hooked = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
         kind = None if hooked else _MODULES.get(type(loss))
         settings = {name: value for name, value in vars(loss).items() if not name.startswith("_")} | loss._buffers
@@ -106,6 +107,7 @@ def known_mean(loss: object) -> KnownMean | None:
         is_bare = not loss.args and callable(loss.func)
         kind = _FUNCTIONS.get(loss.func) if is_bare else None
         return None if kind is None else _mean_of(kind, loss.keywords)
+    # An object without a hash cannot be looked up.
     kind = _FUNCTIONS.get(loss) if callable(loss) and type(loss).__hash__ is not None else None
     return None if kind is None else _mean_of(kind, {})
 

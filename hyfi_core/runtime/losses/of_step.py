@@ -51,5 +51,6 @@ def loss_of_step(
         groups.prepare_outputs()
         return BatchLoss(function, pick, labels, plan, groups)
     count = plan.microbatches
+    # With shares replicas count by their samples, and reduced gradients are sums (``plan.mean_over`` is 1).
     weight = float(count / plan.weight(groups.index)) if plan.shares else count
     return MicrobatchLoss(function, pick, labels.split(len(labels) // count), weight, labels.device)

@@ -85,6 +85,7 @@ class MicrobatchLoss(StepLoss):
         """Compute the loss of a micro-batch; see ``StepLoss``."""
         try:
             with torch.enable_grad():
+                # The tape has detached them: the loss has a graph of its own, and its backward ends at these leaves.
                 leaves = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
                 loss = self._function(self._pick(leaves), self._labels[microbatch]) / self._weight
         except RequestError as refusal:

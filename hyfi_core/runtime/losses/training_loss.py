@@ -86,6 +86,7 @@ class TrainingLoss:
             return True  # reading labels would make every step wait for the device
         ignored = torch.tensor([int(mean.ignores(output, labels))])
         if self._plan.replicas > 1:
+            # Replicas have other labels, but must choose alike: with a loss over the batch they exchange outputs.
             self._groups.all.of("reduce").all_reduce(ignored, "max")
         return bool(ignored.item())
 
@@ -102,6 +103,7 @@ class TrainingLoss:
         _raise(refusal)
         if self._plan.stages * self._plan.directions * self._plan.replicas == 1:
             return losses[0].value
+        # Each part of the loss is in ``counted`` of one rank, or cell, which is zero on all others.
         total = torch.stack([loss.counted for loss in losses]).sum()
         self._groups.all.of("reduce").all_reduce(total)
         return total if over_batch else total / self._plan.mean_over
@@ -126,6 +128,7 @@ class TrainingLoss:
         except Exception:  # the user's function cannot compute without values
             picked = None
         shape = tuple(picked.shape) if isinstance(picked, torch.Tensor) else None
+        # As many as captures are kept.
         self._shapes = [*self._shapes[-15:], (lowered, shape)]
         return shape
 
@@ -154,6 +157,7 @@ class TrainingLoss:
                 f'loss_over is "microbatch", but the loss is not a mean of terms of single samples: {reason}; pass '
                 f'loss_over="batch", or "auto"'
             )
+        # Forgetting only costs a check.
         if len(self._checked) == _CHECKED:
             self._checked.clear()
         self._checked.add(digest.digest())

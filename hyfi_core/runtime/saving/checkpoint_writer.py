@@ -75,7 +75,9 @@ class CheckpointWriter:
     def __init__(self, comm: Communicator, writes: bool) -> None:
         self._comm = comm
         writers = comm.broadcast_object(comm.gather_objects(writes))
+        # (index, count) among the ranks that write, for names of files such as model-00002-of-00003.
         self._number = (sum(writers[: comm.rank]), sum(writers)) if writes else None
+        # One name on all ranks, because all write into the same temporary folder.
         self._name: str = comm.broadcast_object(uuid.uuid4().hex[:8])
         self._pool = SnapshotPool()
         self._open: _Open | None = None
@@ -137,6 +139,7 @@ class CheckpointWriter:
         if current.publishing:
             self._open = None
             return current.step
+        # Returns at once: all ranks have voted that they no longer write.
         gathered = self._comm.gather_objects(current.job.result())
         current.publishing = True
         if gathered is not None:
@@ -153,6 +156,7 @@ class CheckpointWriter:
         published = None
         while self._open is not None:
             self._open.job.result()
+            # In place of that vote: ``advance`` may only be called when no rank writes any more.
             self._comm.barrier()
             published = self.advance()
         return published
@@ -176,6 +180,7 @@ class CheckpointWriter:
         if part.buffers:
             present["buffers"] = part.buffers
         state = {f"{kind}/{name}": tensor for kind, tensors in present.items() for name, tensor in tensors.items()}
+        # ``changing``: the next update overwrites these tensors, and is started after the copy on the same stream.
         snapshot = self._pool.acquire(step, state, changing=True)
         copies = unflatten(snapshot.flat, state)
         names = {kind: [*tensors] for kind, tensors in present.items()}
@@ -185,8 +190,10 @@ class CheckpointWriter:
         assert number is not None
 
         def write() -> dict[str, Any]:
+            # Here and not in ``begin``: only this thread waits for the device.
             snapshot.wait()
             copied = {kind: {name: copies[f"{kind}/{name}"] for name in of} for kind, of in names.items()}
+            # Whichever rank comes first makes it.
             temporary.mkdir(parents=True, exist_ok=True)
             moments, averaged, buffers = (copied.get(kind) for kind in ("optimizer", "averaged", "buffers"))
             files = write_tensors(temporary, copied["weights"], moments, averaged, buffers, number)
@@ -226,6 +233,7 @@ class _Job:
 
     def _run(self, call: Callable[[], dict[str, Any]]) -> None:
         try:
+            # CUDA's current device belongs to a thread, and a new one starts with the first GPU.
             make_current(self._device)
             with ACTIVITY.slowly("writing a checkpoint"):
                 self._result = call()
@@ -264,6 +272,7 @@ def _index(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the index that says which file has each tensor, as transformers writes it; None for a single file."""
     if len(parts) == 1:
         return None
+    # Other files of a part, such as those of the optimizer, begin otherwise and are not in the index.
     stem = WEIGHTS_FILE.partition(".")[0] + "-"
     where = {name: next(f for f in part["files"] if f.startswith(stem)) for part in parts for name in part["names"]}
     return {"metadata": {"total_size": sum(sum(part["names"].values()) for part in parts)}, "weight_map": where}

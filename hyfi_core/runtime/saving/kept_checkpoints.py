@@ -13,6 +13,7 @@ def point_link(link: Path, target: str) -> None:
     """Point ``link`` to its sibling ``target``, atomically."""
     temporary = temporary_name(link)
     temporary.symlink_to(target)
+    # A rename replaces the old link; removing it first would leave a moment without any.
     temporary.replace(link)
     sync_file(link.parent)
 
@@ -32,6 +33,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
 def remove_leftovers(checkpoints: Path) -> None:
     """Remove what killed writers left behind, links included; only while nobody writes."""
     for leftover in checkpoints.glob(".*.tmp-*"):
+        # Asked first: ``is_dir`` follows links, and a complete checkpoint would be removed through one.
         if leftover.is_symlink():
             leftover.unlink()
         elif leftover.is_dir():
@@ -58,5 +60,6 @@ def prune(checkpoints: Path, keep: int, spare: Iterable[int] = ()) -> list[int]:
 def remove(folder: Path) -> None:
     """Remove a checkpoint; a process that is killed meanwhile leaves no incomplete one under its name."""
     hidden = temporary_name(folder)
+    # Removing takes many steps, a rename one: after it, a kill leaves only what ``remove_leftovers`` finds.
     folder.rename(hidden)
     shutil.rmtree(hidden)

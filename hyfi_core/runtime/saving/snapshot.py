@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
+# A multiple of the size of every dtype: ``Tensor.view(dtype)`` refuses other offsets.
 ALIGN_BYTES = 64
 
 State = Mapping[str, torch.Tensor]
@@ -34,6 +35,7 @@ def unflatten(flat: torch.Tensor, like: State) -> dict[str, torch.Tensor]:
     if flat.numel() != snapshot_bytes(like):
         raise ValueError(f"a snapshot of {flat.numel()} bytes does not fit a model of {snapshot_bytes(like)} bytes")
     result, start = {}, 0
+    # By name: sender and receiver may have built their states in different orders.
     for name, value in sorted(like.items(), key=lambda item: item[0]):
         piece = flat[start : start + value.numel() * value.element_size()]
         result[name] = piece.view(value.dtype).view(value.shape)
@@ -60,6 +62,7 @@ class Snapshot:
         self.step, self.flat = step, flat
         self._state: State | None = state
         self._done: torch.cuda.Event | None = None
+        # One at most: a rank has one GPU. Counters of optimizers may be on the host beside it.
         devices = {value.device for value in state.values() if value.is_cuda}
         views = unflatten(flat, state)
         if not devices:

@@ -44,10 +44,12 @@ def shard_like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
     shard: Any = like
     ranks, rank = shard.device_mesh.size(), shard.device_mesh.get_local_rank()
+    # Rounded up as in ``torch.chunk``: the last ranks may have fewer rows, or none.
     rows = -(-len(value) // ranks)
     first = min(len(value), rank * rows)
     part = value[first : first + rows].to(shard.device).contiguous().clone()
     shape, stride = torch.Size(like.shape), like.stride()
+    # With shape and stride: from uneven parts, DTensor would infer rows times ranks. ``run_check`` would communicate.
     result: torch.Tensor = DTensor.from_local(
         part, shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=stride
     )
