@@ -22,6 +22,7 @@ from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import like
 from hyfi_core.plan.window import AxisWindow
 
+# A side of 1 would make the strides ambiguous.
 _PATTERN = [1, 2, 2, 2]  # the smallest map that shows its memory format
 
 
@@ -44,6 +45,7 @@ class AvgPool(Banded):
         (own,) = inputs
         if self.own is None:
             (canvas,), back = yield from self.halo.forward(comm, (own,))
+            # After the exchange: a rank without outputs may own pixels that others need.
             if self.output.empty:
                 return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas.shape, like(own, _PATTERN))
             result = self._sums(canvas, self.canvas_padding)
@@ -52,6 +54,7 @@ class AvgPool(Banded):
         with polled(pending_strips.pending):
             result = self._sums(self.seen(own), self.own.padding)
         for band, canvas in self.canvases(own, (yield from pending_strips.wait())):
+            # The native call has written these outputs too, with zeros for the strips: they are replaced.
             at(result, band, self.output).copy_(self._sums(canvas, AT_ONCE))
         self.halo.give_back(pending_strips.strips)
         return (result.div_(self._counts(result)),), (None, own.shape, like(own, _PATTERN))
@@ -64,8 +67,10 @@ class AvgPool(Banded):
         form = like(pattern, list(shape))
         dy = cotangents[0]
         if dy is None or self.output.empty:
+            # A rank without a cotangent still sends zeros: its neighbours wait for them.
             dy = like(pattern, [*shape[:2], *self.output.shape]).zero_()
         else:
+            # A new tensor, which ``_back_of_own`` may therefore change.
             dy = dy / self._counts(dy)
         if self.own is None:
             d_canvas = form.zero_() if self.output.empty else self._back(dy, form, self.canvas_padding)
@@ -81,6 +86,7 @@ class AvgPool(Banded):
         """Return the cotangent of the own part from the inner outputs, in the memory of ``form``."""
         assert self.own is not None
         for band in self.bands:
+            # The cotangents of bands have been sent through their canvases: here they would count twice.
             at(dy, band, self.output).zero_()
         if self.own.start == (0, 0):
             return self._back(dy, form, self.own.padding)
@@ -90,12 +96,14 @@ class AvgPool(Banded):
         return d_own
 
     def _sums(self, tensor: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+        # With the divisor 1 the kernel returns sums: it would divide by its own padded window.
         sums: torch.Tensor = F.avg_pool2d(tensor, *self.steps[:2], padding, divisor_override=1)
         return sums
 
     def _back(self, dy: torch.Tensor, into: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
         """Return the cotangent of the sums' input, in the memory of ``into``."""
         call = torch.ops.aten.avg_pool2d_backward.grad_input
+        # The kernel reads only the shape of its input, so that ``into`` stands for it.
         call(dy, into, *self.steps[:2], padding, False, True, 1, grad_input=into)
         return into
 
@@ -122,5 +130,6 @@ def counts(window: AxisWindow, start: int, stop: int, length: int, include_pad: 
     numbers = []
     for output in range(start, stop):
         first, last = window.input_interval(output, output + 1)
+        # At least 1: the sum of a window that covers no pixel is 0, and 0 / 0 would be NaN.
         numbers.append(max(1, min(last, length + beyond) - max(first, -beyond)))
     return numbers

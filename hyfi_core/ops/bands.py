@@ -66,6 +66,7 @@ class Banded:
     def bands(self) -> tuple[Box, ...]:
         """All other outputs."""
         out, inner = self.output, self.inner
+        # Above and below across the whole width, left and right between them: each corner is in one band.
         bands = (
             Box(out.y0, inner.y0, out.x0, out.x1),
             Box(inner.y1, out.y1, out.x0, out.x1),
@@ -88,6 +89,7 @@ class Banded:
     def canvases(self, own: torch.Tensor, strips: Tensors) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield each band and its canvas: own pixels and strips, and the fill value outside of the map."""
         have = self.halo.transfer.have
+        # A corner band may read its own part and three strips.
         pieces = [(have, own), *zip((s.box for s in self.halo.transfer.receives), strips, strict=True)]
         for band in self.bands:
             box = self.window.input_box(band)
@@ -115,10 +117,12 @@ class Banded:
         """
         boxes = [self.window.input_box(band) for band in self.bands]
         received = self.halo.transfer.receives
+        # Zero first: a strip may be wider than what bands read, and bands that overlap in it are added.
         backs = [like(form, [*form.shape[:2], *strip.box.shape]).zero_() for strip in received]
         for strip, back in zip(received, backs, strict=True):
             for box, d_band in zip(boxes, d_bands, strict=True):
                 _add(back, strip.box, d_band, box)
+        # Sent before the large call below, which hides the message.
         pending_strips = yield from self.halo.start_back(comm, form, backs)
         with polled(pending_strips.pending):
             d_own = back_of_own()

@@ -27,6 +27,7 @@ Rest = Callable[[], Cotangents]
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Whether elements share memory, as in the gradient of a mean: such a tensor cannot be overwritten."""
+    # A stride of 0: writing one element would write all that share it.
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

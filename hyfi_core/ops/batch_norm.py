@@ -101,6 +101,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         channels = own.shape[1]
         pixels = own.numel() // channels
         apart = comm.size <= MOST_ROWS
+        # Each rank fills its own row and adds zeros to the others, exactly: the sum gathers all rows.
         rows = own.new_zeros((comm.size if apart else 1, 3, channels), dtype=torch.float64)
         if pixels:
             mean, variance = _mean_and_variance(own)
@@ -108,9 +109,11 @@ class BatchNorm(AsyncBackward, Recomputable):
             row[0], row[1], row[2] = pixels, mean, variance
             if not apart:
                 mean, variance = mean.double(), variance.double()
+                # Σ x and Σ x² of this rank: E x² is the variance plus the square of the mean.
                 row[1], row[2] = pixels * mean, pixels * (variance + mean * mean)
         pending = comm.start_all_reduce(rows)
         yield pending
+        # As PyTorch's own norms: statistics of 16-bit maps stay in float32.
         dtype = torch.promote_types(own.dtype, torch.float32)
 
         def in_dtype() -> Tensors:
@@ -126,9 +129,11 @@ class BatchNorm(AsyncBackward, Recomputable):
         counts, means, variances = rows.unbind(1)
         if not apart:
             mean = means[0] / self.count
+            # Rounding can make the difference of two near numbers negative, and rsqrt of it NaN.
             return mean, (variances[0] / self.count - mean * mean).clamp_(min=0.0)
         first = means[0]  # means are averaged as differences from one of them
         mean = first + ((means - first) * counts).sum(0) / self.count
+        # Chan's formula: variance within each rank, and that of the ranks' means around the mean of all.
         return mean, ((variances + (means - mean).square()) * counts).sum(0) / self.count
 
     def backward(
@@ -148,6 +153,7 @@ class BatchNorm(AsyncBackward, Recomputable):
     ) -> tuple[Pending, Rest]:
         """Start ``backward``: return the pending sums, and a function that computes the cotangents."""
         own, weight, mean, variance, inverse = saved
+        # Without a cotangent, too, a rank takes part in the sum: the others wait for it.
         dy = torch.zeros_like(own) if cotangents[0] is None else _in_plain_order(cotangents[0])
         d_weight, d_bias = self._affine_cotangents(dy, own, weight, mean, variance, inverse)
         sums = torch.stack((d_bias, d_weight)).double()
@@ -168,7 +174,9 @@ class BatchNorm(AsyncBackward, Recomputable):
             in_place = self.overwrites_cotangent and not is_expanded(dy)
             dx = dy if in_place else torch.empty_like(dy)
             if mean.dtype == dx.dtype:
+                # In place this overwrites dy, so what else reads dy, the sums above, has to come first.
                 torch.mul(dy, gain, out=dx)
+                # The terms of mean and variance on owned pixels alone: see the formula at the top of this file.
                 self._counted(dx).addcmul_(self._centred(own, mean), slope).add_(shift)
             else:
                 self._in_blocks(dx, dy, own, (gain, slope, shift))
@@ -204,6 +212,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         rows = -(-self.count // _MOST_PIXELS)  # it sums numbers of 32 bits
         count = torch.full((rows,), _MOST_PIXELS, dtype=torch.int32, device=mean.device)
         count[-1:].fill_(self.count - (rows - 1) * _MOST_PIXELS)
+        # Ours is Σ dy · x̂, the kernel's Σ dy · (x - m): they differ by the factor σ.
         sums_of_kernel = torch.stack((deviation.reciprocal(), sums[0], sums[1] * deviation)).to(mean.dtype)
         return *sums_of_kernel.unbind(), count
 
@@ -258,10 +267,12 @@ class BatchNorm(AsyncBackward, Recomputable):
         self, weight: torch.Tensor | None, mean: torch.Tensor, variance: torch.Tensor, means: torch.Tensor, dims: int
     ) -> tuple[torch.Tensor, ...]:
         """Return gain, slope and shift, in a shape that broadcasts with the map."""
+        # In float64, for each channel once: rounded only when it is applied to pixels.
         inverse = (variance.double() + self.eps).rsqrt()
         gain = inverse if weight is None else inverse * weight.double()
         slope = -gain * means[1] * inverse
         shift = -gain * means[0]
+        # float64 maps are centred by ``_centred``, so that their shift has no mean.
         if mean.dtype != torch.float64:
             shift = shift - slope * mean.double()
         return tuple(term.to(mean.dtype).view(1, -1, *[1] * (dims - 2)) for term in (gain, slope, shift))
@@ -317,5 +328,6 @@ class FusedBatchNorm(BatchNorm):
 
     def _counted(self, tensor: torch.Tensor, top: int = 0) -> torch.Tensor:
         """Return the view of owned pixels: those of the margins are counted by their owners."""
+        # Of a block, the owned rows that are in it; there may be none.
         y0, y1 = (min(max(y - top, 0), tensor.shape[2]) for y in (self.owned.y0, self.owned.y1))
         return tensor.narrow(2, y0, y1 - y0).narrow(3, self.owned.x0, self.owned.width)

@@ -24,6 +24,7 @@ from hyfi_core.ops.message_layout import as_sent, laid_out
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.boxes import Boxes
 
+# The size of complex128: ``view(dtype)`` of bytes needs a start that is a multiple of the item's size.
 ALIGNMENT_BYTES = 16
 
 
@@ -150,6 +151,7 @@ class BoundaryTransfer:
             full = self._only(value, box, parts)
             if full is None:
                 full = self._canvas(value, box, buffers)
+                # Pieces of different owners do not overlap, so that copies are enough here.
                 for piece, part in parts:
                     value.cut(full, piece.box, box).copy_(part)
             result[value.name] = value.closed(full)
@@ -160,12 +162,15 @@ class BoundaryTransfer:
         received, result = _unpacked(self, self.outgoing(source, back=True), buffers), {}
         for value in self.values:
             box, parts = self.origin(value, source, at_source=True), received.get(value.name, [])
+            # A rank that sent a replicated value to nobody has no share of its cotangent.
             if not value.gradient or (box is None and not parts):
                 continue
             full = self._only(value, box, parts)
             if full is None:
                 full = self._canvas(value, box, buffers).zero_()
                 for piece, part in parts:
+                    # Here they do overlap: halos of several receivers read the same pixel, and its cotangent is their
+                    # sum.
                     value.cut(full, piece.box, box).add_(part)
             result[value.name] = value.closed(full)
         return result
@@ -174,6 +179,7 @@ class BoundaryTransfer:
         """Return a copy of the value if it is a single piece."""
         if len(parts) == 1 and parts[0][0].shape == value.local_shape(box):
             part = parts[0][1]
+            # A copy: the message's memory is used for the next one as soon as this returns.
             return part.clone(memory_format=self._format(part.dim()))
         return None
 
@@ -192,6 +198,7 @@ class BoundaryTransfer:
     def _pieces(self, position: int, at_source: bool, back: bool) -> Pieces:
         """Return the pieces between the rank at ``position`` and each of the other stage, in the order of values."""
         key = position, at_source, back
+        # Both ends compute the pieces from the plan, in the same order: the message says nothing about itself.
         if key not in self._planned:
             pieces: dict[int, list[BoundaryPiece]] = {}
             for value in self.values:
@@ -226,12 +233,14 @@ def pack(
     for piece in pieces:
         tensor = tensors.get(piece.value.name)
         if tensor is None:
+            # The receiver expects this many bytes: leaving them out would shift all that follow.
             part = torch.zeros(piece.shape, dtype=piece.value.dtype, device=device)
         else:
             origin = boundary.origin(piece.value, position, at_source)
             pixels = piece.value.cut(piece.value.opened(tensor, origin), piece.box, origin)
             part = laid_out(pixels.to(piece.value.dtype), boundary.channels_last)
         parts.append(part.reshape(-1).view(torch.uint8))
+    # One piece is its own message: no copy into a buffer.
     if len(parts) == 1:
         return parts[0]
     buffer = boundary.buffer(pieces, device)
@@ -264,6 +273,7 @@ def _places(pieces: tuple[BoundaryPiece, ...]) -> list[tuple[int, int]]:
     places, start = [], 0
     for piece in pieces:
         places.append((start, start + piece.bytes))
+        # Rounded up to the next multiple.
         start += -(-piece.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return places
 

@@ -29,6 +29,7 @@ class Buffers:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a contiguous uninitialised tensor; the caller owns it until ``give_back``."""
+        # By the number of elements: messages of other shapes share memory.
         free = self._free.get((prod(shape), dtype, device))
         if free:
             return free.pop().view(*shape)
@@ -40,9 +41,11 @@ class Buffers:
         """Release tensors of ``take``; they and their views must no longer be read."""
         for tensor in tensors:
             free = self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), [])
+            # Empty tensors all have the address 0.
             assert all(block.data_ptr() != tensor.data_ptr() for block in free if tensor.numel()), (
                 "buffer released twice"
             )
+            # Without its autograd graph, which would live as long as the buffer.
             free.append(tensor.detach().view(-1))
 
     def dense(self, view: torch.Tensor) -> torch.Tensor:

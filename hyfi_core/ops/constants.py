@@ -30,8 +30,10 @@ class Constant:
         key = (device, dtype)
         if key not in self._copies:
             self._copies[key] = copied = torch.as_tensor(self._values).to(device, dtype)
+            # The address of the C++ object: ``untyped_storage()`` returns a new Python object at each call.
             storage = copied.untyped_storage()._cdata
             _STORAGES.add(storage)
+            # Once the constant is gone, another storage may have this address.
             weakref.finalize(self, _STORAGES.discard, storage)
         return self._copies[key]
 

@@ -129,6 +129,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (convolved part,); saves the own part (without a copy) and the strips."""
         image, weight, bias = inputs
+        # By hand: autocast does not know ``aten.convolution``, which is called by name below.
         own = image.to(_computed_in(image))
         kernel = weight.to(own.dtype)
         offset = None if bias is None else bias.to(own.dtype)
@@ -141,6 +142,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
             strips = yield from pending_strips.wait()
             result = self._convolve(self.halo.assembled(own, strips), kernel, offset, self.canvas_padding)
             return (result,), _SavedConvolution(own, strips, weight, image.dtype, image.shape)
+        # With a stride, the first windows may begin beyond the first own pixels, which no own window reads.
         conv_input = own[:, :, self.own.start[0] :, self.own.start[1] :]
         with polled(pending_strips.pending):
             result = self._convolve(conv_input, kernel, offset, self.own.padding)
@@ -175,6 +177,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         for piece in self._reaching_strips:
             canvas, tapped = _canvas(piece, strips, conv_input), _tapped(kernel, piece)
             outputs = self._outputs(result, piece)
+            # Few pixels and large weights: products of matrices instead of a kernel that rearranges the weight.
             if taps.in_place(kernel, self.groups):
                 taps.add_outputs(outputs, canvas, tapped, *self._stride_dilation)
             else:
@@ -250,6 +253,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         pending = pending_strips.pending
         with polled(pending):
             d_input = self._differentiate(back, only)[0]
+        # While strips are on their way, the weight's part is useful work; if they are here, it can wait.
         if pending is not None and (at_once or (waits and not pending.test())):
             with polled(pending):
                 weight_back = self._weight_back(back)
@@ -262,6 +266,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         if not (back.mask[1] or back.mask[2]):
             return None, None
         _, d_weight, d_bias = self._differentiate(back, (False, *back.mask[1:]))
+        # The bias needs no strips: it is a sum over outputs, all of which the native call has.
         if d_weight is not None and self.own is not None:
             self._add_strips(d_weight, back)
         return d_weight, d_bias
@@ -269,6 +274,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def _send_back(self, comm: Communicator, back: _Back) -> Waits[PendingStrips]:
         """Start sending the cotangents of strips to their owners."""
         saved, dy, kernel = back.saved, back.dy, back.kernel
+        # Zero where no window reads a strip.
         backs = [torch.zeros_like(strip) for strip in saved.strips]
         for piece in self._reaching_strips:
             canvas, part = _canvas(piece, saved.strips, saved.conv_input), self._outputs(dy, piece)
@@ -277,6 +283,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
                 d_canvas = taps.back(canvas, tapped, part, *self._stride_dilation)
             else:
                 d_canvas = self._native_back(part, canvas, tapped, (0, 0), only)[0]
+            # The canvas may reach beyond the strip, into pixels of other pieces: those have calls of their own.
             common = piece.call.inputs.intersect(piece.box)
             at(backs[piece.index], common, piece.box).copy_(at(d_canvas, common, piece.call.inputs))
         return (yield from self.halo.start_back(comm, saved.conv_input, backs))
@@ -296,6 +303,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         """Return the cotangent of the whole own part, in its dtype; zero where no window reads it."""
         if d_input.shape == saved.shape:
             return d_input.to(saved.dtype)
+        # Own pixels before ``start`` are read by no own window.
         result = like(saved.conv_input, list(saved.shape)).to(saved.dtype).zero_()
         assert self.own is not None
         result[:, :, self.own.start[0] :, self.own.start[1] :] = d_input
@@ -331,6 +339,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
 def _computed_in(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype in which a convolution of this map is computed, under autocast if active."""
     device = tensor.device.type
+    # As autocast itself, which leaves float64 as it is.
     if tensor.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return tensor.dtype
@@ -344,6 +353,7 @@ def _tapped(kernel: torch.Tensor, piece: _ReachingStrip) -> torch.Tensor:
 def _canvas(piece: _ReachingStrip, strips: tuple[torch.Tensor, ...], own: torch.Tensor) -> torch.Tensor:
     """Return the strip on a canvas of zeros that its taps cover, in the format of ``own``."""
     strip, inputs = strips[piece.index], piece.call.inputs
+    # Taps may reach over the strip's ends, where other calls have the pixels: zeros add nothing.
     canvas = like(own, [*own.shape[:2], *inputs.shape])
     if inputs != piece.box:
         canvas.zero_()

@@ -31,6 +31,7 @@ def cut(
         fill: value outside the map.
     """
     inside = need.intersect(map_box)
+    # Nothing of the map: an empty view, at a place that exists in the tensor.
     if inside.empty:
         inside = Box(have.y0, have.y0, have.x0, have.x0)
         above = below = left = right = 0
@@ -48,6 +49,7 @@ def cut(
         if not (above or below or left or right):
             return result
         around = {dims[0]: (above, below), dims[1]: (left, right)}
+        # F.pad takes pairs from the last dim to the first.
         widths = [width for dim in range(tensor.dim() - 1, min(dims) - 1, -1) for width in around.get(dim, (0, 0))]
         return F.pad(result, widths, value=fill)
 

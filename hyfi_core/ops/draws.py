@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+# The constants of splitmix64; the first is 2 ** 64 divided by the golden ratio.
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
@@ -51,6 +52,7 @@ def positions(
     """
     result = torch.full((), first, dtype=torch.int64, device=device)
     stride = 1
+    # Row-major positions of the whole value: a part's stride is that of the whole, not its own.
     for dim in reversed(range(len(shape))):
         start, stop = 0, shape[dim]
         if dims is not None and dim in dims:
@@ -84,6 +86,7 @@ def _uniform(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     bits = _hashed(key, where)
     if dtype == torch.float64:
         return _shifted(bits, 11).to(dtype).mul_(2.0**-53)
+    # 24 bits: float32 has all multiples of 2 ** -24 below 1, so that nothing is rounded up to 1.
     number = _shifted(bits, 40).to(torch.float32).mul_(2.0**-24)
     if dtype == torch.float32:
         return number
@@ -102,6 +105,7 @@ def log_normal(key: int, where: torch.Tensor, dtype: torch.dtype, mean: float = 
 
 def exponential(key: int, where: torch.Tensor, dtype: torch.dtype, rate: float = 1.0) -> torch.Tensor:
     """Return exponential numbers, one for each position; never 0, so that they have a logarithm."""
+    # 1 - u is in (0, 1], so that its logarithm is finite.
     numbers = torch.log1p(-_uniform(key, where, torch.float64)) / -rate
     return numbers.to(dtype).clamp_(min=torch.finfo(dtype).tiny)
 
@@ -114,6 +118,7 @@ def cauchy(key: int, where: torch.Tensor, dtype: torch.dtype, median: float = 0.
 
 def geometric(key: int, where: torch.Tensor, dtype: torch.dtype, probability: float) -> torch.Tensor:
     """Return how many trials the first success takes, one number for each position."""
+    # log1p(-1) raises; with this limit all trials are 1.
     log_failure = math.log1p(-probability) if probability < 1.0 else -math.inf
     trials = torch.log1p(-_uniform(key, where, torch.float64)) / log_failure
     return trials.ceil().clamp_(min=1.0).to(dtype)
@@ -128,7 +133,9 @@ def integers(key: int, where: torch.Tensor, dtype: torch.dtype, *limits: int) ->
         dtype: of the result.
         limits: as of ``range``: (high,) or (low, high).
     """
+    # The default of low, before what is passed.
     low, high = (0, *limits)[-2:]
+    # 63 bits, so never negative. The remainder favours small numbers by at most range / 2 ** 63.
     return (_shifted(_hashed(key, where), 1) % (high - low) + low).to(dtype)
 
 
@@ -136,7 +143,9 @@ def any_integers(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     """Return integers from 0 to the largest n up to which the dtype has all integers, like ``Tensor.random_()``."""
     if dtype == torch.bool:
         return integers(key, where, dtype, 2)
+    # 2 ** 24 for float32: above it, floats skip integers.
     largest = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+    # One more than the largest int64 is no int64.
     if largest == _MASK >> 1:
         return _shifted(_hashed(key, where), 1).to(dtype)
     return integers(key, where, dtype, largest + 1)
@@ -165,7 +174,9 @@ def poisson(key: int, where: torch.Tensor, dtype: torch.dtype, rate: torch.Tenso
     for _ in range(_BISECTIONS):
         middle = ((low + high) / 2).floor()
         enough = torch.special.gammaincc(middle + 1.0, wide) > number
+        # The answer stays within [low, high] in each step.
         low, high = low.where(enough, middle + 1.0), middle.where(enough, high)
+        # On a GPU, the question would make the host wait: there all steps are made.
         if not where.is_cuda and bool((low >= high).all()):
             break
     return high.where(valid, math.nan).to(dtype)
@@ -173,17 +184,20 @@ def poisson(key: int, where: torch.Tensor, dtype: torch.dtype, rate: torch.Tenso
 
 def permutation(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the integers from 0 in a random order, as many as there are positions."""
+    # Stable, so that equal numbers have the same order on every device.
     return _uniform(key, where, torch.float64).argsort(stable=True).to(dtype)
 
 
 def _normal(key: int, where: torch.Tensor) -> torch.Tensor:
     """Return standard normal numbers, float64."""
+    # Two keys for two independent numbers. The sine would give a second normal number, of another position.
     radius = (-2.0 * torch.log1p(-_uniform(mixed(key, 1), where, torch.float64))).sqrt()
     angle = _uniform(mixed(key, 2), where, torch.float64) * (2.0 * math.pi)
     return radius * angle.cos()
 
 
 def _hashed(key: int, where: torch.Tensor) -> torch.Tensor:
+    # int64 in PyTorch wraps around like the unsigned words of splitmix64.
     state = where * _signed(_GOLDEN)
     state += _signed(key)
     state ^= _shifted(state, 30)
@@ -195,8 +209,10 @@ def _hashed(key: int, where: torch.Tensor) -> torch.Tensor:
 
 def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
     """Logical (unsigned) right shift."""
+    # ``>>`` of a negative int64 shifts ones in from the left.
     return (words >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _signed(word: int) -> int:
+    # PyTorch has no scalars beyond the largest int64: the same bits as a negative number.
     return word - (1 << 64) if word >> 63 else word

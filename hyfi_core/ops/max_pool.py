@@ -68,6 +68,7 @@ class MaxPool(Banded, RemakesSaved):
         for band, canvas in self.canvases(own, (yield from pending_strips.wait())):
             maxima, where = self._pool(canvas, AT_ONCE)
             at(result, band, self.output).copy_(maxima)
+            # Indices of a band count within its canvas, not within the map.
             places.append(_Places(self._held(canvas), self._narrow(canvas, where, AT_ONCE)))
         self.halo.give_back(pending_strips.strips)
         return (result,), (self._held(own), self._kept(self.seen(own), indices, self.own.padding), tuple(places))
@@ -97,6 +98,7 @@ class MaxPool(Banded, RemakesSaved):
             back, canvas, indices, none = saved
             return back, canvas, self._narrow(canvas, indices, self.canvas_padding), none
         own, indices, places = saved
+        # On the meta device: the map's memory may be gone, and only its shape is read.
         shape_alone = own.new_empty(own.shape, device="meta")
         return own, self._narrow(self.seen(shape_alone), indices, self.own.padding), places
 
@@ -108,6 +110,7 @@ class MaxPool(Banded, RemakesSaved):
         if self.own is None:
             return (yield from self._back_from_canvas(comm, saved, dy))
         own, indices, places = saved
+        # If only the shape is kept, there is no memory to write over.
         over = own if self.overwrites_map and self.holds_map else None
         if dy is None:
             dy = own.new_zeros((*own.shape[:2], *self.output.shape))
@@ -130,6 +133,7 @@ class MaxPool(Banded, RemakesSaved):
         """Return what backward keeps of a map: it needs only the shape."""
         if self.holds_map:
             return own
+        # Shape and strides without memory: the format shows in them.
         shape_alone = torch.empty_like(own)
         shape_alone.untyped_storage().resize_(0)
         return shape_alone
@@ -152,6 +156,7 @@ class MaxPool(Banded, RemakesSaved):
         assert self.own is not None
         inner = dy
         if self.inner != self.output:
+            # A copy: dy is the caller's, and others may read it.
             inner = torch.zeros_like(dy)
             at(inner, self.inner, self.output).copy_(at(dy, self.inner, self.output))
         if self.own.start == (0, 0):
@@ -176,6 +181,7 @@ class MaxPool(Banded, RemakesSaved):
     ) -> torch.Tensor:
         """Return the cotangent of ``tensor``; the native call needs only its shape."""
         result = _gradient_memory(tensor, over)
+        # The native kernel takes int64 indices only.
         if indices.dtype == torch.uint8:
             indices = self._places(tensor, padding).wide(indices)
         call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input

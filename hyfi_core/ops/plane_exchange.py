@@ -95,6 +95,7 @@ class PlaneExchange:
         """Return (the values of other planes); saves nothing. Received tensors are new memory."""
         own_values = {value.name: tensor for value, tensor in zip(self.sent, inputs, strict=True)}
         received = yield from self._swap(comm, self.values, own_values, back=False)
+        # Values without elements are in no message.
         return tuple(received[v.name][0] if v.name in received else self._zeros(v) for v in self.taken), None
 
     def backward(
@@ -104,6 +105,7 @@ class PlaneExchange:
         carried = [value for value in self.values if value.name in self.active]
         own_cotangents = {}
         for value, cotangent in zip(self.taken, cotangents, strict=True):
+            # Zeros, not nothing: the owner waits for a message of this length.
             own_cotangents[value.name] = self._zeros(value) if cotangent is None else cotangent
         returned = yield from self._swap(comm, carried, own_cotangents, back=True)
         return tuple(_total(returned[value.name]) if value.name in returned else None for value in self.sent)
@@ -115,6 +117,7 @@ class PlaneExchange:
         sends: list[Message] = []
         receives: list[Message] = []
         unpack: list[Callable[[], list[tuple[str, torch.Tensor]]]] = []
+        # Both ends list the same values in the same order: messages have no tags or headers.
         for peer in sorted({plane for value in values for plane in (value.owner, *value.takers)} - {self.plane}):
             mine = [value for value in values if value.owner == self.plane and peer in value.takers]
             theirs = [value for value in values if value.owner == peer and self.plane in value.takers]
@@ -124,6 +127,7 @@ class PlaneExchange:
             for bundle in _bundles(arriving):
                 buffer = torch.empty(sum(prod(v.shape) for v in bundle), dtype=bundle[0].dtype, device=self.device)
                 receives.append(Message(peer, buffer))
+                # Defaults bind the values of this turn of the loop.
                 unpack.append(lambda bundle=bundle, buffer=buffer: self._unpacked(bundle, buffer))  # type: ignore[misc]
         if sends or receives:
             yield comm.exchange(sends, receives)
@@ -164,6 +168,7 @@ def _bundles(values: Sequence[PlaneValue]) -> list[list[PlaneValue]]:
 
 def _total(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum, in the memory of the first."""
+    # Received memory, which nobody else reads.
     total = tensors[0]
     for tensor in tensors[1:]:
         total.add_(tensor)

@@ -44,9 +44,12 @@ class LocalProduct(LocalSplitBackward):
     def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (product,); saves its graph."""
         pairs = list(zip(inputs, self.weights, strict=True))
+        # Operators run without autograd; this one keeps a small graph of its own.
         with torch.enable_grad():
+            # Maps become leaves, where the graph ends; parameters are the user's own, to have their own gradients.
             taken = tuple(tensor if of_user else _leaf(tensor) for tensor, of_user in pairs)
             result = self.function(*taken)
+        # The edge, not the result: a result held here would keep its memory until backward.
         edge = torch.autograd.graph.get_gradient_edge(result) if result.requires_grad else None
         return (result.detach(),), _SavedProduct(edge, taken)
 
@@ -61,6 +64,7 @@ class LocalProduct(LocalSplitBackward):
         needs_grad = needs_grad or (True,) * len(self.weights)
         of_maps = tuple(asked and not of_user for asked, of_user in zip(needs_grad, self.weights, strict=True))
         of_weights = tuple(asked and of_user for asked, of_user in zip(needs_grad, self.weights, strict=True))
+        # The second part needs the graph again.
         first = _differentiated(saved, cotangents, of_maps, keep=True)
         return first, lambda: _differentiated(saved, cotangents, of_weights, keep=False)
 

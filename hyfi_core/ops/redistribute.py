@@ -68,9 +68,11 @@ class Redistribute:
         (own,) = inputs
         transfer = self.transfer
         saved = (own.shape, own.dtype, own.device)
+        # Nothing moves: the tensor itself, which is why ``own_cotangents`` is False then.
         if transfer.idle:
             return (own,), saved
         pending_strips = yield from self.start(comm, own)
+        # While strips are on their way, own pixels are copied.
         result = self.placed(own)
         self._place(result, (yield from pending_strips.wait()))
         self.give_back(pending_strips.strips)
@@ -109,6 +111,7 @@ class Redistribute:
         if transfer.idle:
             return (cotangent,)
         if cotangent is None:
+            # A rank without a cotangent still sends its strips: their owners wait.
             cotangent = torch.zeros(self._sized(shape, transfer.need), dtype=dtype, device=device)
         strips = [self._view(cotangent, s.box, transfer.need) for s in transfer.receives]
         pending_strips = yield from self.start_back(comm, cotangent, strips)
@@ -166,8 +169,10 @@ class Redistribute:
     ) -> Waits[PendingStrips]:
         sends = [Message(peer, self._buffers.dense(view)) for peer, view in leaving]
         pending = comm.exchange(sends, receives) if sends or receives else None
+        # Copies only; what was contiguous is a view of the caller's tensor and must not be given back.
         staged = [sent.tensor for sent, (_, view) in zip(sends, leaving, strict=True) if sent.tensor is not view]
         strips = tuple(message.tensor for message in receives)
+        # Ranks of one thread compute one after another: there is nothing to hide a message behind.
         if pending is not None and self.in_turn:
             yield pending
             pending = None
@@ -180,6 +185,7 @@ class Redistribute:
         """Return this rank's contribution to the cotangent of its own part; zero for pixels that it does not need."""
         transfer = self.transfer
         own_pixels = self._view(cotangent, transfer.kept, transfer.need)
+        # A copy, as received strips are added to it, and the caller may still read the cotangent.
         if transfer.kept == transfer.have and not transfer.have.empty:
             return own_pixels.clone(memory_format=_format_of(cotangent))
         result = like(cotangent, self._sized(shape, transfer.have)).zero_()
@@ -197,6 +203,7 @@ class Redistribute:
     def _fill_outside(self, result: torch.Tensor) -> None:
         """Set the four bands of the needed box outside of the map."""
         need, map_box = self.transfer.need, self.transfer.map
+        # Corners are in two bands and filled twice, with the same value.
         for band in (
             Box(need.y0, min(map_box.y0, need.y1), need.x0, need.x1),
             Box(max(map_box.y1, need.y0), need.y1, need.x0, need.x1),
@@ -213,6 +220,7 @@ class Redistribute:
 
     def _view(self, tensor: torch.Tensor, box: Box, origin: Box) -> torch.Tensor:
         """Return the pixels of ``box`` in a tensor whose first pixel is that of ``origin``."""
+        # An empty box may lie anywhere, even outside of the tensor.
         if box.empty:
             return tensor.narrow(self.dims[0], 0, 0).narrow(self.dims[1], 0, 0)
         local = box.relative_to(origin)
@@ -221,6 +229,7 @@ class Redistribute:
 
 def is_channels_last(tensor: torch.Tensor) -> bool:
     """Whether a tensor of four dims is channels-last, and not contiguous as well."""
+    # With one channel or one pixel, strides fit both formats: then it is the plain one.
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 

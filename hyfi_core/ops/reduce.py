@@ -34,6 +34,7 @@ class SumOverRanks:
 
     def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (sum,)."""
+        # The reduction writes in place, and other operators may read the input.
         total = inputs[0].clone(memory_format=torch.contiguous_format)
         yield comm.start_all_reduce(_real(total))
         return (total,), total
@@ -79,6 +80,7 @@ class MaxOverSpace:
             top = own.amax(self.dims, keepdim=True)
         else:
             shape = [1 if dim in self.dims else side for dim, side in enumerate(own.shape)]
+            # A rank without pixels takes part with what never wins.
             top = own.new_full(shape, least(own.dtype))
         top = top.contiguous()
         yield comm.start_all_reduce(top, "max")
@@ -90,9 +92,11 @@ class MaxOverSpace:
         """Return (cotangent of the map,): one all-reduce of cotangents and of the number of ties."""
         own, top = saved
         (cotangent,) = cotangents
+        # NaN equals nothing, not even itself, hence the second test.
         hits = own == top
         if self.nan_ties:
             hits |= own.isnan() & top.isnan()
+        # In float32 for 16-bit maps: float16 cannot count more than 2,048 ties.
         packed = top.new_zeros((2, *top.shape), dtype=torch.promote_types(top.dtype, torch.float32))
         packed[1] = hits.sum(self.dims, keepdim=True)
         if cotangent is not None:
@@ -112,6 +116,7 @@ class LargestOverRanks:
         """Return (maximum, or 0 where all are -inf,)."""
         top = inputs[0].clone(memory_format=torch.contiguous_format)
         yield comm.start_all_reduce(top, "max")
+        # A shift of -inf would turn exp(x - shift) into exp(-inf + inf), which is NaN.
         return (top.masked_fill_(top == -torch.inf, 0.0),), None
 
     def backward(
@@ -149,16 +154,19 @@ class FirstMaximum:
         if flat.numel():
             mine, local = flat.max(2)  # of equal values PyTorch takes the first
             if self.last_nan:
+                # The largest index among the NaN.
                 last = (flat.isnan() * torch.arange(flat.shape[2], device=own.device)).amax(2)
                 local = torch.where(mine.isnan(), last, local)
         top = mine.clone()
         yield comm.start_all_reduce(top, "max")
         if flat.numel():
+            # From the position in this part to that in the whole map.
             position = (self.box.y0 + local // self.box.width) * self.width + self.box.x0 + local % self.box.width
             if self.last_nan:
                 position = torch.where(mine.isnan(), -position, position)  # so that the minimum is the last
             where = torch.where((mine == top) | (mine.isnan() & top.isnan()), position, where)
         mine_at = where.clone()
+        # Of ranks with equal maxima, the one with the first position has the gradient, as in one process.
         yield comm.start_all_reduce(where, "min")
         hits = (mine_at == where) & (where != _NOWHERE)
         return (top[:, :, None, None], where.abs()[:, :, None, None]), (own.shape, top, local, hits)
@@ -169,6 +177,7 @@ class FirstMaximum:
         """Return (cotangent of the map,): zero except at the first maximum."""
         shape, top, local, hits = saved
         cotangent = cotangents[0]
+        # The output is replicated, so each rank has a share of its cotangent.
         total = torch.zeros_like(top) if cotangent is None else cotangent.reshape(top.shape).clone()
         yield comm.start_all_reduce(total)
         result = top.new_zeros((shape[0], shape[1], shape[2] * shape[3]))

@@ -41,6 +41,7 @@ class Relu(Recomputable):
     def backward(self, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()) -> Cotangents:
         """Return (cotangent of the map,)."""
         dy = torch.zeros_like(saved) if cotangents[0] is None else cotangents[0].to(saved.dtype)
+        # By the saved result: it is above 0 where the input is, so that the input need not be kept.
         if not self.overwrites_cotangent or is_expanded(dy):
             return (torch.ops.aten.threshold_backward.default(dy, saved, 0),)
         torch.ops.aten.threshold_backward.grad_input(dy, saved, 0, grad_input=dy)

@@ -36,10 +36,12 @@ class WindowPlaces:
     def fits(self) -> bool:
         """Whether a byte is enough, and rows of a window do not overlap in the flat index."""
         (rows, columns), (dy, dx) = self.kernel, self.dilation
+        # Otherwise an offset does not tell in which row of the window it is.
         return rows * columns <= MOST_PIXELS and (columns - 1) * dx < dy * self.width
 
     def narrow(self, indices: torch.Tensor) -> torch.Tensor:
         """Return flat indices ``(..., h, w)`` as indices in their windows, uint8."""
+        # Offsets within a window are small: 32 bits take half the memory of 64.
         offset = (indices - self._first(indices)).int()
         (dy, dx), (_, columns) = self.dilation, self.kernel
         row = offset.div(dy * self.width, rounding_mode="floor")
@@ -55,6 +57,7 @@ class WindowPlaces:
     def _first(self, like: torch.Tensor) -> torch.Tensor:
         """Return the flat index of each window's first pixel, which may be in the padding."""
         height, width = like.shape[-2:]
+        # Negative in the padding; only differences from it count.
         y = torch.arange(height, device=like.device) * self.stride[0] - self.padding[0]
         x = torch.arange(width, device=like.device) * self.stride[1] - self.padding[1]
         return y[:, None] * self.width + x
