@@ -66,6 +66,7 @@ class Activity:
             yield
         finally:
             self.slow.remove(action)
+            # Its end is an event: the stall rule would otherwise take the time since the last one for standing still.
             self.count += 1
 
     @contextmanager

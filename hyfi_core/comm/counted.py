@@ -69,6 +69,7 @@ class TrafficCounts:
 
     def collect(self) -> None:
         """Add the waits of streams that are over to ``seconds``."""
+        # In order of time, as on the stream: behind one that is not over, none is.
         while self._on_stream and self._on_stream[0][2].query():
             kind, begin, end = self._on_stream.popleft()
             self.seconds[kind] += begin.elapsed_time(end) / 1e3
@@ -116,6 +117,7 @@ class CountedCommunicator(ForwardingCommunicator):
         """Return this communicator with traffic counted as ``kind``."""
         if kind not in self._views:
             view = CountedCommunicator(self._comm, kind, self.counts)
+            # Shared, so that ``of`` returns the same object again, from whichever view it is called.
             view._views = self._views
             self._views[kind] = view
         return self._views[kind]

@@ -57,9 +57,11 @@ class DelayedCommunicator(ForwardingCommunicator):
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives, followed by their time stamps."""
         now_s = perf_counter()
+        # ``perf_counter`` is a clock of the machine, not of the process: stamps of all its ranks can be compared.
         stamps = [torch.tensor([now_s], dtype=torch.float64) for _ in sends]
         arriving = [torch.zeros(1, dtype=torch.float64) for _ in receives]
         pending = self._comm.exchange(
+            # Behind its message with the same tag: between two ranks these arrive in order.
             [*sends, *(Message(m.peer, stamp, m.tag) for m, stamp in zip(sends, stamps, strict=True))],
             [*receives, *(Message(m.peer, stamp, m.tag) for m, stamp in zip(receives, arriving, strict=True))],
         )

@@ -112,6 +112,7 @@ class _Requests:
 
     @property
     def needs_polls(self) -> bool:
+        # From this level on a helper thread may call MPI, one call at a time: the body of ``polled`` makes none.
         return bool(MPI.Query_thread() >= MPI.THREAD_SERIALIZED)
 
     def __init__(
@@ -130,6 +131,7 @@ class _Requests:
         self._finish = finish
 
     def test(self) -> bool:
+        # One by one, so that a slice goes to the device while the next ones still arrive.
         while self._landing and MPI.Request.Testall([self._landing[0][0]]):
             with torch.cuda.stream(self._stream):  # of the exchange: this may be the thread that makes progress
                 self._landing.popleft()[1].copy_to_device()
@@ -142,6 +144,7 @@ class _Requests:
     def wait(self) -> None:
         backed_off(self.test, self._what, self._nbytes)
         if self._stream is not None:
+            # Slices were copied on the stream of the exchange; what comes next here may run on another.
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def _nbytes(self) -> int:
@@ -180,6 +183,7 @@ class MpiCommunicator:
                 landing += [(requests[-1], part)] if isinstance(part, HostSlice) else []
         leaving = [(message, part) for message in sends for part in _parts(message.tensor)]
         copied = [part for _, part in leaving if isinstance(part, HostSlice)]
+        # All copies are started before the first is waited for: they run while earlier slices are sent.
         for part in copied:
             part.copy_to_host()
         peers = [m.peer for m in (*receives, *sends)]
@@ -189,6 +193,7 @@ class MpiCommunicator:
                 _await_copy(part, requests, describe)
             requests.append(self._comm.Isend([_memory(part), MPI.BYTE], message.peer, message.tag))
         direct = [message.tensor for message in (*receives, *sends) if not _is_staged(message.tensor)]
+        # MPI reads and writes this memory until the requests have completed, whoever drops the tensors.
         keep = [*direct, *(part.buffer for part in (*copied, *(part for _, part in landing)))]
         return _Requests(requests, describe, keep, landing=landing)
 
@@ -202,6 +207,7 @@ class MpiCommunicator:
             return _Requests([], str)
         wide = to_wire(tensor.to("cpu"), op)
         datatype, size = _DATATYPES[wide.dtype], wide.element_size()
+        # Pieces end between two numbers: ``_MOST_BYTES`` is a multiple of every size.
         specs = [[piece, len(piece) // size, datatype] for piece in _pieces(wide)]
         requests = [self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op]) for spec in specs]
         return _Requests(requests, self._every("all-reduce"), [wide], lambda: from_wire(wide, tensor, op))
@@ -221,6 +227,7 @@ class MpiCommunicator:
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's value."""
         data = encoded(value) if self._rank == root else torch.empty(0, dtype=torch.uint8)
+        # The length first: all ranks of a broadcast must pass the same count.
         size = torch.tensor([data.numel()])
         self.broadcast(size, root)
         if self._rank != root:
@@ -253,6 +260,7 @@ class MpiCommunicator:
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one received value, or None."""
         status = MPI.Status()
+        # A matched probe: the message that was seen is the one that is received, even if another thread receives, too.
         probed = self._comm.Improbe(MPI.ANY_SOURCE if peer is None else peer, tag, status)
         if probed is None:
             return None
@@ -275,6 +283,7 @@ class MpiCommunicator:
         self.barrier()  # as in ``split``
         if not members:
             return None
+        # Collective over the members only, unlike ``Create``.
         return MpiCommunicator(self._comm.Create_group(self._comm.Get_group().Incl(list(members))))
 
     def _every(self, operation: str) -> Callable[[], str]:
@@ -294,6 +303,7 @@ class MpiCommunicator:
         os._exit(code)
 
 
+# MPI guarantees tags up to 32,767.
 _GATHER_TAG = 32_000
 
 
@@ -334,6 +344,7 @@ def _shares_cores() -> bool:
     """Return whether the ranks of this node are more than the cores that they may use together (collective)."""
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    # Of all ranks of the node: launchers bind each of them to cores of its own, or none to any.
     together = set().union(*node.allgather(set(usable)))
     ranks = node.Get_size()
     node.Free()

@@ -21,9 +21,11 @@ def with_pair_channels(comm: Communicator) -> Communicator:
     if not comm.in_order or comm.size == 1:
         return comm
     channels: dict[tuple[int, int], Communicator] = {}
+    # ``split`` is collective: in each round every rank is in one pair at most, so that few rounds make all channels.
     for pairs in _rounds(comm.size):
         partner = pairs.get(comm.rank)
         for up in (True, False):
+            # The lower rank names the pair; no other pair of the round has it.
             color = None if partner is None else min(comm.rank, partner)
             channel = comm.split(color, comm.rank)
             if channel is not None and partner is not None:
@@ -40,6 +42,7 @@ def _rounds(size: int) -> list[dict[int, int]]:
         half = len(circle) // 2
         pairs = [(a, b) for a, b in zip(circle[:half], reversed(circle[half:]), strict=True)]
         rounds.append({a: b for a, b in (*pairs, *((b, a) for a, b in pairs)) if a is not None and b is not None})
+        # The first stays, the others move on by one.
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
 
@@ -59,6 +62,7 @@ class PairChannels(ForwardingCommunicator):
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives, each on the channel of its pair."""
         batches: dict[tuple[int, int], tuple[list[Message], list[Message]]] = {}
+        # One exchange for each channel, with its messages in the order in which its peer posts them, too.
         for message in receives:
             batches.setdefault((message.peer, self.rank), ([], []))[1].append(message)
         for message in sends:

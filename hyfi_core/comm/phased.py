@@ -34,6 +34,7 @@ class PhasedQueue:
         """Advance reductions in order; with ``wait_for``, until that one has completed."""
         while self._open:
             first = self._open[0]
+            # Later ones wait: their phases use the same communicators, on which all ranks must start in the same order.
             if not first.advance(wait=wait_for is not None):
                 return
             self._open.popleft()

@@ -85,6 +85,7 @@ class _ProgressThread:
                     pause_s = _FIRST_S
                     self._changed.wait()
                 self._watched = [pending for pending in self._watched if not _is_over(pending)]
+            # Without the lock, so that ``leave`` does not wait for the end of a nap.
             time.sleep(pause_s)
             pause_s = min(_MOST_S, pause_s * 1.5)
 
@@ -136,6 +137,7 @@ def backed_off(ready: Callable[[], bool], describe: Callable[[], str], nbytes: C
     else:
         return
     sleep_s = _SLEEP_FIRST_S
+    # Noted only now: for the many short waits it would cost more than the wait itself.
     with ACTIVITY.waiting(describe, nbytes()):
         while not ready():
             time.sleep(sleep_s)

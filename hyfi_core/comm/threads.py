@@ -77,6 +77,7 @@ class _ThreadReduction:
         self._op = op
         self._comm = comm
         name = f"all_reduce {op} of {tuple(tensor.shape)} {tensor.dtype}"
+        # A copy: this rank overwrites its tensor with the sum while others still add.
         self._number, self._call = comm._enter(name, tensor.detach().clone())
 
     def test(self) -> bool:
@@ -202,6 +203,7 @@ class ThreadCommunicator:
         votes = self._gather_all("split", (color, key, self._rank))
         members = [rank for vote, _, rank in sorted(votes, key=lambda v: v[1:]) if color is not None and vote == color]
         first = bool(members) and members[0] == self._rank
+        # One object for all members: the first makes it, the second gathering hands it to the others.
         group = ThreadGroup(self._group.world, [self._group.members[rank] for rank in members]) if first else None
         groups = self._gather_all("split", group)
         return None if color is None else ThreadCommunicator(groups[members[0]], members.index(self._rank))
@@ -254,6 +256,7 @@ def run_ranks(
         thread.start()
     in_time = world.oversee(timeout_s)
     if errors:
+        # The cause, not the errors of ranks that ended because of it.
         raise next((error for error in errors if not isinstance(error, PeerFailedError)), errors[0])
     if not in_time:
         world.fail()

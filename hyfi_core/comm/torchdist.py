@@ -213,6 +213,7 @@ class TorchCommunicator:
         sizes[self.rank] = data.numel()
         self.all_reduce(sizes)
         buffers = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        # One broadcast for each rank: a gather of gloo takes tensors of one length only.
         buffers[self.rank].copy_(data)
         for root, buffer in enumerate(buffers):
             self.broadcast(buffer, root)
@@ -221,6 +222,7 @@ class TorchCommunicator:
     def send_object(self, value: Any, peer: int, tag: int) -> Completed:
         """Store a small value for a peer."""
         lane = f"hyfi/{self._name}/{peer}/{tag}"
+        # Numbered by the store: the senders to one peer do not know of each other.
         slot = self._store.add(f"{lane}/count", 1)
         self._store.set(f"{lane}/{slot}", json.dumps([self.rank, value]))
         return Completed()
@@ -267,6 +269,7 @@ class TorchCommunicator:
 
     def _group_of(self, members: Sequence[int], name: str) -> TorchCommunicator:
         ranks = [self._members[rank] for rank in members]
+        # Among the members alone: otherwise every rank of the job would have to call it.
         group = dist.new_group(ranks, use_local_synchronization=True)
         return TorchCommunicator(group, ranks, f"{self._name}.{self._splits}.{name}")
 

@@ -80,6 +80,7 @@ class TwoLevelCommunicator(ForwardingCommunicator):
         if self._across is None:
             yield self._back.exchange([], [Message(0, tensor)])
             return
+        # On the leaders alone: the others wait for the message behind it.
         yield self._across.start_all_reduce(tensor, op)
         peers = range(1, self._back.size)
         yield self._back.exchange([Message(peer, tensor) for peer in peers], [])
@@ -120,6 +121,7 @@ class NarrowCommunicator(ForwardingCommunicator):
 
     def _phases(self, tensor: torch.Tensor) -> Phases:
         flat = tensor.reshape(-1)
+        # Some are empty if there are more ranks than numbers: no message is sent for these.
         parts = list(flat.tensor_split(self.size))
         peers = [peer for peer in range(self.size) if peer != self.rank]
         own = parts[self.rank]
@@ -135,5 +137,6 @@ class NarrowCommunicator(ForwardingCommunicator):
             [Message(peer, parts[peer]) for peer in peers if parts[peer].numel()],
         )
         own.copy_(total)
+        # ``reshape`` has copied a tensor with gaps.
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))

@@ -38,6 +38,7 @@ def to_wire(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 def from_wire(wire: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
     """Write the reduced result into ``tensor``."""
+    # It was reduced in place.
     if wire is tensor or wire.data_ptr() == tensor.data_ptr():
         return
     wide = wide_type(tensor.dtype)
@@ -47,6 +48,7 @@ def from_wire(wire: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
 
 def reduced(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     """Return the parts of all ranks reduced in rank order, in their dtype."""
+    # Copied in any case: the first part belongs to its rank.
     total = parts[0].to(wide_type(parts[0].dtype), copy=True)
     for part in parts[1:]:
         wide = part if part.dtype is total.dtype else part.to(total.dtype)
@@ -73,6 +75,7 @@ def _floats(ordered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def encoded(value: Any) -> torch.Tensor:
     """Return a JSON-like value as bytes, uint8."""
+    # ``bytearray``: torch warns of memory that cannot be written, such as that of ``bytes``.
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

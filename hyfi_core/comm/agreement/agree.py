@@ -27,6 +27,7 @@ from hyfi_core.stored_state import StoredState
 T = TypeVar("T")
 _SAME_FACTOR = 1e-2
 """Relative difference of factors that are the same: those of 16-bit gradients are rounded."""
+# Times 2⁴⁰ (``_scale_words``) it is 2⁶⁰: within int64, and its negative is above ``_NO_FACTOR``.
 _LARGEST_FACTOR = 2.0**20
 _NO_FACTOR = -(2**61)
 """The word of an unknown factor: less than any other."""
@@ -251,9 +252,11 @@ class CallConsensus:
         comm.all_reduce(extremes, "max")
         highest, lowest, largest, smallest, *words = extremes.tolist()
         if highest != -lowest:
+            # What the user did comes first, what followed from it last: the first difference is the one that is named.
             compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))
             compare(comm, self._describe_changes())
             compare(comm, {"the program that will run": program or "new"} | dict(facts or {}))
+        # ``smallest`` is a maximum of negatives: the sum is highest less lowest, of the factors that are known.
         if largest + smallest > _SAME_FACTOR * max(abs(largest), abs(smallest)):
             self._refuse_factors(comm)
         if weights is not None:

@@ -51,6 +51,7 @@ def describe_function(value: object, without: Set[nn.Module] = _NO_MODULES) -> s
 
 def _name(value: object) -> str:
     if isinstance(value, nn.Module):
+        # Addresses, as in the repr of a function that a module holds, differ between processes.
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     if isinstance(value, functools.partial):
         return f"partial of {_name(value.func)}"
@@ -65,11 +66,13 @@ def _digest_of_code(code: types.CodeType) -> int:
 
 
 def _describe_code(code: types.CodeType) -> str:
+    # The code of nested functions is a constant, too, whose repr has an address.
     constants = [_describe_code(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def _constant(value: Any) -> str:
+    # ``x in {"a", "b"}`` is compiled to a frozenset, whose order depends on the process's hash seed.
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 

@@ -77,6 +77,7 @@ class SameWeights:
         self._watch.agreed(scope)
 
     def _compare(self, comm: Communicator, scope: Scope, suspects: Iterable[str]) -> None:
+        # Values on their way to this rank are part of what it holds.
         self._settle()
         changed, lost = self._watch.changed(scope), self._watch.lost()
         suspected = comm.gather_objects(sorted({*changed, *suspects}))
@@ -91,6 +92,7 @@ class SameWeights:
         refusal, overwritten, self._equal_arithmetic = comm.broadcast_object(verdict)
         if refusal is not None:
             raise RequestError(refusal)
+        # An accepted change: from now on these are the values that writing again does not change.
         self._idle |= {name: facts[name][-1] for name in changed if name in self._idle}
         if overwritten:
             self._resend()
@@ -147,14 +149,18 @@ def _agree(ranks: list[_RankFacts], equal_arithmetic: bool) -> bool:
     """Whether ranks that hold a weight have equal values or all changed it, and no other rank changed it alone."""
     holders = [facts for facts in ranks if facts.holds]
     everywhere = all(facts.changed for facts in holders)
+    # A change that was overwritten on one rank, and that not all have made: their values differ.
     if any(facts.lost for facts in ranks) and not everywhere:
         return False
     if equal_arithmetic:
+        # Ranks that lost a change are left out: they are sent the owner's values again.
         if len({facts.digest for facts in holders if not facts.lost}) > 1:
             return False
+    # Ranks that round differently never have equal bits; all that can be asked is whether all of them changed it.
     elif not everywhere and any(facts.changed for facts in holders):
         return False
     digests = {facts.digest for facts in holders}
+    # A rank may load a whole state, with weights of others: harmless if they are those that the holders have.
     elsewhere = [facts for facts in ranks if facts.changed and not facts.holds]
     return any(facts.changed for facts in holders) or all(facts.digest in digests for facts in elsewhere)
 

@@ -55,9 +55,11 @@ def require_shared(world: Communicator, folder: Path, purpose: str) -> None:
     """
     if world.size == 1:
         return
+    # A new name every time: a client of NFS may remember for seconds that a name was not there.
     mark = world.broadcast_object(f".seen-{secrets.token_hex(8)}" if world.rank == 0 else None)
     if world.rank == 0:
         (folder / mark).touch()  # a full disk is an error of this rank, raised as such
+    # Nobody looks before the file is there.
     world.barrier()
     answers = world.gather_objects((_is_seen(folder / mark), socket.gethostname()))
     if world.rank == 0:

@@ -107,6 +107,7 @@ class WeightWatch:
         changed |= _changed_values(values_before, values)
         if not changed:
             return
+        # Noted once: the next look compares with what it is now.
         self._last = current
         for names in self._changed.values():  # each scope compares them for itself
             names |= changed
@@ -131,6 +132,7 @@ class WeightWatch:
         """Return a tensor's memory as a flat view, None on a device or if it has gaps; and the values of turn 0."""
         tensor = self._tensors[name]
         address = tensor.data_ptr()
+        # ``p.data = …`` gives a tensor other memory, and the view of the old one would never show a change again.
         if name not in self._flat or self._flat[name][0] != address:
             readable = tensor.device.type == "cpu" and torch.ops.aten.is_non_overlapping_and_dense(tensor)
             flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if readable and tensor.numel() else None
@@ -161,6 +163,7 @@ def _changed_values(before: list[_Selection], after: list[_Selection]) -> set[st
     """Return the names whose values differ, bit by bit."""
     changed: set[str] = set()
     for (sizes, before_part), (_, after_part) in zip(before, after, strict=False):
+        # As bytes: as numbers a NaN would differ from itself, and −0 would equal 0.
         if not torch.equal(before_part.view(torch.uint8), after_part.view(torch.uint8)):
             pieces = zip(sizes, before_part.split([*sizes.values()]), after_part.split([*sizes.values()]), strict=True)
             changed |= {name for name, a, b in pieces if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))}

@@ -54,6 +54,7 @@ class Board:
 
     def post(self, state: RankState, where: str, nbytes: int = 0) -> None:
         """Write this rank's status."""
+        # The count makes two reports differ whose text is the same: a change shows that the job goes on.
         self._store.set(f"state/{self._rank}", json.dumps([state, where, next(self._count), nbytes]))
 
     def states(self) -> list[RankStatus]:
@@ -67,15 +68,18 @@ class Board:
     @property
     def left(self) -> int:
         """Return how many ranks do not use the board any more."""
+        # Adding nothing reads a counter at once; ``get`` waits until somebody has set it.
         return int(self._store.add("left", 0))
 
     def claim_failure(self) -> bool:
         """Return whether this rank is the first to fail."""
+        # ``add`` is atomic: one rank only is told 1.
         return int(self._store.add("failures", 1)) == 1
 
     @property
     def failed(self) -> bool:
         """Return whether a rank has failed."""
+        # ``check`` does not wait for a key, as ``get`` would.
         return bool(self._store.check(["failures"]))
 
     def set_reported(self) -> None:
@@ -98,6 +102,7 @@ def open_board(comm: Communicator) -> Board | None:
     if comm.rank and address is not None:
         store = _connected(*address)
     everybody = torch.tensor([int(store is not None)])
+    # One rank without a board would look like one that never reports.
     comm.all_reduce(everybody, "min")
     return Board(store, comm.rank, comm.size) if int(everybody) else None
 
@@ -110,6 +115,7 @@ def _hosted(hosts: list[str]) -> tuple[Any, list[Any] | None]:
     try:
         listener = socket.create_server(("127.0.0.1" if is_one_node else "", 0))
         name, port = "127.0.0.1" if is_one_node else hosts[0], listener.getsockname()[1]
+        # It takes over the bound socket: a port that was only looked up might be somebody else's by now.
         store = TCPStore(
             name, port, is_master=True, wait_for_workers=False, timeout=_CONNECT, master_listen_fd=listener.detach()
         )

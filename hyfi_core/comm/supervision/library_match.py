@@ -83,6 +83,7 @@ def _speaks_pmi(environment: Mapping[str, str]) -> bool:
     if "PMI_PORT" in environment:
         return _answers(environment["PMI_PORT"])
     with suppress(OSError, ValueError):
+        # The number is inherited: left over from an earlier launcher, it is closed, or another file by now.
         return stat.S_ISSOCK(os.fstat(int(environment.get("PMI_FD", ""))).st_mode)
     return False
 

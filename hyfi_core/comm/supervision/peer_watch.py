@@ -55,6 +55,7 @@ def is_lost_peer(error: BaseException) -> bool:
     cause: BaseException | None = error
     while cause is not None:
         by_mpi = type(cause).__module__.startswith("mpi4py")
+        # gloo and stores raise a plain RuntimeError: only its text tells.
         if by_mpi or re.search(r"(closed|reset) by peer|Broken pipe", str(cause)):
             return True
         cause = cause.__cause__ or cause.__context__
@@ -155,10 +156,12 @@ class PeerWatch:
     def _beat(self, now_s: float) -> None:
         beat = self._heart.beat()
         self.rule.hear(self._rank, beat, now_s)
+        # Its length is sent in 16 bits.
         text = json.dumps([*astuple(beat)]).encode()[:65535]
         for rank, peer in self._peers.items():
             if rank not in self._full:
                 try:
+                    # Without waiting: a stopped peer reads nothing, and its full buffer would stop this thread.
                     sent = peer.send(_BEAT + struct.pack("!H", len(text)) + text, socket.MSG_DONTWAIT)
                     if sent < len(text) + 3:  # the peer would read another beat as the rest of this one
                         self._full.add(rank)
@@ -180,10 +183,12 @@ class PeerWatch:
             self._tell_stalled(stall)
         for rank in stall.ranks:
             if rank != self._rank:
+                # Only a process of its host can kill it, so everybody is told.
                 self._send(_KILL + struct.pack("!I", rank))
                 self._kill(rank)
         self._send(_END)
         time.sleep(_TELL_S)
+        # Not an exception: the main thread may be inside MPI, where none reaches it.
         os._exit(FAULT)
 
     def _kill(self, rank: int) -> None:
@@ -287,6 +292,7 @@ def _accept(listener: socket.socket, address: _Address, count: int) -> dict[int,
             peer, _ = listener.accept()
             peer.settimeout(_CONNECT_S)
             hello = _read(peer, _TOKEN_BYTES + 4)
+            # Anybody on the network may connect; a rank knows the token, which it was sent by MPI.
             if len(hello) == _TOKEN_BYTES + 4 and hmac.compare_digest(hello[:_TOKEN_BYTES], address.token):
                 peers[struct.unpack("!I", hello[_TOKEN_BYTES:])[0]] = _kept_alive(peer)
             else:
@@ -311,6 +317,7 @@ def _kept_alive(peer: socket.socket) -> socket.socket:
     """Enable TCP keep-alive: after 3 s of silence, the kernel probes the other side every second."""
     peer.settimeout(None)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # 3 s of silence and 4 probes make 7 s. No probes are sent while data are unacknowledged: TCP_USER_TIMEOUT.
     settings = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": _LOST_MS}
     for name, value in settings.items():
         if hasattr(socket, name):

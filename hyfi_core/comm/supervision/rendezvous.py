@@ -134,6 +134,7 @@ def joined(start: Callable[[], T], expected: Expected, interrupted: Callable[[],
     begin_s, has_warned = time.monotonic(), False
     helper.start()
     while helper.is_alive():
+        # For a moment only: Python runs signal handlers in this thread, between two of its instructions.
         helper.join(_POLL_S)
         waited_s = time.monotonic() - begin_s
         if interrupted() and (has_warned or not expected.started):
@@ -157,5 +158,6 @@ def _say(expected: Expected, waited_s: float, limit_s: float) -> None:
         f"hyfi: {socket.gethostname()}, process {os.getpid()}: waiting for other ranks since {waited_s:.3g} s: "
         f"{expected.describe()}. {expected.advice()}. It waits {until}; Ctrl-C or SIGTERM ends it\n"
     )
+    # In one piece: ``print`` writes the end of the line by itself, and lines of several ranks would mix.
     sys.stderr.write(line)
     sys.stderr.flush()

@@ -93,5 +93,6 @@ def _allocated(folder: Path) -> list[tuple[Path, int]]:
     with suppress(OSError):
         for path in folder.iterdir():
             with suppress(OSError):
+                # What is allocated, in units of 512 bytes on every file system: files of tmpfs have holes.
                 files.append((path, path.stat().st_blocks * 512))
     return files

@@ -98,6 +98,7 @@ class RankSupervisor:
                 self.fail(failed.exc_value)
 
         sys.excepthook, threading.excepthook = main_hook, thread_hook
+        # The last registered runs first: before the backend ends, and with it the messages that others wait for.
         atexit.register(self._leave)
         if self._board is not None:
             threading.Thread(target=self._watch, args=(self._board,), daemon=True, name="hyfi-watch").start()
@@ -196,6 +197,7 @@ class RankSupervisor:
         wait = ACTIVITY.wait
         if wait is None or now_s - wait.since_s < _LONG_S:
             return
+        # Once for each wait.
         if wait.ended is None:
             self._note(board, wait)
         states = board.states()

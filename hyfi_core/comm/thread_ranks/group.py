@@ -93,6 +93,7 @@ class ThreadGroup:
             operation.start()
             return
         self._streams[rank].append(operation)
+        # A list, not a generator: every stream is tried in each round. One that moves may let another move.
         while any([self._moved(stream) for stream in self._streams]):
             pass
 
@@ -135,6 +136,7 @@ class ThreadGroup:
             RuntimeError: another rank makes a different call.
         """
         call = self._calls.setdefault(number, GroupCall(name, rank))
+        # Real backends would reduce one tensor into another's, or wait for ever.
         if call.what != name:
             raise RuntimeError(f"rank {rank} calls {name} while rank {call.first} calls {call.what}")
 
@@ -175,6 +177,7 @@ class ThreadGroup:
             del self._calls[number]
 
     def _queues_of(self, source: int, target: int, tag: int) -> _MessageQueues:
+        # Strict as NCCL, which knows no tags.
         return self._queues.setdefault((source, target, 0 if self.world.strict else tag), _MessageQueues())
 
     def _pair(self, source: int, target: int, queues: _MessageQueues) -> None:

@@ -73,6 +73,7 @@ class ThreadWorld:
         self.strict = strict
         self.lock = threading.Lock()
         self.failed = False
+        # As many as there are cores at first: more would only wait for each other.
         self._turns = min(size, len(os.sched_getaffinity(0)))
         self._running: dict[int, float] = {}  # rank -> when its turn began
         self._ready: deque[_Waiter] = deque()
@@ -156,6 +157,7 @@ class ThreadWorld:
     def pause(self, rank: int) -> None:
         """Let other ranks run, under ``lock``: called by a rank that polls, in vain."""
         begun_s = self._running.get(rank)
+        # Not at once: a rank that polls between two slices of work would lose its turn at each of them.
         if self._ready and begun_s is not None and time.monotonic() - begun_s > _POLLING_S:
             self._line_up(rank)
 
@@ -182,6 +184,7 @@ class ThreadWorld:
 
     def _detect_deadlock(self) -> None:
         still_s = time.monotonic() - self._still_since_s
+        # A rank that may go on, or runs, is neither waiting nor ended.
         if still_s < _STUCK_S or len(self._waiting.keys() | self._ended) < self.size or not self._waiting:
             return
         waiters = [waiter for _, of_rank in sorted(self._waiting.items()) for waiter in of_rank]
