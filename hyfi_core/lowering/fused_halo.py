@@ -114,6 +114,7 @@ def unfused(sketch: Sketch) -> Margins:
 def margins_of(sketch: Sketch, depth: int) -> Margins:
     """Return the margins for fused runs of at most ``depth`` windows along any path."""
     exchanged = _starts_of_runs(sketch, depth)
+    # Other stages receive owned parts, and an exchange begins with them: neither may have a margin.
     inner = {value for flow in sketch.flows for value in flow.makes} - sketch.fixed - exchanged
     wide: dict[str, Boxes] = {}
     computed: dict[str, Boxes] = {}
@@ -124,6 +125,7 @@ def margins_of(sketch: Sketch, depth: int) -> Margins:
         if boxes != layout.parts:
             computed[flow.name] = boxes
         for value, need in reaching(sketch, flow, boxes):
+            # A map that is cut into strips of flattened positions has no rows and columns that could widen.
             if value in inner and need.alike(sketch.layouts[value].parts):
                 wide[value] = _widened(sketch.layouts[value], wide.get(value), need)
             else:
@@ -168,11 +170,13 @@ def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
     at = 0
     while at < len(sketch.flows):
         flow = sketch.flows[at]
+        # What no flow makes has no margin: infinity, so that the next window exchanges it.
         counts = {v: (0 if v in exchanged else windows.get(v, math.inf)) + (v in grows[at]) for v in flow.takes}
         over = next((value for value in grows[at] if counts[value] > depth), None)
         if over is not None:
             begin = _branch_point(sketch, made_by, grows, over, depth)
             exchanged.add(begin)
+            # Back to the first operator behind the new exchange: what was counted there is no longer so.
             at = made_by.get(begin, -1) + 1  # counting restarts after it
             continue
         for value in flow.makes:
@@ -189,6 +193,7 @@ def _branch_point(
 
     The chain must have room for one more window, the one that has to exchange.
     """
+    # The window that has to exchange is one already.
     point, passed = value, 1
     while sketch.readers.get(point, 0) < 2:
         at = made_by.get(point)

@@ -29,6 +29,7 @@ def sketch_of(
     """
     readers: dict[str, int] = {}
     for op in operators:
+        # Once for each operator, also for x * x.
         for name in dict.fromkeys(op.inputs):
             readers[name] = readers.get(name, 0) + 1
     flows = tuple(
@@ -54,6 +55,7 @@ def _flow(values: Mapping[str, ValueInfo], op: Operator, splits: Mapping[str, Sp
     makes = tuple(name for name in op.outputs if name is not None and name in splits)
     touched = sum(_pixel_bytes(values[name], splits[name]) for name in (*takes, *makes))
     facts = facts_of(op)
+    # A padding or a slice is like a window of one tap: it shifts rows and columns, but computes nothing.
     if facts.window is None:
         tap = facts.tap(op, values[takes[0]].shape, splits[takes[0]]) if facts.tap is not None else None
         return Flow(op.name, takes, makes, None if tap is None else tap.window, touched_bytes=touched)
@@ -63,6 +65,7 @@ def _flow(values: Mapping[str, ValueInfo], op: Operator, splits: Mapping[str, Sp
     taps = window.y.kernel * window.x.kernel
     if facts.product:
         taps *= values[op.args[1].name].shape[1]
+    # Two operations, a product and a sum, for each tap, image and channel.
     return Flow(op.name, takes, makes, window, 2.0 * taps * shape[0] * shape[1], touched)
 
 

@@ -31,4 +31,5 @@ def for_gpu(instruction: Instruction, of_cells: bool) -> Instruction:
     is_sparse = any(axis.stride > 1 for axis in axes) and any(axis.dilation > 1 for axis in axes)
     if not is_sparse and not of_cells:
         return instruction
+    # Rebuilt in backward: the own part is there anyway, and a kept canvas would be a second copy of each map.
     return replace(instruction, operator=replace(convolution, apart=False, keeps_canvas=False))

@@ -47,10 +47,12 @@ def in_place(ranked: RankProgram, alone: bool = False) -> RankProgram:
         alone: whether there is no other rank; others may wait for gradients, which a segment completes at its end.
     """
     uses = Counter(name for instruction in ranked.instructions for name in instruction.inputs)
+    # Whoever gets a result of the program counts as one more user.
     uses.update((*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()))
     fresh: set[str] = set()
     instructions: list[Instruction] = []
     for instruction in ranked.instructions:
+        # Used once, so by this instruction: nobody reads the value afterwards.
         free = {name for name in instruction.inputs if name in fresh and uses[name] == 1}
         if isinstance(instruction, LocalCall) and not (alone and _is_small_relu(instruction, ranked)):
             instruction = _in_place(instruction, free)
@@ -90,7 +92,9 @@ def _pools_over(instructions: list[Instruction], fresh: set[str]) -> Iterator[In
                 users.setdefault(name, []).append(index)
     for index, instruction in enumerate(instructions):
         if isinstance(instruction, (CustomCall, CollectiveCall)) and isinstance(instruction.operator, _POOLS):
+            # Backward runs in reverse: users behind the pool have had theirs, those before it have not.
             other_users = (at for at in users.get(str(instruction.inputs[0]), ()) if at != index)
+            # Only values of ``fresh`` are listed: other memory belongs to somebody else.
             mine = str(instruction.inputs[0]) in users
             if mine and all(_saves_nothing(instructions[at], of_map=at < index) for at in other_users):
                 operator: Any = replace(instruction.operator, overwrites_map=True)
@@ -119,6 +123,7 @@ def _in_place(call: LocalCall, free: set[str]) -> Instruction:
     if op.text == "aten.relu.default":
         return CustomCall(Relu(overwrites_input=bool(free)), call.inputs, call.outputs)
     if free and op.text == "aten.add.Tensor" and len(call.inputs) == 2 and not op.kwargs:
+        # Sums commute bit for bit, so that either operand may be the one that is overwritten.
         order = (0, 1) if call.inputs[0] in free else (1, 0)
         return replace(call, function=_sum_over(*order))
     return call

@@ -57,6 +57,7 @@ class JoinedCalls:
     def _run(self, tensors: Sequence[torch.Tensor], traced: bool) -> tuple[torch.Tensor, ...]:
         values: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))
         for call, ended in zip(self.calls, self._ended, strict=True):
+            # A norm changes its statistics unseen by a trace: such functions have a form that declares it.
             function = getattr(call.function, "traceable", call.function) if traced else call.function
             results = function(*(values[name] for name in call.inputs))
             results = (results,) if isinstance(results, torch.Tensor) else results
@@ -70,6 +71,7 @@ class JoinedCalls:
     @cached_property
     def _ended(self) -> tuple[tuple[str, ...], ...]:
         """The values to free after each call: it is their last user, or they have none."""
+        # Backwards, the first call that has a name is its last user.
         ended: list[tuple[str, ...]] = []
         used_later = set(self.outputs)
         for call in reversed(self.calls):
@@ -114,6 +116,7 @@ def parts_of(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
 
 
 def _can_join(call: LocalCall, drawn: Set[str]) -> bool:
+    # Numbers of the key would become constants of a graph, and compiled code draws from a generator of its own.
     return call.empty is None and KEY not in call.inputs and drawn.isdisjoint(o for o in call.outputs if o is not None)
 
 
@@ -129,6 +132,7 @@ def _as_one(run: list[LocalCall], uses: Counter[str]) -> list[LocalCall]:
     within = Counter(name for call in run for name in call.inputs)
     computed = dict.fromkeys(name for call in run for name in call.outputs if name is not None)
     inputs = tuple(dict.fromkeys(name for call in run for name in call.inputs if name not in computed))
+    # More users in all than within: somebody outside reads it.
     outputs = tuple(name for name in computed if uses[name] > within[name])
     return [LocalCall(JoinedCalls(tuple(run), inputs, outputs), inputs, outputs, parts=tuple(run))]
 
@@ -140,6 +144,7 @@ def _pieces(run: list[LocalCall], ranked: RankProgram) -> list[list[LocalCall]]:
     alive = last_use.keys() - computed
     pieces: list[list[LocalCall]] = [[]]
     for at, call in enumerate(run):
+        # A cut before an operator that is fused would leave it to a pass of its own over the map.
         fused_on = call.source is None or facts_of(call.source).fusible
         if len(pieces[-1]) >= _PIECE_CALLS and len(alive) <= 1 and not fused_on:
             pieces.append([])

@@ -84,12 +84,15 @@ def lower(
     builder = Builder(program, target.grid, target.rank, target.entries, runs, target.replicas, target.gather_bytes)
     for op in target.plane.ordered(lowered_operators(program, outputs, exits)):
         _lower_operator(builder, op, target.operators.get(op.text, UNKNOWN))
+    # After all operators: gathering adds instructions, and outputs are whole on every rank.
     leaves = tuple(Ref(builder.whole(item.name)) if isinstance(item, Ref) else item for item in outputs)
     if any(name in builder.splits for name in program.mutations.values()):
         raise RequestError(
             "the model stores a feature map in a buffer, but no rank holds a whole map; register no "
             "buffer with height and width"
         )
+    # The order of passes: planes first, which divide by instruction; then those that look for single operators;
+    # joined calls hide these; in place last, which asks who else reads a value.
     ranked = on_plane(builder.finish(leaves, exits), target.plane, target.rank)
     if target.apart:
         ranked = weights_apart(ranked, target.apart)
@@ -118,6 +121,7 @@ def _lower_operator(builder: Builder, op: Operator, facts: OperatorFacts) -> Non
 
 def _lower_split(builder: Builder, op: Operator, facts: OperatorFacts) -> None:
     """Lower by rule; if no rule supports the operator, compute it on gathered maps if they are small enough."""
+    # A rule may have added instructions, even messages, before it refuses: these are taken back.
     mark = builder.mark()
     try:
         if facts.rule is None:
@@ -147,6 +151,7 @@ def _lower_alone(builder: Builder, op: Operator, rule: Rule | None) -> None:
             return
     except RequestError:
         builder.rewind(mark)
+    # One rank has the whole map, so that "replicated" is the plain call.
     replicated(builder, renamed(op, {name: builder.whole(name) for name in op.inputs}))
 
 

@@ -58,6 +58,7 @@ def _row(*cells: str) -> str:
 
 def _summary(facts: OperatorFacts) -> str:
     """Return the first paragraph about the rule of an operator."""
+    # Rules for several operators are partials or wrapped: the docstring is that of the function within.
     text = inspect.getdoc(inspect.unwrap(facts.rule)) or "" if facts.rule is not None else ""
     return text.partition("\n\n")[0].replace("\n", " ").replace("``", "`")
 

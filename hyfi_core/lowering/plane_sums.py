@@ -28,10 +28,12 @@ def sum_in_planes(program: Program, branches: Branches, results: Iterable[str]) 
     """
     if not branches.owners:
         return program, branches
+    # A partial sum that somebody else reads has to stay as it is.
     uses = Counter(name for op in program.operators for name in op.inputs)
     uses.update((*results, *refs_in(program.outputs), *program.mutations.values()))
     maker = {name: op for op in program.operators for name in op.outputs if name is not None}
     adds = {op.name for op in program.operators if op.name not in branches.owners and _is_sum(program, op)}
+    # A sum that only another sum reads is part of that one's tree.
     inner = {
         maker[name].name
         for op in program.operators
@@ -50,6 +52,7 @@ def sum_in_planes(program: Program, branches: Branches, results: Iterable[str]) 
                 planes.setdefault(owners[maker[name].name], []).append(name)
         together = {plane: names for plane, names in planes.items() if len(names) > 1}
         if together:
+            # The tree's sums are written anew at its root, when all of its terms are there.
             instead.update({op.name: [] for op in tree})
             instead[root.name] = _regrouped(tree, terms, together, owners)
     if not instead:
@@ -94,6 +97,7 @@ def _regrouped(
     def total(names: Sequence[str], plane: int | None) -> str:
         first = names[0]
         for name in names[1:]:
+            # n terms need n - 1 sums in any order: the names of the old ones are enough.
             op = tree[len(sums)]
             sums.append(replace(op, args=(Ref(first), Ref(name))))
             if plane is not None:
@@ -103,5 +107,6 @@ def _regrouped(
 
     partial = [total(names, plane) for plane, names in together.items()]
     grouped = {name for names in together.values() for name in names}
+    # Last, and so by the root itself, whose name others read.
     total([*partial, *(name for name in terms if name not in grouped)], None)
     return sums

@@ -42,6 +42,7 @@ class Plane:
     def ordered(self, operators: Sequence[Operator]) -> Sequence[Operator]:
         """Return the operators in the order in which every plane computes them."""
         order = self.branches.order
+        # Stable and the same in all planes: messages between planes have no tags.
         return sorted(operators, key=lambda op: order[op.name]) if order else operators
 
 
@@ -71,6 +72,7 @@ def on_plane(ranked: RankProgram, plane: Plane, rank: int) -> RankProgram:
     for step in _steps(ranked, plane, rank):
         if isinstance(step, PlaneExchange):
             sent, received = (tuple(value.name for value in values) for values in (step.sent, step.taken))
+            # Instructions of other planes alone need no call here: they exchange without this plane.
             if sent or received:
                 instructions.append(CollectiveCall(step, sent, received, "stage", between_planes=True))
         elif plane.index in step[1]:
@@ -99,7 +101,9 @@ def _steps(ranked: RankProgram, plane: Plane, rank: int) -> Iterator[PlaneExchan
         yield instruction, computed[index]
         for name in instruction.outputs:
             if name is not None and not used[name] <= computed[index]:
+                # Where several planes compute a value, the lowest one sends it, in the view of all of them.
                 owner_of[name] = min(computed[index])
+    # Results of the program, which all planes need, may be left.
     if owner_of:
         yield _exchange(ranked, plane, rank, owner_of, used)
 
@@ -121,6 +125,7 @@ def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_PlaneSet], di
     for name in (*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()):
         used[name] = every
     computed: list[_PlaneSet] = []
+    # Backwards: who needs a result decides who computes it.
     for instruction in reversed(ranked.instructions):
         outputs = [name for name in instruction.outputs if name is not None]
         owners = next((owner[name] for name in outputs if name in owner), None)
@@ -140,6 +145,7 @@ def _exchange(
     """Return the exchange of these values."""
     values = []
     for name, owner in owner_of.items():
+        # Ranks at one position of all planes exchange, so that their parts have the same shape.
         info, split = ranked.values[name], ranked.splits.get(name)
         shape = info.shape if split is None else split.local_shape(info.shape, rank)
         dtype = plane.dtypes.get(name, info.dtype)

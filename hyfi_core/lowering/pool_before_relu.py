@@ -46,6 +46,7 @@ def pool_before_relu(program: Program, results: Iterable[str]) -> Program:
         if relu.name in pools:
             pool, middle = pools[relu.name], relu.outputs[0]
             assert middle is not None and pool.outputs[0] is not None
+            # The name in the middle now stands for the small map.
             values[middle] = values[pool.outputs[0]]
             moved[relu.name] = replace(pool, args=(relu.args[0], *pool.args[1:]), outputs=(middle, *pool.outputs[1:]))
             moved[pool.name] = replace(relu, args=(Ref(middle),), outputs=pool.outputs[:1])

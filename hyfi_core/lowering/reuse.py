@@ -83,6 +83,7 @@ class BackwardMemory:
         self._shared: set[int] = set()
         self._deferred: Memory = _NOTHING
         self._held: dict[str, _Cotangent] = {}
+        # Nobody else holds what arrives from other stages; it may be missing, hence not certain.
         for name in facts.exits:
             self._held[name] = _Cotangent(self._new(), False)
         for name in facts.outputs:
@@ -95,6 +96,7 @@ class BackwardMemory:
             return False, {}
         arriving = [self._pop(name) for name in call.outputs]
         memories = [item.memory for item in arriving]
+        # The operator's other outputs could share the memory, too.
         may_overwrite = bool(memories) and self._alone(memories[0], (*self._memories(), *memories[1:]))
         everything = _NOTHING.union(*memories)
         if isinstance(operator, (SplitBackward, LocalSplitBackward)):
@@ -129,16 +131,19 @@ class BackwardMemory:
 
     def _local(self, call: LocalCall, of_output: _Cotangent, cotangents: dict[str, _Cotangent]) -> None:
         """Assign cotangents to the inputs of a local call."""
+        # Autograd sums the two gradients of x in x * x before anyone sees them.
         for name in dict.fromkeys(call.inputs):
             if name not in self._facts.active:
                 continue
             origin = self._origin(call, name)
             memory = of_output.memory if origin == "given" else self._new()
+            # It may be the cotangent itself, a view of it or a tensor that PyTorch keeps.
             if origin == "unknown":
                 memory = self._given_to_others(memory | of_output.memory)
             if name in self._facts.parameters:
                 self._given_to_others(memory)  # to its ``grad``, and to hooks on it
                 continue
+            # A call that is skipped on this rank gives no gradient.
             certain = of_output.certain and origin != "unknown" and call.empty is None
             if name in cotangents:  # autograd adds into memory without other references, or into new memory
                 memory, certain = self._new(), certain or cotangents[name].certain
@@ -154,6 +159,7 @@ class BackwardMemory:
             return "own"
         if gradient == "same" and call.outputs[0] is not None:
             values = self._facts.values
+            # Broadcast operands get a sum over the expanded dims, in new memory.
             return "given" if values[name].shape == values[call.outputs[0]].shape else "own"
         return "unknown"
 
@@ -185,6 +191,7 @@ class BackwardMemory:
 
     def _alone(self, memory: Memory, memories: Iterable[Memory]) -> bool:
         """Whether only one value can be in this memory."""
+        # No memory: there is no cotangent, and the operator makes zeros of its own.
         if not memory or not memory.isdisjoint(self._shared) or not memory.isdisjoint(self._deferred):
             return False
         return all(memory.isdisjoint(used) for used in memories)

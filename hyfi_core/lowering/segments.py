@@ -100,6 +100,7 @@ def build_tape(
     steps: list[Step] = []
     run: list[tuple[int, LocalCall]] = []
     for index, instruction in enumerate(chosen, start):
+        # Only here is it known which values carry gradients; both sides of an exchange must agree on it.
         if isinstance(instruction, CollectiveCall) and isinstance(instruction.operator, PlaneExchange):
             instruction = replace(instruction, operator=instruction.operator.carrying(frozenset(active)))
         if isinstance(instruction, LocalCall):
@@ -132,6 +133,7 @@ def _last_uses(ranked: RankProgram) -> dict[str, int]:
     """Return the index of the instruction after which a value is no longer needed."""
     last: dict[str, int] = {}
     for index, instruction in enumerate(ranked.instructions):
+        # Outputs, too: one that nobody reads is dropped where it is made.
         for name in (*instruction.inputs, *instruction.outputs):
             if name is not None:
                 last[name] = index
@@ -160,6 +162,7 @@ def _active(ranked: RankProgram, chosen: tuple[Instruction, ...], sources: set[s
     for instruction in chosen:
         if any(name in reached for name in instruction.inputs):
             reached.update(o for o in instruction.outputs if o is not None and ranked.floating(o))
+    # Not through mutations: new values of buffers carry no gradient.
     needed_names = {*refs_in(ranked.outputs), *ranked.exits}
     for instruction in reversed(chosen):
         if any(
@@ -184,6 +187,7 @@ def _close(steps: list[Step], run: list[tuple[int, LocalCall]], last_use: dict[s
     inputs: dict[str, None] = {}
     for call in calls:
         inputs.update((name, None) for name in call.inputs if name not in computed)
+        # After the inputs: an instruction cannot read its own results.
         computed.update((name, None) for name in call.outputs if name is not None)
     outputs = tuple(name for name in computed if last_use[name] > end)
     drops = tuple(_drops(index, call, last_use) for index, call in run)

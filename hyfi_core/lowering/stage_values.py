@@ -28,6 +28,7 @@ def entries_of(stage: Stage, splits: Sequence[SplitsByName], grid: tuple[int, in
         for name in names:
             split = splits[source].get(name)
             if split is not None:
+                # Evenly, whatever the sender has: each stage has a grid of its own, and operators expect even parts.
                 layout = Layout.even(split.layout.height, split.layout.width, grid)
                 split = Split(layout, split.dims, leads=split.leads)
             entries[name] = split
@@ -60,6 +61,7 @@ def boundary(
     for name in source.exits[target]:
         info, split, entry = source.program.values[name], have.get(name), need[name]
         dtype, gradient = dtypes.get(name, info.dtype), name in active
+        # Replicated on one side: every rank there needs or has the whole value.
         if split is None or entry is None:
             carried.append(BoundaryValue(name, info.shape, dtype, gradient))
         else:

@@ -39,6 +39,7 @@ def _apart(
     output, parameters = instruction.outputs[0], ranked.program.parameters
     # A rule names its own values "captured~number".
     op = instruction.source or (makers.get(output.split("~")[0]) if output is not None else None)
+    # A bias has one dim.
     factors = [name for name in instruction.inputs if name in trained and len(ranked.values[name].shape) > 1]
     if op is None or not facts_of(op).product or not factors:  # a bias alone is no reason to keep anything
         return instruction

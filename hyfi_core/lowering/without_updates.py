@@ -25,6 +25,7 @@ def updates_are_apart(program: Program, results: Iterable[str]) -> bool:
     """
     results = set(results)
     read, of_image = _read(program, results), _of_image(program)
+    # The forward itself reads what it updates, such as a power iteration: all cells need the new values.
     if any(value in read for value, name in program.buffers.items() if name in program.mutations):
         return False
     needed, computed = program.needed(results), program.needed({*results, *program.mutations.values()})
@@ -42,6 +43,7 @@ def without_updates(program: Program, results: Iterable[str]) -> Program:
     """
     needed = program.needed(set(results))
     operators = tuple(
+        # Results that served the updates alone lose their names, so that no cell computes or keeps them.
         replace(op, outputs=tuple(name if name in needed else None for name in op.outputs))
         for op in program.operators
         if any(name in needed for name in op.outputs if name is not None)
@@ -59,6 +61,7 @@ def _of_image(program: Program) -> set[str]:
     names = {program.image}
     for op in program.operators:
         if any(name in names for name in op.inputs):
+            # The first output is the map; the others are statistics, which all cells have alike.
             outputs = op.outputs[:1] if has_live_statistics(op) else op.outputs
             names.update(name for name in outputs if name is not None)
     return names

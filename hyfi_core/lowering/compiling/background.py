@@ -58,6 +58,7 @@ class BackgroundBatch:
             min(shares, key=lambda share: sum(len(jobs[job].code) for job in share)).append(index)
         self._open = dict.fromkeys(range(len(jobs)))
         self._running: list[_Child] = []
+        # Before the first child: if a later one cannot be started, those that run are ended, too.
         self._stop = weakref.finalize(self, _end, self._running)
         for share in shares:
             self._running.append(_Child(share, [jobs[index] for index in share]))
@@ -89,6 +90,7 @@ class _Child:
     def __init__(self, indices: Sequence[int], jobs: Sequence[GraphJob]) -> None:
         self._left = list(indices)
         self._text = b""
+        # A file, not a pipe: a child that ends early cannot block or break the writer.
         with tempfile.TemporaryFile() as file:
             settings = {"arithmetic": arithmetic(), "threads": torch.get_num_threads(), "parent": os.getpid()}
             pickle.dump((settings, jobs), file)
@@ -101,6 +103,7 @@ class _Child:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
             )
         assert self._process.stdout is not None
+        # Results are read between two steps, which must not wait for a compiler.
         os.set_blocking(self._process.stdout.fileno(), False)
         ACTIVITY.helpers.add(self._process.pid)
 
@@ -113,7 +116,9 @@ class _Child:
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self._process.stdout.fileno(), 1 << 16):
                 self._text += part
+        # What follows the last line break is the beginning of a result that is still on its way.
         *lines, self._text = self._text.split(b"\n")
+        # Results come in the order of the jobs, so that a line needs no index.
         results = {self._left.pop(0): json.loads(line) for line in lines}
         if ended is not None and self._left:
             results |= dict.fromkeys(self._left, f"the process that compiles it ended with code {ended}")
@@ -123,6 +128,7 @@ class _Child:
     def end(self) -> None:
         """End the process, and wait for it."""
         ACTIVITY.helpers.discard(self._process.pid)
+        # Killed: a child holds nothing that needs an orderly end.
         self._process.kill()
         self._process.wait()
         assert self._process.stdout is not None
@@ -143,8 +149,10 @@ def _end(children: list[_Child]) -> None:
 
 def _end_with(parent: int) -> None:
     """End this process when its parent has ended."""
+    # A parent that was killed closes nothing: its child is then adopted, and getppid changes.
     while os.getppid() == parent:
         time.sleep(1)
+    # At once, from any thread: sys.exit would end this thread alone.
     os._exit(1)
 
 
@@ -155,6 +163,7 @@ def main() -> None:
     settings, jobs = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with, args=(settings["parent"],), daemon=True).start()
     os.nice(5)  # the ranks come first
+    # A copy of standard output for results; whatever else prints goes to standard error.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # compilers may print
     torch.set_num_threads(settings["threads"])

@@ -76,6 +76,7 @@ class GraphJob:
         """Digest of the job, of PyTorch and of the device: the same in later runs."""
         device = next((facts.device for facts in self.inputs if facts.device.type == "cuda"), None)
         name = "" if device is None else torch.cuda.get_device_name(device)
+        # Threads, too: code for CPUs has their number in it.
         parts = (self.code, self.grad, self.inputs, torch.__version__, name, torch.get_num_threads(), arithmetic())
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
@@ -86,6 +87,7 @@ class GraphJob:
 
         backend = lookup_backend(BACKEND) if isinstance(BACKEND, str) else BACKEND
         mode = _fake_mode()
+        # Fake tensors: compiling needs shapes and strides, not memory.
         with mode:
             inputs = [facts.empty() for facts in self.inputs]
         graph = pickle.loads(self.graph)
@@ -127,6 +129,7 @@ def traced(joined: JoinedCalls, inputs: Sequence[InputFacts], grad: bool, cast: 
 
     with _fake_mode():
         alike = [facts.empty() for facts in inputs]
+    # Casts are recorded as operators, so that the compiled code runs without autocast.
     casting = torch.autocast(inputs[0].device.type, dtype=cast, enabled=cast is not None)
     with torch.set_grad_enabled(grad), casting:
         graph = make_fx(joined.traceable, tracing_mode="fake")(*alike)
@@ -147,6 +150,7 @@ def _moved_to_inputs(graph: torch.fx.GraphModule) -> tuple[torch.Tensor, ...]:
     nodes = graph.graph.nodes
     last = [node for node in nodes if node.op == "placeholder"][-1]
     inputs: dict[str, torch.fx.Node] = {}
+    # A list first: nodes are erased in the loop.
     for node in [node for node in nodes if isinstance(_held(graph, node), torch.Tensor)]:
         if node.target not in inputs:
             with graph.graph.inserting_after(last):

@@ -25,6 +25,7 @@ def mark(job: GraphJob) -> None:
     """Note that a job's code is in the cache; nothing is noted where that is not possible."""
     if cached_on_disk():
         with contextlib.suppress(OSError):
+            # A mark is a hint: a full or read-only disk must not end a run.
             _mark(job).parent.mkdir(parents=True, exist_ok=True)
             _mark(job).touch()
 

@@ -120,6 +120,7 @@ class SegmentCompiler:
 
     def function(self, wish: _Wish) -> CompiledFunction:
         """Return what runs these calls now: compiled, or the joined calls, until compiled code is ready or for good."""
+        # Only noted: this call is in the middle of a step.
         if self._background:
             self._wishes.append(wish)
             return wish.calls.joined
@@ -176,6 +177,7 @@ class SegmentCompiler:
         for wish in self._wishes:
             if (graph := self._traced(wish)) is None:
                 continue
+            # What is compiled already is loaded here: children are only for what has to be compiled.
             if graph.job.key in _CODE or is_marked(graph.job):
                 self._take(graph.job, [(wish, graph)], None)
             else:
@@ -211,6 +213,7 @@ class SegmentCompiler:
             for _ in wishes:
                 self.leave(failure)
             return
+        # From the disk, where the child has put it; if it is gone again, this process compiles.
         function = self._loaded(job, len(wishes))
         for wish, graph in wishes:
             wish.calls.use(wish.key, wish.calls.joined if function is None else graph.bound(function))
@@ -227,6 +230,7 @@ class SegmentCompiler:
             for _ in range(calls):
                 self.leave(reason(error))
             return None
+        # Dicts keep their order: the first is the oldest.
         if len(_CODE) >= _CODES_KEPT:
             _CODE.pop(next(iter(_CODE)))
         _CODE[job.key] = function
@@ -271,6 +275,7 @@ class _CompiledCalls:
             if len(self._functions) < _LAYOUTS_KEPT:
                 wish = _Wish(self, key, tuple(map(InputFacts.of, tensors)), grad, cast)
                 function = self._compiler.function(wish)
+            # Noted even if it is the plain function: the wish is made once.
             self._functions[key] = function
         if function is self.joined or cast is None:
             return function(*tensors)
