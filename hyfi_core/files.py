@@ -23,6 +23,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def sync_file(path: Path) -> None:
     """Flush a file's or folder's content to disk."""
+    # A folder can be opened for reading only, and ``fsync`` accepts that for files, too.
     handle = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -34,8 +35,10 @@ def sync_file(path: Path) -> None:
 def swap_directory(prepared: Path, final: Path, aside: Path) -> None:
     """Rename a finished directory to its final name; an older one is first moved ``aside`` and then removed."""
     if final.exists():
+        # rename(2) replaces an empty folder only.
         final.rename(aside)
     prepared.rename(final)
+    # The new name is an entry of the parent, which is synced by itself.
     sync_file(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
 

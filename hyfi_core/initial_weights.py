@@ -51,14 +51,17 @@ class _Forgotten(torch.Tensor):
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
+            # Reading an attribute comes here as ``__get__`` of its descriptor, which knows the name.
             attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
             if name in _READS or attribute in _ATTRIBUTES:
                 result = func(*args, **kwargs)
                 return result.as_subclass(_Forgotten) if isinstance(result, torch.Tensor) else result
             forgotten = next((item for item in (*args, *kwargs.values()) if isinstance(item, _Forgotten)), None)
             tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
+            # A second tensor would be a value that the draw depends on.
             if name not in _DRAWS or forgotten is None or len(tensors) != 1:
                 raise _ForgottenUsedError(name)
+            # Really drawn, and dropped: the generator has to move on as it does for the whole model.
             drawn = torch.empty_strided(forgotten.shape, forgotten.stride(), dtype=forgotten.dtype)
             func(
                 *(drawn if item is forgotten else item for item in args),
@@ -86,6 +89,7 @@ class InitialWeights:
         self._build, self._seed = build, seed
         self._values: dict[str, torch.Tensor] = {}
         order = _Order(None)
+        # Registration hooks are those of all modules of the process, so only one build may have them.
         with _BUILDING, torch.device("meta"), order.watching():
             self.model = build()
         named = _named(self.model)
@@ -104,6 +108,7 @@ class InitialWeights:
             try:
                 with order.watching():
                     model = self._build()
+                # Another order than in the first build would give places to other tensors.
                 exact = order.shapes == self._shapes
             except _ForgottenUsedError:
                 exact = False

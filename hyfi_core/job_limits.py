@@ -68,6 +68,7 @@ def usable_cores(proc: Path = _SELF) -> int:
             else:
                 quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
             if int(quota) > 0:
+                # Rounded up, because a part of a core can be used, too.
                 counts.append(math.ceil(int(quota) / int(period)))
     return max(1, min(counts))
 
@@ -88,6 +89,7 @@ def _of_groups(proc: Path) -> Iterator[MemoryLimit]:
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
         with suppress(OSError, ValueError):
+            # A group without a limit says "max", which is no number and so no limit.
             free = int((folder / limit).read_text()) - int((folder / usage).read_text())
             with suppress(OSError, ValueError):
                 free += _number(folder / "memory.stat", cached)
@@ -99,6 +101,7 @@ def _groups(proc: Path, controller: str) -> Iterator[tuple[Path, int]]:
     paths: dict[int, str] = {}
     with suppress(OSError):
         for line in (proc / "cgroup").read_text().splitlines():
+            # number:controllers:path; version 2 has one line, without controllers.
             _, controllers, path = line.split(":", 2)
             if controller in controllers.split(","):
                 paths[1] = path

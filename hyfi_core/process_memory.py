@@ -60,6 +60,7 @@ def return_what_is_freed(large_bytes: int = _LARGE_BYTES) -> None:
     """
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
+        # Once set, glibc no longer raises it by itself, as it does when large blocks are freed (mallopt(3)).
         library.mallopt(_M_MMAP_THRESHOLD, large_bytes)
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         library.mallopt(_M_ARENA_MAX, 2)
@@ -81,6 +82,7 @@ def return_freed_now() -> None:
 
     MKL keeps about 4 MB for each thread that has multiplied matrices, until the thread ends.
     """
+    # MKL first: glibc may then return what it frees.
     free_buffers = _mkl_free_buffers()
     if free_buffers is not None:
         free_buffers()

@@ -26,6 +26,7 @@ def load_user_code(key: str, name: str, what: str) -> Callable[..., Any]:
     """
     module_name, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
+        # Last: a file of the user must not hide a library of the same name.
         sys.path.append(str(Path.cwd()))
     module = _imported(f"{key} {name!r}", module_name)
     try:

@@ -79,6 +79,7 @@ class Baton:
 
         def target(cell: int) -> None:
             try:
+                # In each thread, because settings such as CUDA's current device belong to a thread.
                 self._begun()
                 self._take(cell)
                 results[cell] = body(cell)
@@ -87,10 +88,12 @@ class Baton:
                 self._fail()
             self._end(cell)
 
+        # Daemons: a cell that waits for ever, after a signal has ended the others, must not keep the process alive.
         threads = [threading.Thread(target=target, args=(c,), name=f"cell-{c}", daemon=True) for c in range(self.size)]
         try:
             for thread in threads:
                 thread.start()
+            # In this thread alone: with a thread for each cell, a step had thousands of hand-overs between them.
             self._run_tapes(errors)
             for thread in threads:
                 thread.join()
@@ -140,6 +143,7 @@ class Baton:
             if self._idle > len(self._running) - len(self._joined):
                 if not self._outside:
                     raise RuntimeError(f"cells {sorted(self._running)} wait for each other (deadlock)")
+                # The baton stays here meanwhile: the others have just asked, too.
                 time.sleep(NAP_S)
             self._pass()
             self._take(cell)
@@ -181,6 +185,7 @@ class Baton:
         ended = set(range(self.size)) - self._running
         if ended:
             raise RuntimeError(f"cells {sorted(self._joined)} wait for cells {sorted(ended)}, which have ended")
+        # By cell, not by arrival: sums and messages have the same order in every run.
         joined, self._joined = dict(sorted(self._joined.items())), {}
         self._in_tapes = True
         try:
@@ -207,6 +212,7 @@ class Baton:
             self._wake[cell].wait_for(lambda: self._failed or self._holder == cell)
         if self._failed:
             raise OtherCellFailedError("another cell has failed")
+        # The thread that runs tapes has no cell of its own: ``_set_running`` says for which one it runs.
         if cell < self.size:
             self.cell = cell
 
@@ -219,6 +225,7 @@ class Baton:
     def _fail(self) -> None:
         with self._lock:
             self._failed = True
+            # All of them: whoever waits must raise, also where it would never have had its turn.
             for wake in self._wake:
                 wake.notify()
 

@@ -63,6 +63,7 @@ class _Group:
         """Add a cell's value to a collective call; the last cell of this process runs ``last``."""
         call = self._calls.setdefault(number, _Call())
         call.inputs[rank] = value
+        # By the last, when all inputs are there: what goes to other processes is sent once for all cells.
         if len(call.inputs) == len(self.here):
             last(call)
         return call
@@ -101,12 +102,14 @@ class _Exchange:
             lane = self._group.lanes.get((message.peer, self._rank, message.tag))
             if lane:
                 if message.moves:
+                    # The tensor object stays, because its owner holds it; only its memory is exchanged for the copy's.
                     message.tensor.data = lane.popleft()
                 else:
                     message.tensor.copy_(lane.popleft())
             else:
                 left.append(message)
         self._receives = left
+        # Asked in any case, also while near messages are missing: other processes make progress by it.
         if not self._outside.test():
             self._group.baton.note_outside()
             return False
@@ -310,6 +313,7 @@ class CellCommunicator:
             members = [(new_process[self.group.members[rank][0]], self.group.members[rank][1]) for _, rank in chosen]
             call.result = _Group(comm, self.group.baton, members)
 
+        # A process has one place in the new communicator: that of its first cell.
         comm_key = min(k for _, k, rank in votes if rank in self.group.here)
         if len({c for c, _, rank in votes if rank in self.group.here}) > 1:
             raise AssertionError("cells of one process must be in the same group")
@@ -336,6 +340,7 @@ class CellCommunicator:
         def last(call: _Call) -> None:
             comm = self.group.comm
             every = comm.broadcast_object(comm.gather_objects([[rank, call.inputs[rank]] for rank in self.group.here]))
+            # By rank in the group: a process's cells need not be neighbours there.
             call.result = [item for _, item in sorted((pair for part in every for pair in part), key=lambda p: p[0])]
 
         values: list[Any] = self._together(value, last)

@@ -66,6 +66,7 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
     trial = lower(program, Target(grid, 0, CELL_OPERATORS))
     sketch = sketch_of(program, operators, trial.splits, trial.fusible, ())
     choices: list[Margins] = []
+    # Deeper runs exchange less; one without any exchange is the last that differs.
     for depth in DEPTHS:
         choices.append(margins_of(sketch, depth))
         if not choices[-1].exchanged:
@@ -137,6 +138,7 @@ def _peak(lives: Mapping[str, tuple[int, int]], sizes: Mapping[str, float]) -> f
     change: dict[int, float] = {}
     for value, (first, last) in lives.items():
         change[first] = change.get(first, 0.0) + sizes[value]
+        # After its last use, not at it: an operator has its inputs and outputs in memory together.
         change[last + 1] = change.get(last + 1, 0.0) - sizes[value]
     alive, peak = 0.0, 0.0
     for point in sorted(change):

@@ -40,6 +40,7 @@ def _emit_tap(builder: Builder, op: Operator, tap: Tap) -> None:
     steps = {input_split.dims[0]: tap.window.y.stride, input_split.dims[1]: tap.window.x.stride}
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
+        # The canvas was cut and filled so that it begins with the first tap: only strides are left to do.
         return tensor[tuple(slice(None, None, steps.get(dim, 1)) for dim in range(tensor.dim()))]
 
     builder.compute(call, (canvas,), op.outputs, split)

@@ -51,6 +51,7 @@ def fewest_cells(program: Program, plan: ParallelPlan) -> int:
         plan: with named cuts; its cells do not matter.
     """
     sides, values = 1, largest_map(program, replace(plan, cells=None, spill=None))
+    # Only divided maps are larger by halos and unequal parts.
     while (BORDERS if sides > 1 else 1.0) * values > LARGEST_VALUES * sides**2:
         sides += 1
     return sides

@@ -40,6 +40,7 @@ def run_in_lockstep(
     try:
         while pending:
             has_run = False
+            # A copy, because cells that end are removed on the way.
             for cell, wait in tuple(pending.items()):
                 if wait is not None and not wait.test():
                     continue
@@ -50,12 +51,14 @@ def run_in_lockstep(
                 except StopIteration as end:
                     results[cell] = end.value
                     del pending[cell]
+            # Asked first, and in every round: asking also clears what cells have noted since.
             if not waits_outside() and not has_run:
                 raise RuntimeError(f"cells {sorted(pending)} wait for each other (deadlock)")
             if not has_run:
                 time.sleep(NAP_S)
     finally:
         for steps in cells.values():
+            # After a failure the others end here, in this thread, and not whenever they are collected.
             steps.close()
     return results
 

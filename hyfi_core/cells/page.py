@@ -72,16 +72,19 @@ class Page:
     def check(self) -> None:
         """Update ``written`` after a step that may have changed the memory."""
         tensor = self.tensor()
+        # A storage has no version: that of a tensor with its memory counts changes in place.
         self.written = self.written and tensor is not None and tensor._version == self.version
 
     def add_use(self, when: int) -> None:
         """Add a use."""
         if when not in self.uses:
             self.uses.append(when)
+            # The next use is at the end, from where it is removed in constant time.
             self.uses.sort(reverse=True)
 
     def storage(self) -> torch.UntypedStorage | None:
         """Return the storage, None if it has been freed."""
+        # Private in PyTorch: the storage behind a weak pointer, or None. There is no public way to it.
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
         return storage
 

@@ -109,6 +109,7 @@ class _Sizes:
         """Return the bytes of a value."""
         if name in self._fixed or not (name in self.ranked.splits or name in self.ranked.program.values):
             return 0
+        # Lowering names its own versions of a captured value after it, behind a "~".
         dtype = self._dtypes.get(name.split("~")[0], self.ranked.values[name].dtype)
         return self.values(name) * dtype.itemsize
 
@@ -174,6 +175,7 @@ def _peak(tape: Tape, sizes: _Sizes, kept_pages: _Kept, trains: bool) -> int:
         if name in kept_pages.names:
             saved[at + 1] += stored_bytes(sizes.of_kept(name))
         elif not trains:
+            # Small maps, too: no store takes them, but they are alive.
             passing[at + 1] += size or sizes.of(name)
             passing[end + 1] -= size or sizes.of(name)
         if trains and name in tape.active:

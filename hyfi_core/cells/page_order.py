@@ -30,6 +30,7 @@ class PageOrder:
 
     def add(self, page: Page) -> None:
         """Add entries for a page, by its next use."""
+        # A number of its own for each entry: heaps would otherwise go on to compare pages, which have no order.
         self._entries += 1
         when, cell = page.next
         if not page.in_memory:

@@ -162,6 +162,7 @@ class PagedSteps:
         self._taken = {name: values[name] for name in taken_by(step)}
         for name, tensor in self._taken.items():
             self._pager.track(tensor, self._order.of_value(name))
+        # Before the step: autograd saves tensors while it runs.
         self._backward_use = self._order.at(step, back=True)
         self._pager.begin(self._taken, self._room(step, back=False))
 
@@ -201,6 +202,7 @@ class PagedSteps:
         saved = self._compacted(step, saved)
         for tensor in tensors_in(saved):
             self._pager.track(tensor, [self._order.at(step, back=True)])
+        # The first cell to run a step shows the others how much room to make before it.
         self._pager.allocated[self._room_key(step, back=False)] = made_bytes
         if self._recomputes:
             self._note_recomputation(step, values, saved)
@@ -211,6 +213,7 @@ class PagedSteps:
 
     def begin_back(self, step: Step, saved: Any, cotangents: NamedTensors) -> None:
         """Load the inputs of a step; see ``StepMemory``."""
+        # Of outputs and of inputs: backward takes the former, and may add to the latter.
         touched = [cotangents[name] for name in (*made_by(step), *taken_by(step)) if name in cotangents]
         self._pager.begin([saved, touched], self._room(step, back=True))
 

@@ -73,6 +73,7 @@ class Pager:
     def fix(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep tensors (weights, buffers, outputs) in memory until ``reset``."""
         fixed = list(tensors)
+        # The address of the storage: all views of one memory have the same, and Python objects of storages do not.
         self._fixed.update(tensor.untyped_storage()._cdata for tensor in fixed)
         pages = self._pages_of(fixed)
         self._load(pages)
@@ -120,12 +121,14 @@ class Pager:
             self._forget(key)
             page = None
         if page is None:
+            # Memory that NumPy or another owner has given to a tensor cannot be resized, and so not freed.
             if size < SMALLEST_BYTES or key in self._fixed or is_constant(storage) or not storage.resizable():
                 return None
             page = Page(StorageWeakRef(storage), size, self._cell(), weakref.ref(tensor))
             self._pages[key] = page
             self._memory_bytes += size
         elif page.tensor() is None:
+            # Without its tensor nobody has counted changes: what was written no longer counts as the contents.
             page.tensor, page.version = weakref.ref(tensor), -1
         for when in uses:
             page.add_use(when)
@@ -217,6 +220,7 @@ class Pager:
     def _forget(self, key: int) -> None:
         page = self._pages.pop(key)
         if page.work is not None:
+            # A thread may still read from this memory, or into it.
             page.work.result()
         if page.in_memory:
             self._memory_bytes -= page.size
@@ -280,6 +284,7 @@ class Pager:
         storage = page.storage()
         if storage is None or not page.in_memory or not page.can_be_dropped:
             return
+        # Frees the memory; the tensors that refer to it keep their shapes.
         storage.resize_(0)
         page.in_memory = False
         self._memory_bytes -= page.size

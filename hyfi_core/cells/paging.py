@@ -66,6 +66,7 @@ class Paging:
     """
 
     def __init__(self, spill: str, memory_bytes: int | None, device: torch.device, cell: Callable[[], int]) -> None:
+        # Before the first map: by default glibc keeps what is freed, and the process would not get smaller.
         return_what_is_freed()
         store = SpillMemory() if spill == "memory" else SpillFile(Path(spill))
         self.pager = Pager(store, 0, cell, device)
@@ -96,6 +97,7 @@ class Paging:
                 self._held_bytes = held_bytes_on(self._device)
             limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, stages, self._device)
             stored_bytes = _stored_bytes(stages, limit, key.trains)
+            # Before the limits are remembered: a call that was refused is computed again when there is more room.
             self.pager.store.require(stored_bytes)
             self._limits[key] = _Limits(limit, resident_limit(self._memory_bytes, stages, self._device), stored_bytes)
         limits = self._limits[key]

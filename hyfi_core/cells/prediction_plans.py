@@ -220,6 +220,7 @@ class _PredictionTrials:
         if count > 1:
             assert cells is not None
             cost = self._costs.of((grid[0] * cells[0], grid[1] * cells[1]))
+            # Each further cell starts every kernel once more.
             starts_s = (count - 1) * len(self._program.operators) * machine.kernel_s
             parts["cells"] = (cost.work - 1) * parts["compute"] + starts_s
             if spills:

@@ -67,6 +67,7 @@ class Recomputation:
             for call in self.calls:
                 result = call(result)
             assert result is not None
+            # Into the page's storage, to which the tape's tensors refer; the result itself has other memory.
             target.copy_(result)
 
 
@@ -92,6 +93,7 @@ class Made:
 def call_of(source: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
     """Return (recomputation, its input maps, whether it is in place); None if it is not cheap."""
     over = [name for name, tensor in source.inputs.items() if same_memory(tensor, source.result)]
+    # Without those of the result's own memory: a page that held itself would never be freed.
     sources = tuple(t for t in tensors_in([source.inputs, source.saved]) if not same_memory(t, source.result))
     if len(over) > 1:
         return None

@@ -97,6 +97,7 @@ class SpillForecast:
             )
             entering = {name for names in piece.entries.values() for name in names}
             tape = build_tape(ranked, {*program.parameters, *entering} & lowered.active)
+            # A cell in the middle has halos on all sides, and so the largest maps.
             middle = rows // 2 * columns + columns // 2
             forecast = forecast_pages(ranked, tape, middle, dtypes, True, self.pixels)
             forecasts.append(forecast.times(cells))

@@ -137,6 +137,7 @@ class SpillFile:
 
     def require(self, needed_bytes: int) -> None:
         """Reserve room on the disk, so that a running step cannot run out of it; see ``SpillStore``."""
+        # Reserved blocks count, in units of 512 bytes on every file system; the length of the file does not tell.
         have = os.fstat(self._file.fileno()).st_blocks * 512
         if needed_bytes <= have:
             return
@@ -144,6 +145,7 @@ class SpillFile:
         try:
             if needed_bytes - have > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            # Not ``truncate``, which would only set the length: a write could then still find the disk full.
             os.posix_fallocate(self._file.fileno(), 0, needed_bytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -186,6 +188,7 @@ class SpillFile:
             piece, view, count_read = view[: stop - start], view[stop - start :], 0
             while count_read < len(piece):
                 count = os.preadv(self._file.fileno(), [piece[count_read:]], start + count_read)
+                # The end of the file, which ``preadv`` reports as 0 bytes: without this the loop would not end.
                 if count <= 0:
                     raise OSError("the file of plan.spill is shorter than what was written to it")
                 count_read += count
@@ -250,6 +253,7 @@ class FreeBlocks:
         missing = blocks_bytes(size)
         for at, (start, stop) in enumerate(self._free):
             if stop - start >= missing:
+                # The first that is long enough: blocks near the beginning are used again, and the file grows less.
                 self._free[at : at + 1] = [(start + missing, stop)] if stop - start > missing else []
                 return ((start, start + missing),)
         ranges = []

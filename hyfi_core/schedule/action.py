@@ -107,6 +107,7 @@ class Action:
             action = cls(Verb.REDUCE, int(match[1]), 0)
         else:
             action = None
+        # Compared with its own text: ``F00.s1.d0`` and the like would parse, too, but each action has one text.
         if action is None or str(action) != text:
             example = "F0.s1.d0, SEND_F0.s1.d0>s2, RECV_F0.s2.d0<s1, SEND_G.s1.d1>d0 or REDUCE.s1"
             raise RequestError(f"{text!r} is not an action; write it like {example}")

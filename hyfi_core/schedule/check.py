@@ -77,6 +77,7 @@ def _of_stage(
         backward = act(Verb.I if half else Verb.B, stage, direction, m)
         values = [act(Verb.RECV_F, stage, direction, m, source) for source in sources]
         gradients = [act(Verb.RECV_B, stage, direction, m, target) for target in targets]
+        # Receives need nothing: they are posted ahead, as early as the order of the pair requires.
         needs.update(dict.fromkeys(values, ()))
         needs.update(dict.fromkeys(gradients, ()))
         needs[forward] = values
@@ -110,6 +111,7 @@ def find_faults(schedule: Schedule, needs: Sequence[Needs]) -> list[Blame]:
             missing += [_missing(rank, len(row), action, wanted, places) for action in wanted if action not in places]
         for action, index in places.items():
             for need in wanted[action]:
+                # A need that is missing altogether has been reported as such.
                 if places.get(need, -1) > index:
                     misplaced.append(Blame(rank, index, f"comes before {need}, which it needs"))
     return extra + missing + misplaced

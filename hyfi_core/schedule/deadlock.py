@@ -25,6 +25,7 @@ def find(run: DryRun) -> FaultFound | None:
 
     In a deadlock, all ranks of the cycle are blamed.
     """
+    # First: gangs that wait for blocked messages would only be named as a consequence.
     if any(rank.stream for rank in run.ranks):
         return FaultFound("deadlock of messages in one stream per rank", list(_streams(run)))
     waits = {number: list(_waits(run, number)) for number, rank in enumerate(run.ranks) if rank.current}
@@ -85,6 +86,7 @@ def _cycle(run: DryRun, waits: dict[int, list[Wait]]) -> list[Blame]:
     number = min(waits)
     while number not in path:
         path.append(number)
+        # Any of those that it waits for will do: each of them waits, so the path comes back to itself.
         number = waits[number][0][0]
     return [
         Blame(rank, run.ranks[rank].at, "waits for " + "; ".join(text for _, text in waits[rank]))

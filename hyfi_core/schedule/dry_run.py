@@ -229,6 +229,7 @@ class DryRun:
 
     def _compute(self, number: int, action: Action, start_s: float, end_s: float) -> None:
         rank = self.ranks[number]
+        # A divided backward ends with W: until then it holds what the weights need.
         rank.live += (action.verb is _F) - (action.verb in TO_WEIGHTS)
         rank.peak_live = max(rank.peak_live, rank.live)
         rank.in_gang = False
@@ -286,6 +287,7 @@ class DryRun:
             batch = rank.stream[0]
             halves, batch.halves = batch.halves, []
             for sender, receiver, half in halves:
+                # Not before the rank's earlier messages have ended.
                 half.time_s = max(half.time_s, rank.stream_s)
                 self._pair(sender, receiver, half)
                 moved = True
@@ -299,11 +301,13 @@ class DryRun:
     def _pair(self, sender: int, receiver: int, half: Half) -> None:
         """Pair with the first half that waits between these ranks, or wait behind the others."""
         lane = self.lanes.setdefault((sender, receiver), deque())
+        # A lane only ever holds sends, or only receives: the other side would have been paired.
         if not lane or lane[0].is_send == half.is_send:
             lane.append(half)
             return
         other = lane.popleft()
         send, receive = (half, other) if half.is_send else (other, half)
+        # Without tags the n-th send meets the n-th receive, whatever they are meant for.
         if send.receive != receive.receive:
             raise FaultFound(
                 "a pair of ranks sends and receives its messages in different orders",
@@ -338,6 +342,7 @@ class DryRun:
     def _reduce(self, stage: int) -> None:
         """Run a stage's reduction if it is the next one on all of its ranks, and those that waited for it."""
         owners = [self.ranks[number] for number in self.owners[stage]]
+        # Collective: all owners must be there, and none may have an earlier one under way.
         if not all(rank.reduces and rank.reduces[0][0] == stage for rank in owners):
             return
         start_s = max(max(rank.reduces[0][2], rank.reduced_s) for rank in owners)

@@ -191,6 +191,7 @@ def _chimera(stages: int, microbatches: int) -> list[Action]:
 
 
 def _by_slot(slots: Iterable[tuple[int, Action]]) -> list[Action]:
+    # Stable: actions of one slot stay in the order in which they were generated, the same for all ranks.
     return [action for _, action in sorted(slots, key=lambda item: item[0])]
 
 
@@ -217,6 +218,7 @@ def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]
     for grid in range(grids):
         forwards, backwards = [], []
         for index in range(total):
+            # index = (group of D micro-batches, turn through the grids, member of the group), the last running fastest.
             group, place = divmod(index, grids * interleave)
             turn, member = divmod(place, grids)
             microbatch = group * grids + member
@@ -226,6 +228,7 @@ def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]
         order += forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards, strict=False):
             order += [forward, backward]
+        # As many backwards are left as forwards ran ahead.
         order += backwards[total - ahead :]
     return order
 

@@ -147,6 +147,7 @@ def _all(hosted: Hosted, actions: Sequence[Action]) -> Iterator[Moment]:
     for action in actions:
         at = hosted.index((action.stage, action.direction))
         verb, forward = action.verb, action.verb is Verb.F
+        # What ends with the action is subtracted before its moment, what begins is added after: it is in neither.
         waiting[at] -= verb in TO_INPUTS
         between[at] -= verb is Verb.W
         if not forward or len(hosted) > 1:

@@ -152,6 +152,7 @@ class _Lowering:
         wanted = sorted(self._wanted(rank, reduces), key=lambda item: item[0])
         latest: dict[int, int] = {}  # sender -> slot of its earliest receive so far; earlier sends must not be after it
         placed = []
+        # From the last: a receive is posted no later than those of the same sender's later messages.
         for key, slot, action in reversed(wanted):
             others = [sender for sender in senders(self._placement, rank, action) if sender != rank]
             slot = min([slot, *(latest[sender] for sender in others if sender in latest)])
@@ -172,15 +173,18 @@ class _Lowering:
                 sender = act(Verb.F, *of_peer) if forward else self._backs[of_peer]
                 yield (
                     (self._place[sender], self._rank_of_send(sender, stage)),
+                    # One computation ahead of the one that needs it, so that the message arrives meanwhile.
                     max(0, index - 1),
                     act(verb, stage, direction, microbatch, peer),
                 )
         if self._point_to_point:
             for stage, slot in reduces.items():
+                # SEND_G follows all other sends of that computation, whose second numbers are below that of stages.
                 key = (self._place[self._last[stage, 1].action], self._placement.stages)
                 yield key, max(0, slot - 1), act(Verb.RECV_G, stage, 0, None, 1)
 
     def _rank_of_send(self, sender: Action, peer: int) -> int:
         if sender.verb is Verb.F:
             return self._edges.targets[sender.stage].index(peer)
+        # Cotangents leave in the opposite order: see ``sends``.
         return -self._edges.sources[sender.stage].index(peer)

@@ -41,6 +41,7 @@ def draw(events: Iterable[TraceEvent], title: str, width_px: int = 1200) -> str:
     if not events:
         raise ValueError("a picture needs at least one event")
     first_s = min(event.start_s for event in events)
+    # A single event without length must not divide by zero.
     span_s = max(event.end_s for event in events) - first_s or 1.0
     ranks = 1 + max(event.rank for event in events)
     px_per_s = (width_px - _LEFT_PX - _RIGHT_PX) / span_s
@@ -109,6 +110,7 @@ def _axis(span_s: float, px_per_s: float, y: float) -> list[str]:
     """Return the labels of the time axis: 5 to 12 of them, at multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(span_s / 5))
     step_s = max(step * power for step in (1, 2, 5) if step * power <= span_s / 5)
+    # 1e-9: a quotient of 5 may come out as 4.999…, and the last label would be missing.
     ticks = [index * step_s for index in range(int(span_s / step_s + 1e-9) + 1)]
     last = len(ticks) - 1
     return [_text(_LEFT_PX + t * px_per_s, y + 14, f"{t:g}" + (" s" if i == last else "")) for i, t in enumerate(ticks)]

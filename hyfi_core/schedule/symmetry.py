@@ -95,6 +95,7 @@ def _classes(schedule: Schedule, placement: Placement, partners: Sequence[tuple[
     classes = _numbered(keys)
     while True:
         finer = _numbered([(classes[rank], tuple(classes[p] for p in partners[rank])) for rank in range(len(classes))])
+        # Numbers are given in order of appearance and refining only splits: as many classes are the same classes.
         if max(finer) == max(classes):
             return classes
         classes = finer
