@@ -27,6 +27,7 @@ def one_map(rule: Rule) -> Rule:
     @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
         maps = [name for name in op.inputs if name in builder.splits]
+        # As a sum over the first argument: it may be a list of maps.
         if len(maps) > sum(name in builder.splits for name in refs_in(op.args[:1])):
             builder.refuse(op, "takes a map as a weight", "a map as first argument only")
         rule(builder, op)
@@ -88,11 +89,13 @@ def on_maps_or_flat(rule: Rule, tiles: Rule = on_tiles) -> Rule:
         if split is None or split.dims != (2, 2) or split.leads != (1, 1) or output is None:
             rule(builder, op)
             return
+        # On each rank, height and width are separate dims until the rule has run.
         opened = builder.opened(builder.part(name, split.owned))
         result = builder.fresh(output, builder.shape(opened))
         rule(builder, replace(renamed(op, {name: opened}), outputs=(result, *op.outputs[1:])))
         shape = split.owned.local_shape(builder.shape(output), builder.rank)
         part = builder.part(result, builder.splits[opened])
+        # Flattened again. A copy, so that the two names do not share memory.
         builder.compute(lambda tensor: tensor.reshape(shape).clone(), (part,), (output,), split.owned)
 
     return checked

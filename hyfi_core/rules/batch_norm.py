@@ -34,8 +34,10 @@ def batch_norm_training(builder: Builder, op: Operator) -> None:
     x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
     split = builder.same_pixels(op, x.name)
     part = builder.part(x.name, split)
+    # The functional operator returns (result, saved mean, saved 1/σ, new running mean, new running variance).
     normalised, _, _, new_mean, new_var = (*op.outputs, None, None)[:5]
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
+    # Nothing to communicate: autograd differentiates the native kernel.
     if builder.grid == (1, 1) and builder.replicas == 1:
         names = (part, running_mean.name, running_var.name, *affine)
         inputs = tuple(name for name in names if name is not None)
@@ -171,6 +173,7 @@ def _without_statistics(op: Operator) -> tuple[Callable[..., Any], tuple[str, ..
 def _pixels(builder: Builder, name: str) -> int:
     """Return the number of values of a channel over which statistics are computed, in all synchronised replicas."""
     shape = builder.shape(name)
+    # With different shares, replicas are a fraction of this one's samples; the product is a whole number.
     return int(prod(shape) // shape[1] * builder.replicas)
 
 
@@ -179,6 +182,7 @@ def _collective(builder: Builder, split: Split, count: int, eps: float) -> Batch
     if split.boxes is None:
         return BatchNorm(count, eps)
     owned, computed = split.layout.parts[builder.rank], split.held[builder.rank]
+    # A rank may own nothing and still compute a margin for its own later outputs.
     return FusedBatchNorm(count, eps, Box(0, 0, 0, 0) if owned.empty else owned.relative_to(computed))
 
 
@@ -203,6 +207,7 @@ def _running(momentum: float, factor: float) -> Any:
 
 def has_live_statistics(op: Operator) -> bool:
     """Whether it is a batch norm with the statistics of its maps: in training, and not frozen."""
+    # The sixth argument is ``training``.
     return op.text in _LIVE or (op.text == "aten.batch_norm.default" and bool(op.args[5]))
 
 

@@ -53,6 +53,7 @@ def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
 
     if any(True for _ in refs_in(tuple(op.kwargs.values()))):
         return call, names
+    # Values come before constants in most operators: then the constants are a fixed end of the call.
     first = next((at for at, item in enumerate(op.args) if not isinstance(item, Ref)), len(op.args))
     constants = op.args[first:]
     if tuple(item.name for item in op.args[:first]) != names or any(True for _ in refs_in(constants)):
@@ -81,6 +82,7 @@ def pair(value: Any) -> tuple[int, int]:
     """Return a setting for (y, x), which may be given as one number for both."""
     if isinstance(value, int):
         return value, value
+    # A list of one number is for both, too.
     return (value[0], value[0]) if len(value) == 1 else (value[0], value[1])
 
 

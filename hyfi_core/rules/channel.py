@@ -60,11 +60,13 @@ def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
     weight, bias, eps = arguments(op.args, (None, None, 1e-5), 2)[2:5]
     split = builder.splits[name]
     part = builder.part(name, split)
+    # One group: mean and variance of each image over (C, H, W).
     moments = moments_over_ranks(builder, part, (2,), False, 1)
     box = split.layout.parts[builder.rank]
     plain = normalise(eps, False, False)
 
     def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
+        # Weight and bias are replicated maps: each rank applies its part of them.
         own = [factor[:, box.y0 : box.y1, box.x0 : box.x1] for factor in affine]
         result = plain(x, moments)
         if weight is not None:
@@ -86,6 +88,7 @@ def linear(builder: Builder, op: Operator) -> None:
 def prelu(builder: Builder, op: Operator) -> None:
     """PReLU, with one slope for all values, or one for each channel in dim 1."""
     split, slopes = _split_outside_space(builder, op), builder.shape(op.args[1].name)
+    # PyTorch takes dim 1 for channels, whatever a model keeps there.
     if 1 in split.dims and slopes not in ((), (1,)):
         builder.refuse(
             op, "has one slope for each row or column", "slopes for channels in dim 1, or a single slope, PReLU()"
@@ -110,6 +113,7 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: 
         if not isinstance(dim, int):
             builder.refuse(op, "works on the flattened tensor, across all dims", "an explicit dim")
         reduced = None if keepdim_at is None else _keeps(op, keepdim_at)
+        # Positions of a flat map first: their rule sends results, not rows.
         if positions is not None and over_positions(builder, op, dim):
             positions(builder, op)
         elif dim % rank in split.dims:
@@ -138,6 +142,7 @@ def extreme(builder: Builder, op: Operator) -> None:
 def _reduced(split: Split, dim: int, keep: bool) -> Split:
     if keep:
         return split
+    # A dim that disappears before height or width moves these by one.
     return replace(split, dims=(split.dims[0] - (dim < split.dims[0]), split.dims[1] - (dim < split.dims[1])))
 
 

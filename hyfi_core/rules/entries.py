@@ -31,6 +31,7 @@ def index(builder: Builder, op: Operator) -> None:
     name = op.args[0].name
     indices = [item for item in op.args[1] if item is not None]
     at = builder.splits[name].dims[0] if name in builder.splits else 0
+    # The size of the result of a mask depends on its values.
     by_numbers = all(item.name not in builder.splits and not _is_mask(builder, item.name) for item in indices)
     if by_numbers and at < len(op.args[1]) and op.args[1][at] is not None and positions.over_positions(builder, op, at):
         positions.index(builder, op)
@@ -41,6 +42,7 @@ def index(builder: Builder, op: Operator) -> None:
 
 
 def _is_mask(builder: Builder, name: str) -> bool:
+    # PyTorch still takes indices of bytes for a mask.
     return builder.values[name].dtype in (torch.bool, torch.uint8)
 
 
@@ -73,6 +75,7 @@ def index_put(builder: Builder, op: Operator) -> None:
     split = builder.splits[name].owned
     inner = _indexed(builder, op, split)
     values = op.args[2].name
+    # Dims of ``y[indices]``: all indexed ones go, and those that the indices broadcast to come.
     rank = len(builder.shape(name)) - sum(item is not None for item in op.args[1])
     rank += len(torch.broadcast_shapes(*(builder.shape(item.name) for item in op.args[1] if item is not None)))
     names = {name: builder.part(name, split), values: _fitted(builder, op, values, inner, rank)}
@@ -93,6 +96,7 @@ def _fitted(builder: Builder, op: Operator, name: str, split: Split, rank: int) 
                 "maps of equal size in the same dims",
             )
         return builder.part(name, replace(split, dims=dims))
+    # Broadcast along height and width: the same on every rank.
     if not any(dim >= 0 and shape[dim] > 1 for dim in dims):
         return name
     result = builder.fresh(name)
@@ -110,6 +114,7 @@ def by_map(builder: Builder, op: Operator) -> None:
         positions.gather(builder, op)
         return
     names, split = operands(builder, op, shape)
+    # ``gather`` accepts indices of fewer rows than the map has; then equal parts are not equal pixels.
     sides = {tuple(builder.shape(item)[at] for at in split.dims) for item in op.inputs if len(builder.shape(item))}
     if dim in split.dims or len(sides) != 1:
         builder.refuse(
@@ -172,6 +177,7 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, lines: range, so
             f"writes a map whose height and width are dims {source_split.dims} into one where they are {split.dims}",
             "maps in the same dims",
         )
+    # In rows and columns of the source.
     box = need[builder.rank]
     if source_split is None:
         own = builder.fresh(source)
@@ -183,8 +189,10 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, lines: range, so
     (begin, end), first = ((box.y0, box.y1), part.y0) if along_y else ((box.x0, box.x1), part.x0)
 
     def call(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        # Nothing is written into this rank's part.
         if box.empty:
             return tensor.clone()
+        # From rows of the whole map to those of this part.
         low = lines[begin] - first
         high = lines[end - 1] - first + 1
         result: torch.Tensor = torch.ops.aten.slice_scatter.default(tensor, values, dim, low, high, lines.step)
@@ -199,12 +207,14 @@ def _as_it_is(start: int, stop: int) -> tuple[int, int]:
 
 def _count_below(lines: range, value: int) -> int:
     """Return how many of ``lines`` are below ``value``."""
+    # Rounded up: lines below ``value``, which itself does not count.
     return min(len(lines), max(0, -(-(value - lines.start) // lines.step)))
 
 
 def _cut_at(box: Box, dims: tuple[int, int], shape: tuple[int, ...]) -> Any:
     def call(tensor: torch.Tensor) -> torch.Tensor:
         for dim, start, length in ((dims[0], box.y0, box.height), (dims[1], box.x0, box.width)):
+            # A side of 1 is broadcast: all ranks with pixels need it.
             tensor = tensor.narrow(dim, start, length) if shape[dim] > 1 else tensor.narrow(dim, 0, min(1, length))
         return tensor
 
@@ -239,6 +249,7 @@ def diagonal(builder: Builder, op: Operator) -> None:
         builder.refuse(
             op, f"takes the diagonal of dims {gone}, which include height or width (dims {split.dims})", _CHANNELS
         )
+    # Each of the two that goes moves what is behind it.
     dims = tuple(dim - sum(at < dim for at in gone) for dim in split.dims)
     emit_on_part(builder, op, split, replace(split, dims=(dims[0], dims[1])))
 

@@ -92,10 +92,12 @@ class Split:
         result: list[int] = []
         dims = [0, 0]
         for at, side in enumerate(shape):
+            # Both for a flat dim.
             axes = [axis for axis in (0, 1) if self.dims[axis] == at]
             if not axes:
                 result.append(side)
                 continue
+            # Of several maps in one dim, the number of maps is the outermost factor.
             if self.leads[axes[0]] != 1:
                 result.append(self.leads[axes[0]])
             for axis in axes:
@@ -106,6 +108,7 @@ class Split:
     def folded(self) -> tuple[tuple[int, int], ...]:
         """Return (first, last) dims of the opened value that are one dim of this value, in descending order."""
         folds, more = [], 0
+        # ``more`` counts the dims that earlier folds have added to the opened value.
         for dim in sorted(set(self.dims)):
             axes = [axis for axis in (0, 1) if self.dims[axis] == dim]
             inner = len(axes) - 1 + (self.leads[axes[0]] != 1)
@@ -232,4 +235,5 @@ class RankProgram:
     def floating(self, name: str) -> bool:
         """Whether a value can carry a gradient."""
         info = self.values.get(name)
+        # What is not listed may carry one.
         return info is None or info.differentiable

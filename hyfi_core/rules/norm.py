@@ -54,6 +54,7 @@ def normalise(eps: float, has_weight: bool, has_bias: bool) -> Any:
 
     def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
         batch, channels = x.shape[:2]
+        # In float64, as they arrive: eps and root before anything is rounded.
         mean, inverse = moments[0], moments[1].add(eps).rsqrt()
         per_group = channels // mean.shape[1]
         mean, scale = mean.repeat_interleave(per_group, 1), inverse.repeat_interleave(per_group, 1)
@@ -61,6 +62,7 @@ def normalise(eps: float, has_weight: bool, has_bias: bool) -> Any:
             scale = scale * affine[0]
         dtype = accumulator(x)
         shape = (batch, channels, 1, 1)
+        # The mean first: x · scale - mean · scale would cancel if the mean is far from zero.
         result = (x - mean.to(dtype).view(shape)) * scale.to(dtype).view(shape)
         if has_bias:
             result = result + affine[-1].view(1, channels, 1, 1)
@@ -73,6 +75,7 @@ def response_norm(builder: Builder, op: Operator) -> None:
     """``avg_pool3d`` of (B, 1, C, H, W) over channels only, as in local response normalisation."""
     split = builder.same_pixels(op, op.args[0].name)
     kernel, stride, padding = (list(setting) for setting in arguments(op.args[:4], ([], [0, 0, 0]), 2)[1:])
+    # An empty stride is that of the kernel.
     channels_only = kernel[1:] == [1, 1] and (not stride or stride[1:] == [1, 1]) and not any(padding[1:])
     of_tiles = split.in_batch and len(builder.shape(op.args[0].name)) == 5
     if not of_tiles and (split.dims != (3, 4) or not channels_only):

@@ -34,6 +34,7 @@ def copy(builder: Builder, op: Operator) -> None:
     first, second = (names.get(item.name, item.name) for item in op.args[:2])
 
     def call(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        # A copy: expanded memory cannot be written to by later operators.
         return source.to(tensor.dtype).expand(tensor.shape).clone()
 
     builder.compute(call, (first, second), op.outputs, anchor)
@@ -76,6 +77,7 @@ def _from_right(builder: Builder, name: str, rank: int) -> Split:
 def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[int]) -> Split:
     """Return how the result is split: like the first map of the same size, or evenly if there is none."""
     first = maps[0]
+    # The usual case, all maps alike: no search.
     if all(split is first or _alike(split, first) for split in maps) and _fits(first, sizes):
         return builder.computed(op, first)
     y, x = first.dims
@@ -91,6 +93,7 @@ def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[i
         )
     if full is not None:
         return full.owned
+    # A row and a column broadcast: rows of the one and columns of the other, if these make up the grid.
     rows = next((split.layout.rows for split in maps if split.dims == (y, x) and split.layout.height == sizes[y]), None)
     columns = next(
         (split.layout.columns for split in maps if split.dims == (y, x) and split.layout.width == sizes[x]), None
@@ -127,6 +130,7 @@ def _aligned(builder: Builder, name: str, split: Split, anchor: Split) -> str:
         dims = builder.splits[name].dims
         return builder.part(name, anchor if dims == anchor.dims else replace(anchor, dims=dims))
     map_box, turned = split.layout.map, split.dims != anchor.dims
+    # The boxes of the result, in the operand's order of height and width.
     need = anchor.held.transposed() if turned else anchor.held
     # A side of 1 broadcasts: every rank with pixels needs it.
     need = need.each(
@@ -138,6 +142,7 @@ def _aligned(builder: Builder, name: str, split: Split, anchor: Split) -> str:
 
 def _reaches_space(shape: Sequence[int], full: Sequence[int], split: Split) -> bool:
     """Whether a replicated operand has more than one pixel, so that each rank needs its part of it."""
+    # Dims are aligned at their ends, as in broadcasting.
     missing = len(full) - len(shape)
     return any(dim >= missing and shape[dim - missing] > 1 for dim in split.dims)
 

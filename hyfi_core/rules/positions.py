@@ -42,9 +42,11 @@ def over_positions(builder: Builder, op: Operator, dim: int) -> bool:
 def _places(split: Split, rank: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (positions in this rank's part, 0 elsewhere; whether they are there) of positions in the flat map."""
     box, width = split.layout.parts[rank], split.layout.map.width
+    # Negative ones count from the end.
     positions = torch.where(positions < 0, positions + split.layout.map.area, positions)
     y, x = positions // width, positions % width
     inside = (y >= box.y0) & (y < box.y1) & (x >= box.x0) & (x < box.x1)
+    # 0 is a place that exists: what is read there is replaced by zeros.
     return torch.where(inside, (y - box.y0) * box.width + x - box.x0, 0), inside
 
 
@@ -79,6 +81,7 @@ def index(builder: Builder, op: Operator) -> None:
     along = at.index(split.dims[0])
 
     def own(tensor: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+        # As in ``gather``: a sum of nothing, for the same backward.
         if not tensor.numel():
             return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
         local, inside = _places(split, builder.rank, numbers[along])
@@ -108,6 +111,7 @@ def extreme(builder: Builder, op: Operator) -> None:
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.movedim(dim, -1).reshape(opened)
+        # The least is the largest of the negatives. A copy, as the reshaped view is the map's memory.
         return -tensor if lowest else tensor.clone()
 
     def finish(top: torch.Tensor, where: torch.Tensor) -> Any:
@@ -128,7 +132,9 @@ def topk(builder: Builder, op: Operator) -> None:
     info, ranks = builder.values[name], len(split.layout.parts)
     dim = (op.args[2] if len(op.args) > 2 else -1) % len(shape)
     largest = bool(op.args[3]) if len(op.args) > 3 else True
+    # Refused here, a small map is gathered instead (``lowering.lower``), with the choice of one process.
     small = math.prod(shape) * info.dtype.itemsize <= builder.gather_bytes
+    # From so many candidates on, the message would be as long as the map.
     if small or ranks * count >= shape[dim]:
         builder.refuse(op, f"takes the {count} largest of {shape[dim]} positions", "fewer values, or a gathered map")
     box, width = split.layout.parts[builder.rank], split.layout.map.width
@@ -147,7 +153,9 @@ def topk(builder: Builder, op: Operator) -> None:
     def own(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tensor = tensor.movedim(dim, -1).to(wide)
         values, local = tensor.topk(min(count, box.area), -1, largest)
+        # Divisors of at least 1: a rank without pixels has a box of no width.
         where = (box.y0 + local // max(1, box.width)) * width + box.x0 + local % max(1, box.width)
+        # A rank with fewer than ``count`` pixels fills up with what is never chosen.
         return placed(values, -math.inf if largest else math.inf), placed(where, 0)
 
     def finish(values: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,6 +59,7 @@ def einsum(builder: Builder, op: Operator) -> None:
     operands, arrow, result = equation.partition("->")
     terms = operands.split(",")
     if not arrow:
+        # As einsum itself: letters that occur once, in alphabetical order.
         result = "".join(sorted(letter for letter in set(operands) - {","} if operands.count(letter) == 1))
     if "." in equation or any(len(set(term)) < len(term) for term in terms):
         builder.refuse(op, f"has the equation {equation!r}", "one letter for each dim, none twice in one operand")
@@ -76,6 +77,7 @@ def _spelled(equation: str, ranks: list[int]) -> str:
     terms = operands.split(",")
     counts = [rank - len(term) + 3 for term, rank in zip(terms, ranks, strict=True) if "..." in term]
     dots = "ABCDEFGH"[: max(counts)]
+    # The letters for the ellipsis must be new ones.
     if set(dots) & set(equation) or max(counts) > 8:
         return equation
     spelled = []
@@ -93,6 +95,7 @@ def _product(builder: Builder, op: Operator, letters: Letters) -> None:
     anchor_name, anchor_term = next((name, term) for name, term in letters.factors if name in builder.splits)
     anchor = builder.splits[anchor_name].owned
     space = anchor_term[anchor.dims[0]], anchor_term[anchor.dims[1]]
+    # A size of 1 broadcasts, so its letter would not tell whether it is the map.
     if builder.splits[anchor_name].flat and builder.shape(anchor_name)[anchor.dims[0]] == 1:
         builder.refuse(op, "takes a map of a single pixel", "a map of more than one pixel")
     survives = [letter in letters.result for letter in space]
@@ -126,6 +129,7 @@ def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Spli
     split = builder.splits.get(name)
     if split is not None and (term[split.dims[0]], term[split.dims[1]]) == space and split.space == anchor.space:
         return builder.part(name, replace(anchor, dims=split.dims))
+    # A map with other pixels or letters, such as the second factor of all pairs.
     if split is not None:
         name = builder.gather(op, name, "multiplies two maps over their pixels")
     if not any(letter in term for letter in space):
@@ -143,6 +147,7 @@ def sum_of_parts(builder: Builder, function: Any, inputs: Sequence[str], output:
 
     def own(*tensors: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = function(*tensors)
+        # Wide before the sum: 16 bits would be rounded on each rank, and once more together.
         return result.to(torch.promote_types(result.dtype, torch.float32))
 
     dtype = builder.values[output].dtype

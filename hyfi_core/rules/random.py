@@ -28,6 +28,7 @@ class _Numbers:
     """The numbers that one operator draws on this rank."""
 
     def __init__(self, builder: Builder, op: Operator, shape: tuple[int, ...], split: Split | None) -> None:
+        # Its index in the whole model: the numbers do not depend on where a model is cut.
         self._operator = builder.program.ordinal(op)
         self._shape = shape
         self._dims: tuple[int, int] | None = None
@@ -63,6 +64,7 @@ def dropout(builder: Builder, op: Operator) -> None:
     scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
 
     def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        # float64, so that the same elements survive in every dtype of the map.
         survives = numbers(draws.uniform, key, tensor.device, torch.float64) >= probability
         result: torch.Tensor = tensor * (survives.to(tensor.dtype) * scale)
         return result
@@ -129,6 +131,7 @@ def normal_of_pixels(builder: Builder, op: Operator) -> None:
 
     def call(key: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         values = {name: tensor.detach() for name, tensor in zip(inputs, tensors, strict=True)}
+        # The deviation is 1 where it is not an argument.
         mean, std = (*substitute(moments.args, values), 1.0)[:2]
         result: torch.Tensor = numbers(draws.normal, key, tensors[0].device, dtype) * std + mean
         return result

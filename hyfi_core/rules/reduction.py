@@ -110,10 +110,12 @@ def _sum_over_space(
     def sums(tensor: torch.Tensor) -> torch.Tensor:
         keep = dtype == torch.float64 or not dtype.is_floating_point  # may be the argument dtype of sum
         wide = dtype if keep else accumulator(tensor)
+        # Summed and sent wide; rounded once, at the end.
         own = tensor.sum(dims, keepdim=keepdim, dtype=wide)
         return own if placed is None else placed(own)
 
     def finish(tensor: torch.Tensor) -> torch.Tensor:
+        # By the number of values of the whole map, after the sum: parts may differ in size, or be empty.
         result = tensor / count if mean else tensor.clone()
         return result.to(dtype) if dtype in (torch.bfloat16, torch.float16) else result
 
@@ -152,6 +154,7 @@ def maximum(builder: Builder, op: Operator) -> None:
         if "min" not in op.text:
             builder.communicate(MaxOverSpace(dims, keepdim), (part,), op.outputs, "reduce")
             return
+        # The least is the largest of the negatives.
         negated, top = builder.fresh(name), builder.fresh(op.first_output)
         builder.compute(lambda tensor: -tensor, (part,), (negated,), builder.splits[name])
         builder.communicate(MaxOverSpace(dims, keepdim), (negated,), (top,), "reduce")
@@ -170,6 +173,7 @@ def truth(builder: Builder, op: Operator) -> None:
     every = op.text.startswith("aten.all")
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
+        # Counts, because ranks can be summed and truth values cannot; ``all`` counts its counterexamples.
         return ((tensor == 0) if every else (tensor != 0)).sum(dims, keepdim=keepdim)
 
     partial, total = (builder.fresh(op.first_output, dtype=torch.int64) for _ in range(2))
@@ -226,6 +230,7 @@ def variance(builder: Builder, op: Operator) -> None:
     dtype = builder.values[name].dtype
 
     def finish(moments: torch.Tensor) -> Any:
+        # Moments are of all ranks, and biased.
         corrected = moments[1] * (count / (count - correction))
         result: torch.Tensor = (corrected.sqrt() if rooted else corrected).to(dtype)
         return (result, moments[0].to(dtype)) if with_mean else result
@@ -263,22 +268,26 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
 
     def moments(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(accumulator(tensor))
+        # Sums of nothing tie the result to the input, so that all ranks have the same backward.
         if not own_count:
             zeros = tensor.reshape(own_shape).sum(dims, keepdim=keepdim).double()
             row = torch.stack([zeros, zeros])
         else:
             variance, mean = torch.var_mean(tensor.reshape(own_shape), dims, correction=0, keepdim=keepdim)
+            # float64 for the sum over ranks.
             variance, mean = variance.double(), mean.double()
             row = torch.stack([mean, variance if apart else variance + mean * mean])
             row = row if apart else row * own_count
         if not apart:
             return row
+        # Zeros for the rows of other ranks: their sum has all rows, exactly.
         before, behind = row.new_zeros((rank, *row.shape)), row.new_zeros((ranks - 1 - rank, *row.shape))
         return torch.cat([before, row[None], behind])
 
     def together(rows: torch.Tensor) -> torch.Tensor:
         if not apart:
             mean = rows[0] / count
+            # The difference of near numbers may round below zero.
             return torch.stack([mean, (rows[1] / count - mean * mean).clamp(min=0.0)])
         weights = shares.like(rows).view(-1, *[1] * (rows.dim() - 2))
         means, variances = rows.unbind(1)

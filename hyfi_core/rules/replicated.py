@@ -49,6 +49,7 @@ def gathered(builder: Builder, op: Operator, problem: str = "cannot be computed 
     if builder.grid == (1, 1):
         replicated(builder, renamed(op, names))
         return
+    # Other names: the operator's own are those of the parts, which later rules expect.
     wholes = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
     replicated(builder, replace(renamed(op, names), outputs=wholes))
     for output, result in zip(op.outputs, wholes, strict=True):
@@ -101,6 +102,7 @@ def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[
     def call(tensor: torch.Tensor) -> torch.Tensor:
         # From the last dim to the first, so that splitting a dim does not renumber the next ones.
         if split.flat:
+            # Broadcast: the same for all positions.
             if y < 0 or (shape[y] == 1 and split.sides[0] != 1):
                 return tensor
             opened = tensor.unflatten(y, (split.leads[0], *map_box.shape))
@@ -119,6 +121,7 @@ def draws_numbers(op: Operator) -> bool:
     """Whether an operator draws random numbers; attention and recurrent layers do so only with dropout."""
     tags = getattr(op.target, "tags", ())
     if op.text in _RECURRENT:
+        # Dropout lies between layers, so that a single one has none.
         layers, dropout, train = op.args[4:7]
         return bool(train and dropout and layers > 1)
     if op.text == "aten.scaled_dot_product_attention.default":

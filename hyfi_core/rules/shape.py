@@ -42,6 +42,7 @@ def view(builder: Builder, op: Operator) -> None:
     else:  # flat values take no part in fused runs
         name, split_before = builder.owned(name), split_before.owned
     split = replace(split_before, dims=dims)
+    # Each rank reshapes its part: the sizes are those of the part, not of the graph.
     local = split.local_shape(sizes, builder.rank)
     part = builder.part(name, split_before)
     builder.compute(lambda tensor: tensor.reshape(local), (part,), op.outputs, split)
@@ -54,12 +55,14 @@ def _viewed(shape: tuple[int, ...], split: Split, sizes: tuple[int, ...]) -> tup
         return y, x
     if split.leads != (1, 1):
         return None
+    # A dim is known by the product of the sizes before it, which a view keeps.
     ahead = prod(shape[: split.dims[0]])
     height, width = split.layout.map.shape
     if split.flat:
         starts = (at for at in range(len(sizes) - 1) if sizes[at : at + 2] == (height, width))
         at = next((at for at in starts if prod(sizes[:at]) == ahead), None)
         return None if at is None else (at, at + 1)
+    # Row-major: the flat dim can only be (y, x).
     if split.dims[1] != split.dims[0] + 1:
         return None
     at = next((at for at, size in enumerate(sizes) if size == height * width and prod(sizes[:at]) == ahead), None)
@@ -101,6 +104,7 @@ def squeeze(builder: Builder, op: Operator) -> None:
     shape, split = builder.shape(name), builder.same_pixels(op, name)
     argument = op.args[1] if len(op.args) > 1 else range(len(shape))
     dims = [argument] if isinstance(argument, int) else argument
+    # As PyTorch: dims of other sizes stay.
     gone = [dim % len(shape) for dim in dims if shape[dim] == 1]
     if set(gone) & set(split.dims):
         gathered(builder, op, f"squeezes height or width (dims {split.dims})")
@@ -174,6 +178,7 @@ def new_like(builder: Builder, op: Operator) -> None:
         part = builder.part(name, split)
         function, inputs = bound(_sized(renamed(op, {name: part}), list(local)))
         builder.compute(function, inputs, op.outputs, split)
+    # No pixels: every rank creates the same.
     elif sizes[-2:] == (1, 1) or len(sizes) < 3:
         emit(builder, op, {name: builder.part(name, split)})
     else:

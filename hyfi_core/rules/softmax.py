@@ -42,8 +42,10 @@ def softmax(builder: Builder, op: Operator) -> None:
     narrow = builder.values[output].dtype
 
     def finish(x: torch.Tensor, shift: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        # Shifted by the largest of all ranks, so that no exponential overflows.
         exponents = x.to(sums.dtype) - shift
         result = exponents - sums.log() if logarithm else exponents.exp() / sums
+        # As on GPUs, where autocast returns float32.
         wide = isinstance(requested, torch.dtype) or torch.is_autocast_enabled(x.device.type)
         return result if wide else result.to(narrow)
 
@@ -96,6 +98,7 @@ def largest_over_ranks(builder: Builder, part: str, dims: tuple[int, ...]) -> st
     local, largest = builder.fresh(part, dtype=wide), builder.fresh(part, dtype=wide)
 
     def own(x: torch.Tensor) -> torch.Tensor:
+        # Detached: the shift does not change the result, so it has no gradient.
         x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         if x.numel():
             return x.amax(dims, keepdim=True)
@@ -147,6 +150,7 @@ def _within_windows(builder: Builder, op: Operator, arguments: dict[str, Any]) -
     splits = [builder.split_of(arguments[key]) for key in ("query", "key", "value")]
     rank = len(builder.shape(arguments["query"].name))
     first = splits[0]
+    # Attention multiplies the last two dims: if space is neither, each window has its own.
     if first is None or max(first.dims) >= rank - 2 or arguments.get("dropout_p"):
         return False
     if any(split is None or split.dims != first.dims or split.space != first.space for split in splits):
@@ -174,6 +178,7 @@ def _pooled(builder: Builder, op: Operator, names: tuple[str, str, str], scale: 
 
     def own(x: torch.Tensor, shift: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         weights = (x.to(shift.dtype) - shift).exp()
+        # Autocast would make the product of the exponentials narrow again.
         with torch.autocast(v.device.type, enabled=False):
             # Numerators and denominators in one message.
             return torch.cat([weights @ v.to(weights.dtype), weights.sum(-1, keepdim=True)], -1)

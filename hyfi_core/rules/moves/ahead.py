@@ -58,10 +58,12 @@ def windows_first(
         if value not in after.inputs:
             continue
         groups_now = groups if _is_pointwise(program, after, value) else _after(program, after, groups, sizes)
+        # With several users, the shapes that follow may contradict each other.
         users = sum(value in user.inputs for user in computing)
         if groups_now is None or users != 1:
             break
         groups, value = groups_now, after.first_output
+    # A pair in one dim with images counts windows; one beside channels counts their pixels.
     beside = [_beside(groups, pair, pairs[1 - at], batch) for at, pair in enumerate(pairs)]
     if beside[0] != beside[1]:
         return 0 if beside[0] > beside[1] else 1
@@ -102,6 +104,7 @@ def _after(program: Program, op: Operator, groups: FactorGroups, sizes: Sequence
     for side in program.values[op.first_output].shape:
         group: list[int] = []
         left = side
+        # Factors in order, as long as they divide what is left of the dim.
         while left > 1 and remaining and left % sizes[remaining[0]] == 0:
             left //= sizes[remaining[0]]
             group.append(remaining.pop(0))

@@ -62,6 +62,7 @@ class Axis:
         """Return where to cut the outputs, for inputs cut at ``cuts``."""
         result = [0]
         for cut in cuts[1:-1]:
+            # Ascending: a cut before its predecessor would make a part of negative size.
             result.append(max(result[-1], self._cut(cut, cuts[-1])))
         return (*result, self.outputs)
 
@@ -72,6 +73,7 @@ class Axis:
         So the best cut is between them.
         """
         every_cut = range(self.outputs + 1)
+        # Both counts only grow with the cut (the second one falls), so bisection finds where they begin.
         low = bisect_left(every_cut, 1, key=lambda out: self._needed_before(out, cut, inputs)) - 1
         high = bisect_left(every_cut, 0, key=lambda out: -self._needed_behind(out, cut))
         first, last = max(0, min(low, high)), min(self.outputs, max(low, high))
@@ -131,6 +133,7 @@ def scattered(outputs: int, stride: int, padding: int, span: int) -> Axis:
     """Return the axis on which input ``i`` adds to the ``span + 1`` outputs from ``i * stride - padding``."""
 
     def interval(start: int, stop: int) -> tuple[int, int]:
+        # Rounded up: the first input whose last output is not before ``start``.
         first = -(-(start + padding - span) // stride)
         return first, max(first, (stop - 1 + padding) // stride) + 1
 
@@ -147,6 +150,7 @@ class Selection:
     def __init__(self, indices: torch.Tensor) -> None:
         self._indices = Constant(indices)
         self._count = indices.numel()
+        # Known now, on the host: at each step, a GPU would have to be waited for.
         consecutive = self._count > 0 and bool((indices.diff() == 1).all())
         self._first = int(indices[0]) if consecutive else None
 

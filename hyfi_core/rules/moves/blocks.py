@@ -72,6 +72,7 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
             value = _gridded(builder, value, axis, factors[carriers[axis]].size)
     value_split = builder.splits[value]
     laid = Layout.even(*value_split.layout.map.shape, builder.grid) if any(second) else value_split.layout
+    # No block may lie on two ranks: cuts move to the nearest border of blocks.
     rows, columns = _aligned(laid.rows, blocks[0]), _aligned(laid.columns, blocks[1])
     coarse = Layout(tuple(cut // blocks[0] for cut in rows), tuple(cut // blocks[1] for cut in columns))
     split = _folded(coarse, factors, (carriers[0], carriers[1]))
@@ -79,6 +80,8 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
         return False
     part = builder.part(value, Split(Layout(rows, columns), value_split.dims, leads=value_split.leads))
     local = split.local_shape(sizes, builder.rank)
+    # Otherwise height and width each share a dim with another one, which only whole rows and columns can be merged
+    # with.
     if split.flat or 1 in split.leads:
         builder.compute(lambda tensor: tensor.reshape(local), (part,), op.outputs, split)
         return True
@@ -114,6 +117,7 @@ def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], al
         rank = len(builder.shape(op.first_output))
         groups = [tuple(at for at, factor in enumerate(factors) if factor.after == dim) for dim in range(rank)]
         pairs = [(along[0][factor], along[1][factor]) for factor in (0, 1)]
+        # Factors of dim 0.
         batch = [at for at, factor in enumerate(factors) if not factor.before]
         builder.ahead.add(op.name)
         first = windows_first(builder.program, op, groups, sizes, pairs, batch)
@@ -172,6 +176,7 @@ def _reshaped(
 def _factors(before: tuple[int, ...], after: tuple[int, ...]) -> list[_Factor] | None:
     """Return the common factors of two shapes of equal size, in order; None if their dims have none."""
     cuts = sorted({*_products(before), *_products(after)})
+    # Two dims that overlap without one dividing the other have no common factors.
     if any(high % low for low, high in itertools.pairwise(cuts)):
         return None
     return [_Factor(high // low, _holding(before, low), _holding(after, low)) for low, high in itertools.pairwise(cuts)]
@@ -188,6 +193,7 @@ def _holding(shape: tuple[int, ...], ahead: int) -> int:
 
 def _aligned(cuts: tuple[int, ...], block: int) -> tuple[int, ...]:
     """Return the multiples of ``block`` that are nearest to the cuts."""
+    # Half a block up, then down to a multiple: the nearest one.
     return tuple((cut + block // 2) // block * block for cut in cuts)
 
 
@@ -203,6 +209,7 @@ def _folded(layout: Layout, factors: list[_Factor], carriers: tuple[int, int]) -
     dims = factors[y].after, factors[x].after
     members = [[at for at, factor in enumerate(factors) if factor.after == dim] for dim in dims]
     if dims[0] == dims[1]:
+        # Row-major positions need the two factors beside each other.
         if x != y + 1:
             return None
         behind = prod(factors[at].size for at in members[0] if at > x)

@@ -30,6 +30,7 @@ def group(builder: Builder, name: str, output: str | None, start: int, stop: int
     """Emit tiles ``[start, stop)`` of a value with tiles in dim 0."""
     ordered = _in_order(builder, name)
     cuts, rank = builder.splits[ordered].layout.columns, builder.rank
+    # The ranks' cuts within the group: clamped to it, and counted from its start.
     inner = tuple(min(max(cut, start), stop) - start for cut in cuts)
     first, count = max(start - cuts[rank], 0), inner[rank + 1] - inner[rank]
     builder.compute(lambda tiles: tiles.narrow(0, first, count), (ordered,), (output,), _row(inner))
@@ -69,6 +70,7 @@ def _joined(rows: list[Split]) -> tuple[int, ...] | None:
         return None
     cuts = [0]
     for rank in range(ranks.pop()):
+        # Along the groups in order, this rank's tiles must continue where its last ones ended.
         end, offset = cuts[-1], 0
         for split in rows:
             start, stop = (offset + cut for cut in split.layout.columns[rank : rank + 2])
@@ -96,6 +98,7 @@ def _put_in_order(builder: Builder, name: str) -> str:
     split, shape, result = builder.splits[name].owned, builder.shape(name), builder.fresh(name)
     part, (down, across) = builder.part(name, split), split.layout.map.shape
     images, ranks = split.leads[0], len(split.layout.parts)
+    # Then each rank's tiles are consecutive as they are.
     whole_rows = images == 1 and len(split.layout.columns) == 2
     cuts = tuple(cut * across for cut in split.layout.rows) if whole_rows else _even(shape[0], ranks)
     if ranks == 1:

@@ -48,6 +48,7 @@ def interpolated(find: _Find) -> Rule:
         name, align = op.args[0].name, bool(op.args[2])
         factors = op.args[3] if len(op.args) > 3 and op.args[3] is not None else (None, None)
         dims = builder.splits[name].dims
+        # Positions and weights in the arithmetic of PyTorch's kernels: float32 for 16-bit maps.
         dtype = torch.promote_types(builder.values[name].dtype, torch.float32)
         taps = []
         for dim, factor in zip(dims, factors, strict=True):
@@ -104,6 +105,7 @@ def bicubic(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neigh
     first = position.floor()
     offset = position - first
     distances = torch.stack([offset + 1, offset, 1 - offset, 2 - offset], 1)
+    # Clamped places with unclamped weights: several taps then read the border pixel.
     places = (first.long()[:, None] + torch.arange(-1, 3)).clamp(0, size - 1)
     # PyTorch's coefficient; where it resizes with antialiasing it has Pillow's, -0.5.
     return _Neighbours(places, _cubic(distances, -0.75))
@@ -121,6 +123,7 @@ def antialiased(support: float, weigh: Callable[[torch.Tensor], torch.Tensor]) -
         high = (center + reach_px + 0.5).long().clamp(max=size)
         places = low[:, None] + torch.arange(int((high - low).max()))
         weights = weigh((places - center[:, None] + 0.5) / stretch).masked_fill(places >= high[:, None], 0.0)
+        # Filters that are cut off at the border still have weights with the sum 1.
         return _Neighbours(torch.minimum(places, high[:, None] - 1), weights / weights.sum(1, keepdim=True))
 
     return find

@@ -36,6 +36,7 @@ def pad(builder: Builder, op: Operator) -> None:
     mode = op.args[2] if len(op.args) > 2 else op.kwargs.get("mode", "constant")
     value = op.args[3] if len(op.args) > 3 else op.kwargs.get("value")
     shape, dims = builder.shape(name), builder.splits[name].dims
+    # Widths come in pairs, the last dim first.
     padded = {len(shape) - 1 - at // 2 for at, width in enumerate(widths) if width}
     if not builder.splits[name].plain and not padded & set(dims):  # each tile, say
         split = builder.splits[name].owned
@@ -70,6 +71,7 @@ def _pad_constant(
     sizes = builder.shape(output)
     axes = tuple(Axis.shifted(sizes[dim], -before) for dim, (before, _) in zip(dims, space, strict=True))
     plan = reach(builder, name, axes, fill=value)  # type: ignore[arg-type]
+    # Channels and batch are padded locally; F.pad wants the last dim first.
     amounts = [around.get(dim, (0, 0)) for dim in reversed(range(len(sizes)))]
     widths = [width for pair in amounts for width in pair]
 
@@ -80,6 +82,7 @@ def _pad_constant(
 
 
 def _reflected(index: int, size: int) -> int:
+    # A mirror at 0, without repeating it, and one at the last pixel.
     index = abs(index)
     return index if index < size else 2 * (size - 1) - index
 
@@ -130,6 +133,7 @@ def split_of_space(builder: Builder, op: Operator, dim: int) -> None:
 def _lengths(op: Operator, size: int) -> list[int]:
     if op.text == "aten.split_with_sizes.default":
         return list(op.args[1])
+    # ``chunk`` is told a number of pieces, ``split`` their length.
     step = -(-size // op.args[1]) if op.text == "aten.chunk.default" else op.args[1]
     return [min(step, size - start) for start in range(0, size, step)]
 
@@ -151,11 +155,13 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
                 "maps in the same dims",
             )
     y, x = first.dims
+    # A new layout: a rank's parts of two inputs would not be beside each other in the joined map.
     layout = Layout.even(shape[y], shape[x], builder.grid)
     start, pieces, inputs = 0, [], []
     for name in names:
         stop = start + builder.shape(name)[dim]
         band = Box(start, stop, 0, shape[x]) if dim == y else Box(0, shape[y], start, stop)
+        # From the joined map's coordinates to those of this input.
         need = layout.parts.within(band).shift(-band.y0, -band.x0)
         pieces.append(not need[builder.rank].empty)
         inputs.append(_piece(builder, name, first.dims, need))
@@ -196,6 +202,7 @@ def _nearest(op: Operator, builder: Builder, size: int, outputs: int, factor: fl
     exact = "exact" in op.text
     resize: Any = torch.ops.aten._upsample_nearest_exact2d if exact else torch.ops.aten.upsample_nearest2d
     dtype = torch.float64 if builder.values[op.args[0].name].dtype == torch.float64 else torch.float32
+    # float32 has all integers up to 2 ** 24, far beyond the side of a map.
     ramp = torch.arange(size, dtype=dtype).view(1, 1, size, 1)
     return [int(index) for index in resize.default(ramp, [outputs, 1], factor, None).flatten()]
 
@@ -209,6 +216,7 @@ def pixel_shuffle(builder: Builder, op: Operator) -> None:
         for size in (layout.height, layout.width)
     )
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
+    # In the local result, which begins at the first needed input.
     part = plan.part.shift(-plan.need.y0 * factor, -plan.need.x0 * factor)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,7 @@ def conv_transpose2d(builder: Builder, op: Operator) -> None:
     edges = (-before[1], behind[1], -before[0], behind[0])
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        # Without padding and bias: the first is cut off below, the second added where no input reaches, too.
         result = F.conv_transpose2d(tensor, kernel, None, stride, 0, 0, groups, dilation)
         result = F.pad(result, edges)
         return result + bias[0].to(result.dtype).view(1, -1, 1, 1) if bias else result
@@ -97,6 +98,7 @@ def _blend(
     """
     dtype = torch.float64 if double else torch.float32
     out = torch.arange(outputs, dtype=dtype)
+    # PyTorch copies then, whatever ``factor`` says.
     if size == outputs:
         position = out
     elif align:
@@ -129,6 +131,7 @@ def adaptive_avg_pool2d(builder: Builder, op: Operator) -> None:
     columns = Constant(_means(axes[1], part.x0, part.x1, need.x0, need.x1))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
+        # Means are sums: autocast would multiply in 16 bits.
         with torch.autocast(tensor.device.type, enabled=False):
             dtype = torch.promote_types(tensor.dtype, torch.float32)
             means = torch.matmul(rows.on(tensor.device, dtype), tensor.to(dtype))
@@ -167,6 +170,7 @@ def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
     axes = tuple(_adaptive(size, count) for size, count in zip(sizes, outputs, strict=True))
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
+    # Equal windows side by side are one call; those of other sizes overlap, and are called one by one.
     even = all(size % count == 0 for size, count in zip(sizes, outputs, strict=True))
     outputs_at_once = (part,) if even else tuple(_pixels(part))
     reached = [
@@ -175,6 +179,7 @@ def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
 
     def pooled(tensor: torch.Tensor, outputs: Box, inputs: Box) -> tuple[torch.Tensor, torch.Tensor]:
         y, x = inputs.slices()
+        # Indices within the box, turned into those of the whole map below.
         top, where = F.adaptive_max_pool2d(tensor[:, :, y, x], outputs.shape, return_indices=True)
         rows, columns = where // inputs.width + inputs.y0 + need.y0, where % inputs.width + inputs.x0 + need.x0
         return top, rows * sizes[1] + columns

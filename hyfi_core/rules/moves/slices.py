@@ -50,6 +50,7 @@ def roll(builder: Builder, op: Operator) -> None:
         builder.refuse(
             op, f"rolls dims {dims}, which mix rows or columns with something else", "either height or width"
         )
+    # Output ``at`` is the input that has moved there.
     tables = [[(at - by[dim]) % shape[dim] for at in range(shape[dim])] for dim in split.dims]
     amounts, channel_dims = [shift for shift, _ in channel_shifts], [dim for _, dim in channel_shifts]
     _by_slices(
@@ -160,6 +161,7 @@ def _slices(table: Sequence[int]) -> list[Slice]:
     result: list[Slice] = []
     at = 0
     while at < len(table):
+        # Up, down or alone: other steps are slices of one pixel each.
         step = table[at + 1] - table[at] if at + 1 < len(table) else 1
         step = step if step in (1, -1) else 1
         end = at + 1

@@ -52,6 +52,7 @@ def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: 
         builder.refuse(
             op, f"works along dims {dims}, which mix rows or columns with something else", "either height or width"
         )
+    # Exactly one: both would be a reduction over the whole map.
     (dim,) = set(dims) & set(split.dims)
     laid = strips(builder, split, dim)
     function, inputs = bound(renamed(op, {name: builder.part(name, laid)}))
@@ -60,6 +61,7 @@ def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: 
         return
     left = _resized(laid, dim, 1)
     if not keepdim:  # a row or column is left, in one dim
+        # The other one of height and width, renumbered by the dims that are gone.
         divided = laid.dims[0] + laid.dims[1] - dim
         divided -= sum(gone < divided for gone in dims)
         left = replace(left, dims=(divided, divided))
@@ -91,6 +93,7 @@ def first_extreme(builder: Builder, op: Operator) -> None:
     split, shape = builder.splits[name].owned, builder.shape(name)
     dim = op.args[1] % len(shape)
     keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(op.kwargs.get("keepdim", False))
+    # Along an axis of one rank, rows are whole already.
     if not split.plain or (builder.grid[0] if dim == split.dims[0] else builder.grid[1]) == 1:
         along_space(builder, op, (dim,), keepdim)
         return
@@ -111,6 +114,7 @@ def first_extreme(builder: Builder, op: Operator) -> None:
 
     def first(values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         top, at = op.target(values, dim, True)
+        # Of equal extremes, ``op.target`` returns the first part's, whose own index was its first.
         places = indices.gather(dim, at)
         result = (top, places) if keepdim else (top.squeeze(dim), places.squeeze(dim))
         return tuple(item.clone() for item in result)
@@ -122,5 +126,6 @@ def _counted(cuts: tuple[int, ...]) -> tuple[int, ...]:
     """Return cuts with one value for each part that is not empty."""
     result = [0]
     for start, stop in itertools.pairwise(cuts):
+        # Parts without pixels have no extreme to offer.
         result.append(result[-1] + (stop > start))
     return tuple(result)

@@ -37,6 +37,7 @@ def conv2d(op: Operator, shape: ShapeOf) -> Sliding:
     kernel, stride, dilation = shape(weight.name)[2:], pair(stride), pair(dilation)
     if isinstance(padding, str):
         amounts = [(d * (k - 1) if padding == "same" else 0) for k, d in zip(kernel, dilation, strict=True)]
+        # "same" with an even kernel: PyTorch pads the odd one at the end.
         first, symmetric = (amounts[0] // 2, amounts[1] // 2), (amounts[0] % 2 == 0, amounts[1] % 2 == 0)
     else:
         first, symmetric = pair(padding), (True, True)

@@ -98,6 +98,7 @@ def avg_pool1d(builder: Builder, op: Operator) -> None:
     covered = Constant(_counts(line, split.layout, builder.rank))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
+        # The padding counts, so that each window has all of its taps.
         if include_pad:
             return F.avg_pool2d(tensor, (1, line.kernel), 1).flatten(2)
         sums = F.avg_pool2d(tensor, (1, line.kernel), 1, divisor_override=1)
@@ -129,6 +130,7 @@ def _rows(builder: Builder, op: Operator, line: _Line, stride: int) -> str | Non
     name = op.args[0].name
     split, shape = builder.splits[name].owned, builder.shape(name)
     count = builder.shape(op.first_output)[-1]
+    # One rank has whole rows: nothing to receive.
     alone = builder.grid == (1, 1) and split.dims == (2, 2) and count == shape[-1]
     if alone or (split.in_batch and len(shape) == 3):
         emit_on_part(builder, op, split, split)
@@ -137,6 +139,7 @@ def _rows(builder: Builder, op: Operator, line: _Line, stride: int) -> str | Non
         builder.refuse(op, f"works over dims (1, 2) of {shape}, not over positions", "(B, C, H · W)")
     if stride != 1 or count != shape[2]:
         builder.refuse(op, f"makes {count} results of {shape[2]} positions, with stride {stride}", _INSTEAD)
+    # Beyond a row, windows would reach two rows up or down.
     if max(line.before, line.after) > split.layout.map.width:
         builder.refuse(op, f"reaches {max(line.before, line.after)} positions, more than a row", _INSTEAD)
     return _with_ends(builder, builder.opened(builder.part(name, split)), line)
@@ -165,6 +168,7 @@ def _with_ends(builder: Builder, name: str, line: _Line) -> str:
     some = [not need[builder.rank].empty for need in pieces]
 
     def joined(*tensors: torch.Tensor) -> torch.Tensor:
+        # cat refuses an empty list: a rank without pixels returns an empty piece.
         return torch.cat([tensor for tensor, present in zip(tensors, some, strict=True) if present] or tensors[:1], 3)
 
     result = builder.fresh(name)

@@ -98,6 +98,7 @@ def max_pool_alone(builder: Builder, op: Operator, window: Window, split: Split)
 def _own_halo(builder: Builder, name: str, split: Split, need: Boxes, fill: float = 0.0) -> Redistribute | None:
     """Return the halo exchange of a window operator; None if it has none of its own."""
     have = builder.splits[name]
+    # Margins come from an exchange that several operators share, and which is over by then.
     fused = have.boxes is not None or split.boxes is not None or name in builder.runs.shared
     if name == builder.program.image or fused or need == have.layout.parts:
         return None

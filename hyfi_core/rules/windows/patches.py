@@ -30,6 +30,7 @@ def unfold(builder: Builder, op: Operator) -> None:
     counts = _windows(sizes, kernel, dilation, padding, stride)
     axes = tuple(_covered(*settings) for settings in zip(counts, kernel, dilation, padding, stride, strict=True))
     plan = reach(builder, name, (axes[0], axes[1]))
+    # Windows are positions: their grid is flattened into one dim.
     split = Split(plan.split.layout, (2, 2))
     builder.compute(lambda tensor: F.unfold(tensor, kernel, dilation, 0, stride), (plan.canvas,), op.outputs, split)
 

@@ -69,6 +69,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
     # One rank along an axis has both ends of the map, which the native call can pad if the padding is the same at both.
     native_y = len(layout.rows) == 2 and symmetric[0]
     native_x = len(layout.columns) == 2 and symmetric[1]
+    # Beyond the map, too: there the exchange writes the fill value.
     need = window.input_boxes(split.held)
     if native_y:
         need = replace(need, rows=((0, layout.height),))
@@ -127,6 +128,7 @@ def _subsampled_convolution(builder: Builder, op: Operator, stride: tuple[int, i
     canvas = builder.moved(x.name, plan.need)
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        # Before the pixels are chosen: padding counts in the stride.
         padded = F.pad(tensor, (plan.native[1],) * 2 + (plan.native[0],) * 2) if any(plan.native) else tensor
         return F.conv2d(padded[:, :, :: stride[0], :: stride[1]], kernel, bias[0] if bias else None, groups=groups)
 
@@ -174,6 +176,7 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride = (y.kernel, x.kernel), (y.stride, x.stride)
+        # Sums, divided by our counts: the native call counts by its own padding.
         sums: torch.Tensor = F.avg_pool2d(tensor, kernel, stride, divisor_override=1)
         counted = rows.like(tensor)[:, None] * columns.like(tensor)[None, :]
         return sums / (divisor or counted)

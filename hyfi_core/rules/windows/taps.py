@@ -43,6 +43,7 @@ def of_slice(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
     lines = range(shape[dim])[start:stop:step]
     if not split.plain or dim not in split.dims or not lines:
         return None
+    # A window that begins later has a negative padding.
     return _tap({dim: AxisWindow(1, lines.step, -lines.start)}, split.dims, 0.0)
 
 
