@@ -31,6 +31,7 @@ from pathology.process_token import has_ended, this_process
 
 __all__ = ["Claim", "ClaimLostError", "is_held", "remove_ended", "sweep"]
 
+# Twelve beats: a network disk that hangs for a minute does not cost a process its claim.
 STALE_AFTER_S = 120.0
 BEAT_S = 10.0
 _UNREADABLE_GRACE_S = 10.0
@@ -63,12 +64,16 @@ class Claim:
             return ObjectClaim.take(folder, name)
         folder.mkdir(parents=True, exist_ok=True)
         before = _latest(folder, name)
+        # Read once: `_is_mine` compares with this reading, so that nobody takes over a claim that was renewed
+        # meanwhile.
         if before is not None and not before.is_stale():
             return None
         number = 0 if before is None else before.number + 1
+        # A random part: one process may take, lose and take the same name again.
         path, token = folder / f"{name}.{number}", f"{this_process()} {secrets.token_hex(8)}"
         if not _create(path, token):
             return None
+        # Another may have taken over and released between the reading and the creation: then this one is not the next.
         if not _is_mine(folder, name, number, before):
             path.unlink(missing_ok=True)
             return None
@@ -95,6 +100,7 @@ class Claim:
         free = _create(after, self._token)
         if free:
             after.unlink()
+        # The own file may be gone, too: a holder with a higher number removes older ones when it releases.
         if not free or _token(self._path) != self._token:
             raise ClaimLostError(name)
 
@@ -109,6 +115,7 @@ class Claim:
     def release(self) -> None:
         """Release the claim, and remove the stale ones that it replaced."""
         self._stop.set()
+        # Before the files are looked at: a beat could fall on a file that another has created anew.
         self._beat.join()
         folder, (name, number) = self._path.parent, _parts(self._path)
         if _token(self._path) == self._token:
@@ -160,9 +167,11 @@ class _ClaimFile:
 
     def is_stale(self) -> bool:
         try:
+            # Both times by one clock: that of a node may be minutes off that of the file server.
             silent_s = _now_on_disk(self.path.parent) - self.path.stat().st_mtime
         except FileNotFoundError:
             return False  # just released: the next attempt succeeds
+        # Removed between the two looks: released.
         if self.token is None:
             return False
         if not self.token:
@@ -182,6 +191,7 @@ def _latest(folder: Path, name: str) -> _ClaimFile | None:
 
 def _numbers(folder: Path, name: str) -> list[int]:
     """Return the numbers of a name's claim files, ascending."""
+    # DOTALL: a name of a slide may contain a line feed.
     pattern = re.compile(re.escape(name) + r"\.(\d+)", re.DOTALL)
     with os.scandir(folder) as entries:
         return sorted(int(match[1]) for entry in entries if (match := pattern.fullmatch(entry.name)))

@@ -41,6 +41,7 @@ def group_size(ranks_per_slide: RanksPerSlide, ranks: int, slides: int) -> int:
         RequestError: groups of this size would leave ranks over.
     """
     if ranks_per_slide == "auto":
+        # The smallest divisor that leaves no more groups than slides: larger groups divide slides for nothing.
         return next(size for size in range(1, ranks + 1) if ranks % size == 0 and ranks // size <= max(slides, 1))
     size = ranks if ranks_per_slide is None else ranks_per_slide
     if ranks % size:
@@ -56,6 +57,7 @@ def own_group(comm: Communicator, size: int) -> Communicator:
         comm: all ranks.
         size: ranks of each group; divides the number of all.
     """
+    # Neighbouring ranks share a slide: they are usually on one node.
     group = comm if size == comm.size else comm.split(comm.rank // size, comm.rank)
     assert group is not None
     return group
@@ -72,6 +74,7 @@ class SlideQueue:
     """
 
     def __init__(self, slides: Sequence[int], folder: Path, group: Communicator, alone: bool) -> None:
+        # Every group has the whole list, and learns by the files which of it are taken.
         self._left, self._folder, self._group, self._alone = list(slides), folder, group, alone
         self._known: set[int] = set()
         self._unseen: set[int] = set()
@@ -131,6 +134,7 @@ def on_first_rank(comm: Communicator, action: Callable[[], T]) -> T:
             value = action()
         except RequestError as error:
             refusal = str(error)
+    # On all ranks, also after an error: a rank that raised alone would leave the others waiting here.
     value, refusal = comm.broadcast_object([value, refusal])
     if refusal:
         raise RequestError(refusal)
@@ -147,6 +151,7 @@ def shared_folder(path: Path, comm: Communicator) -> Iterator[Path]:
     Raises:
         RequestError: on every rank: it cannot be created, or only some ranks see it.
     """
+    # The first rank's name: each rank has another process id.
     folder = location(comm.broadcast_object(str(temporary_path(path))))
     on_first_rank(comm, lambda: _make_empty(path, folder))
     try:

@@ -43,5 +43,6 @@ def worker_count(requested: int, memory_bytes: int | None, sharing: int = 1) -> 
         raise RequestError(
             f"--memory {memory_bytes / 1e9:.2g} GB: one worker needs up to {WORKER_BYTES / 1e9:g} GB; give more"
         )
+    # A given amount is for this process's workers; free memory is what all that share the machine see.
     budget = memory_bytes if memory_bytes is not None else int(_USABLE_FRACTION * available_bytes()) // sharing
     return max(1, min(workers, budget // WORKER_BYTES))

@@ -17,6 +17,7 @@ from typing import Self
 from data.object_path import ObjectPath
 from pathology.process_token import has_ended, this_process
 
+# Six beats; longer than on disks, as a request may be repeated for a minute.
 STALE_AFTER_S = 180.0
 BEAT_S = 30.0
 
@@ -82,8 +83,10 @@ class ObjectClaim:
     def release(self) -> None:
         """Release the claim; if the server does not answer, it becomes stale."""
         self._stop.set()
+        # Else a beat could write the claim again after it was removed.
         self._beat.join()
         with contextlib.suppress(OSError):
+            # Not one request: a moment remains in which another could take over between the look and the removal.
             if not self._lost and self._path.revision() == self._version:
                 self._path.unlink(missing_ok=True)
 
@@ -121,8 +124,10 @@ def _stale_version(path: ObjectPath) -> str | None:
     """Return the version of a claim that nobody renews; None if somebody does, or it was just released."""
     try:
         version, silent_since_s = path.revision(), path.stat().st_mtime
+        # Without the number of the beat.
         token = " ".join(path.read_bytes().decode(errors="replace").split()[:4])
         if has_ended(token) or _server_time_s(path) - silent_since_s > STALE_AFTER_S:
+            # Read once more: time, content and version are three requests, and a beat may lie between them.
             return version if path.revision() == version else None
     except FileNotFoundError:
         pass

@@ -22,6 +22,7 @@ def _machine() -> str:
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
+        # Two containers of one machine may have the same host name and process ids; their namespaces differ.
         parts.append(re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink())))
     return "/".join(parts).replace(" ", "_")
 
@@ -47,6 +48,7 @@ def has_ended(token: str) -> bool:
         return True
     except OSError:
         return False
+    # Another start time: the id was given to a new process. A zombie has ended; only its parent has not noticed.
     return parts[2] != _started(pid) or _is_zombie(pid)
 
 

@@ -131,6 +131,7 @@ def _search(folder: Path, store: Path | None) -> Iterator[Path]:
         if not isinstance(error, FileNotFoundError):  # removed in the meantime
             unreadable.append(Path(error.filename))
 
+    # Links are followed, so a folder may be met again, or contain itself: by its real path it is visited once.
     for folder_path, folders, files in os.walk(_tidy(folder), onerror=note, followlinks=True):
         real = os.path.realpath(folder_path)
         if real in visited:
@@ -144,6 +145,7 @@ def _search(folder: Path, store: Path | None) -> Iterator[Path]:
             continue
         if ".records" in folders and (len(visited) > 1 or _is_same(folder_path, store)):
             folders[:] = [name for name in folders if not name.endswith(".zarr")]
+        # In place: `os.walk` descends into what is left of its own list.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in files:
             if not name.startswith(".") and _is_slide(Path(folder_path, name)):

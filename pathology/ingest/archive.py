@@ -141,6 +141,7 @@ def ingest(
 
     try:
         with store_errors(report, store):
+            # First: the records of skipped slides are right even if the run is stopped later.
             refresh(work.finished, store)
             SlidePool(store, request.options, processes, take, progress).run(work.jobs)
     finally:
@@ -171,6 +172,7 @@ def store_errors(report: IngestReport, store: Path) -> Iterator[None]:
 
 def end(store: Path) -> None:
     """Compile the store's manifest and contact sheet, and remove what killed runs left."""
+    # Each on its own: a manifest that cannot be written must not keep claims of killed runs.
     for step in (merge_manifest, write_contact, sweep_unfinished, sweep_claims):
         with suppress(OSError):  # a full disk; the next run writes it
             step(store)
@@ -303,6 +305,7 @@ def _unchanged_source(record: SlideRecord, job: SlideJob) -> SlideRecord | None:
     except SlideError:
         return updated  # the file was removed, but its slide is in the store
     stored = record.identity
+    # The size first: it differs at no cost, where the digest reads the whole file.
     current = stamp.to_json(job.secret)
     if current["size_bytes"] != stored.get("size_bytes"):
         return None
@@ -353,10 +356,12 @@ def _make_store(store: Path) -> None:
     try:
         if isinstance(store, ObjectPath):
             probe = store / f".probe-{secrets.token_hex(8)}"
+            # Rights to write are known by writing only.
             probe.write_bytes(b"")
             probe.unlink()
             return
         store.mkdir(parents=True, exist_ok=True)
+        # Tried: access rights alone do not show quotas, read-only mounts and what a file server allows.
         with tempfile.TemporaryFile(dir=store):
             pass
     except OSError as error:

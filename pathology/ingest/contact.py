@@ -85,8 +85,10 @@ def write_picture(store: Path, slide_id: str) -> None:
     large, small = _files(store, slide_id)
     large.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
+    # A palette: few bytes, and outlines stay sharp, which JPEG blurs.
     drawn.quantize(128, Image.Quantize.FASTOCTREE).save(buffer, "PNG", optimize=True)
     write_atomically(large, buffer.getvalue())
+    # Changes the picture itself, so it comes last.
     drawn.thumbnail((SMALL_PX, SMALL_PX), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     drawn.save(buffer, "JPEG", quality=80, optimize=True)
@@ -106,6 +108,7 @@ def draw(slide: SlideStore, longest_px: int = PICTURE_PX) -> RGB:
     size = slide.levels[0]
     extent_um = (size.height_px * size.mpp[0], size.width_px * size.mpp[1])
     blur, patch_um = blur_from_json(maps["blur"])
+    # NaN, where there is no tissue, is not below any limit.
     with np.errstate(invalid="ignore"):
         unsharp = _resampled(blur < OUT_OF_FOCUS, patch_um, picture.shape, extent_um)
     y, x = np.ogrid[: picture.shape[0], : picture.shape[1]]
@@ -119,6 +122,7 @@ def _resampled(mask: Mask, mpp_um: float, shape: tuple[int, ...], extent_um: tup
     """Return a mask of ``mpp_um`` resampled (nearest neighbour) to a picture ``shape`` of the whole slide."""
 
     def nearest(axis: int) -> npt.NDArray[np.intp]:
+        # The mask's pixel under the centre of each pixel of the picture.
         position = (np.arange(shape[axis]) + 0.5) * extent_um[axis] / shape[axis] / mpp_um
         clipped: npt.NDArray[np.intp] = np.minimum(position.astype(np.intp), mask.shape[axis] - 1)
         return clipped

@@ -114,6 +114,7 @@ class ResampledContent:
         self._options = options
         self._to_srgb = ToSrgb(slide.icc) if options.icc == "apply" and slide.icc else None
         self.frame = find_frame(slide, mpp, options, tissue)
+        # After the frame, which says which level is read.
         self._reader = LevelReader(slide, self.frame.choice, options.max_bad)
         self._sizes = self.frame.sizes(options)
         self.levels = pyramid_levels(self._sizes, options.mpp, options.pixel_codec, options.sharded)
@@ -143,11 +144,13 @@ class ResampledContent:
             written = writer.read_back(0, box) if self._options.max_bad == 0 else None
             if written is not None:
                 return written
+            # The reader counts from the slide's corner, the writer from the crop's.
             pixels = self._reader.read(box.shift(self.frame.box.y0, self.frame.box.x0))
             return pixels if self._to_srgb is None else self._to_srgb.planes(pixels)
 
         def write(level: int, y0: int, x0: int, block: Planes) -> None:
             writer.write(level, y0, x0, block)
+            # The writer's threads only read the block, so it is measured meanwhile.
             accumulator.add(level, y0, x0, block)
 
         PyramidBuilder(self._sizes, read, write).build()
@@ -185,6 +188,7 @@ class LosslessContent:
         with ThreadPoolExecutor(1, "measure") as pool:
             measured = pool.submit(self._measure)
             copied = self._copy.copy(writer, self._options.max_bad)
+            # After the copy: an error of the copy names the damaged tile, which measuring only shows white.
             quality = measured.result()
         self.bad_tiles, self.tiles = len(copied.bad), copied.tiles
         writer.write_tissue(quality.masks.tissue, quality.mpp_um)
@@ -209,6 +213,7 @@ def measure_lossless(
         RequestError: The given tissue is not of this slide.
     """
     mpp = source_mpp.um
+    # Not finer than what blur and stains are defined for; a slide that is coarser is measured as it is.
     base_um = max(MEASURED_MPP_UM, sum(mpp) / 2)
     fine = choose_level(slide, mpp, base_um)
     level = mask_level(base_um, parameters)
@@ -218,6 +223,7 @@ def measure_lossless(
     mask = None if tissue is None else tissue.mask(slide_grid(slide, source_mpp, mpp, mask_mpp), shape)
     coarse = choose_level(slide, mpp, mask_mpp)
     overview = LevelReader(slide, coarse, max_bad=1.0).read(Box.of_size(coarse.height_px, coarse.width_px))
+    # Its own level may have another size by a pixel, and masks must lie on the grid of the pyramid.
     overview = fitted(overview, sizes[level])
     masks = find_tissue(overview, mask_mpp, parameters)
     accumulator.add(level, 0, 0, overview)
@@ -238,6 +244,7 @@ def measure_lossless(
 def _samples(tissue: Mask, scale: int, extent: Box) -> list[Box]:
     """Return blocks with tissue in their middle, evenly distributed, row by row."""
     step = _SAMPLE_PX // scale
+    # One mask pixel for each block: that in its middle.
     rows, columns = np.nonzero(tissue[step // 2 :: step, step // 2 :: step])
     chosen = np.unique(np.linspace(0, max(0, len(rows) - 1), _SAMPLES).astype(int))[: len(rows)]
     corners = [(int(rows[k]) * _SAMPLE_PX, int(columns[k]) * _SAMPLE_PX) for k in chosen]
@@ -258,6 +265,7 @@ class ToSrgb:
         self._profile = profile
         # Little CMS transforms cache the last colour and are not thread-safe.
         self._transforms = PerThread(self._build, lambda transform: None)
+        # Built once now, so that a profile that cannot be used is refused before anything is written.
         self._transforms.get()
 
     def _build(self) -> Any:
@@ -273,6 +281,7 @@ class ToSrgb:
         except (ImageCms.PyCMSError, OSError, ValueError) as error:
             raise SlideError(f"its ICC profile cannot be applied: {error}") from error
 
+    # Transforms of Little CMS cannot be pickled; worker processes build their own.
     def __reduce__(self) -> tuple[Any, ...]:
         return ToSrgb, (self._profile,)
 

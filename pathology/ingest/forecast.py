@@ -101,6 +101,7 @@ def lower_bound_bytes(jobs: Sequence[SlideJob], options: IngestOptions) -> float
     may_omit_parts = options.crop_tissue or options.lossless or options.glass != "keep" or not options.pixel_codec.exact
     if not jobs or may_omit_parts:
         return 0.0
+    # Spread over the list: neighbours are often of one case or scanner.
     step = max(1, len(jobs) // _SAMPLED)
     sampled = forecast(jobs[::step][:_SAMPLED], options)
     return sampled.store_px / min(len(jobs), _SAMPLED) * len(jobs) * MIN_BYTES_PER_PX
@@ -110,6 +111,7 @@ def free_bytes(folder: Path) -> int | None:
     """Return the free bytes at ``folder``, or at its nearest existing parent; None on object storage, without limit."""
     if is_remote(folder):
         return None
+    # The root is its own parent.
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free

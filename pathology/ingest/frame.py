@@ -91,7 +91,9 @@ def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissu
     masks = _masks(slide, mpp, options, size)
     mask = masks.tissue if given_mask is None else given_mask
     box = _tissue_box(mask, scale, extent, options.mpp) if options.crop_tissue else extent
+    # The box is aligned to 512 px, so its corner is a corner of a mask pixel; its end may be the slide's.
     part = (slice(box.y0 // scale, -(-box.y1 // scale)), slice(box.x0 // scale, -(-box.x1 // scale)))
+    # Only if the writer must know them before the pixels; otherwise they are found again from what is written.
     written = TissueMasks(masks.tissue[part], masks.pen[part]) if options.glass == "blank" else None
     return Frame(choice, stored, box, written, mask_mpp, None if given_mask is None else given_mask[part])
 
@@ -118,6 +120,7 @@ def affine_to_source(
     that level of the whole slide.
     """
     scale = [stored / stated for stored, stated in zip(stored_mpp, mpp.um, strict=True)]
+    # First the shift by the crop's corner, then to source pixels, then the reader's own map: one product.
     return [[a * scale[0], b * scale[1], a * y0 * scale[0] + b * x0 * scale[1] + c] for a, b, c in slide.to_file_px]
 
 
@@ -149,4 +152,5 @@ def _tissue_box(tissue: Mask, scale: int, extent: Box, mpp_um: float) -> Box:
 def _aligned(indices: npt.NDArray[np.intp], scale: int, margin: int) -> tuple[int, int]:
     """Return the start and end, with a margin, of sorted indices of a mask, in pixels aligned to `CROP_ALIGN_PX`."""
     start, stop = int(indices[0]) * scale - margin, (int(indices[-1]) + 1) * scale + margin
+    # Outwards on both sides: the tissue stays inside.
     return max(0, start // CROP_ALIGN_PX * CROP_ALIGN_PX), -(-stop // CROP_ALIGN_PX) * CROP_ALIGN_PX

@@ -48,6 +48,7 @@ class SourceStamp:
         if len(statuses) == 1:
             return cls(size_bytes, statuses[0][1].st_mtime_ns)
         listed = sorted((name, s.st_size, s.st_mtime_ns) for name, s in statuses)
+        # 56 bits: below 2⁶³, as times in nanoseconds are.
         return cls(size_bytes, int.from_bytes(hashlib.sha256(repr(listed).encode()).digest()[:7], "big"))
 
     def to_json(self, secret: str = "") -> dict[str, int]:
@@ -62,6 +63,7 @@ class SourceStamp:
 def _hidden_time(mtime_ns: int, secret: str) -> int:
     if not secret:
         return mtime_ns
+    # Times of files are unique enough to find a slide by; without the secret the digest tells nothing.
     digest = hmac.digest(secret.encode(), str(mtime_ns).encode(), "sha256")
     return int.from_bytes(digest[:7], "big")
 
@@ -141,7 +143,9 @@ class RunningDigest:
 
     def _digest_of(self, file: Path) -> str:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
+        # One buffer for the whole file: hashing itself releases the interpreter's lock.
         with file.open("rb", buffering=0) as stream:
+            # Stopped early, the digest is of a part; nobody asks for it then.
             while (size := stream.readinto(buffer)) and not self._stop.is_set():
                 digest.update(buffer[:size])
         return digest.hexdigest()

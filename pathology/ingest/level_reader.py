@@ -61,6 +61,7 @@ def choose_level(source: SlideSource, source_mpp: tuple[float, float], mpp_um: f
         SlideError: The finest level is more than 5 % coarser than requested.
     """
     finest = sum(source_mpp) / 2
+    # By the coarser axis, so that neither is upsampled.
     fits = [k for k, level in enumerate(source.levels) if finest * max(level.downsample) <= FINE_ENOUGH * mpp_um]
     if not fits and finest > MAX_UPSAMPLING * mpp_um:
         raise SlideError(
@@ -136,6 +137,7 @@ class LevelReader:
             columns = make_taps(first, stop, rx, size.width_px)
             into = out[:, :, first - box.x0 : stop - box.x0]
             rows = make_taps(box.y0, box.y1, ry, size.height_px)
+            # The level as it is: decoded into the result, without bands and copies.
             if rows.whole == columns.whole == 1:
                 self._read_into(Box(rows.first, rows.end, columns.first, columns.end), into.transpose(1, 2, 0))
             else:
@@ -152,6 +154,8 @@ class LevelReader:
             source = window.rows(all_taps.first, all_taps.end)
             base = all_taps.first
 
+            # Bound as defaults, as the loop changes both names.
+            # change.
             def fill(part: tuple[int, int], source: Planes = source, base: int = base) -> None:
                 rows = make_taps(*part, ratio, height)
                 resampled = resample(source[:, rows.first - base : rows.end - base], rows, columns)
@@ -163,8 +167,10 @@ class LevelReader:
         bad_tiles: list[BadTile] = []
         self._source.read_into(box, self._choice.level, out, None if self._max_bad <= 0 else bad_tiles)
         for tile in bad_tiles:
+            # By box: a tile that is read for two boxes counts once.
             self._bad[tile.box] = tile.reason
             common = tile.box.intersect(box)
+            # The reader leaves the pixels of a bad tile undefined.
             out[common.relative_to(box).slices()] = _WHITE
             if self.bad_tiles > self._max_bad * self.tiles:
                 raise SlideError(
@@ -199,7 +205,9 @@ class _RowWindow:
         if end > kept_end:
             read_start = max(first, kept_end)
             tiles_end = min(self._height, -(-end // self._tile) * self._tile)
+            # To the end of the tiles, so that they are decoded once, unless that is more than a band.
             read_end = tiles_end if tiles_end - end <= self.band_px else end
+            # Rows before `first` are never needed again.
             again = self._kept[:, max(0, first - self._first) :] if first < kept_end else self._kept[:, :0]
             joined: Planes = np.empty((3, again.shape[1] + read_end - read_start, self._x1 - self._x0), np.uint8)
             joined[:, : again.shape[1]] = again

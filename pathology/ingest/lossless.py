@@ -78,6 +78,7 @@ class TileJoiner:
             header, coded = self._header(tile)
             self._tile_header, self._full_header = tile[:coded], self.prefix + header
         coded = start + len(self._tile_header)
+        # The marker need not be at the very end: tiles may be padded.
         if block.rfind(_EOI, coded, end) < 0:
             raise TileError("its JPEG is cut off: it has no end marker")
         return self._full_header, coded
@@ -94,11 +95,13 @@ class TileJoiner:
         coded = segments[-1][2]
         if len(frames) != 1 or coded > len(tile):
             raise TileError(_DAMAGED_HEADER)
+        # Not its own APP0 and APP14, which say how colours are coded: the prefix says so as the TIFF does.
         return b"".join(tile[start:end] for marker, start, end in segments if marker not in (APP0, APP14)), coded
 
     def _check_frame(self, marker: int, frame: bytes) -> None:
         if len(frame) < 6:
             raise TileError(_DAMAGED_HEADER)
+        # A frame segment (ISO/IEC 10918-1, B.2.2): precision, lines, samples a line, components.
         if marker not in _FRAMES or frame[0] != 8 or frame[5] != 3:
             raise TileError(f"its JPEG has {frame[5]} colours of {frame[0]} bits; expected 3 of 8 bits")
         size = (int.from_bytes(frame[1:3], "big"), int.from_bytes(frame[3:5], "big"))
@@ -148,6 +151,7 @@ class LosslessSlide:
         for k, level in enumerate(self._levels):
             present = np.flatnonzero(level.lengths)
             sampled = np.unique(np.linspace(0, max(0, len(present) - 1), _COMPARED_TILES).astype(int))[: len(present)]
+            # One that the scanner has omitted, too: the reader must show it as white as the store will.
             missing = np.flatnonzero(level.lengths == 0)[:1]
             for index in [*present[sampled].tolist(), *missing.tolist()]:
                 self._compare(k, index)
@@ -170,6 +174,7 @@ class LosslessSlide:
         for k, layout in enumerate(self.layouts):
             for file in layout.files():
                 indices = _tiles_of_file(self._levels[k], layout, file)
+                # The list holds views of the file's bytes; the writer releases them when they are written.
                 writer.write_encoded(k, file, [*self._chunks(k, indices, copied, max_bad)])
         return copied
 
@@ -195,6 +200,7 @@ class LosslessSlide:
         present = [index for index in indices if level.lengths[index]]
         offsets, lengths = level.offsets[present].tolist(), level.lengths[present].tolist()
         encoded_by_index: dict[int, _TileBytes] = {}
+        # Neighbouring tiles in one read: over a network disk each read costs a round trip.
         for span in coalesced(offsets, lengths):
             block = self._slide.file.read(span.offset, span.length)
             for member in span.members:
@@ -235,11 +241,13 @@ def _refuse_too_many(copied: Copied, max_bad: float) -> None:
 def _tiles_of_file(level: TiffLevel, layout: ArrayLayout, file: tuple[int, int]) -> list[int]:
     """Return the indices of the tiles that are a file's chunks, in the order of its used slots."""
     rows, columns = layout.slots
+    # Tiles are numbered over the whole level, slots within a file.
     corner = file[0] * rows * level.columns + file[1] * columns
     return [corner + slot // columns * level.columns + slot % columns for slot in layout.used_slots(file)]
 
 
 def _joiner(level: TiffLevel) -> TileJoiner:
+    # A strip as wide as the slide would be a chunk that cannot be read in parts.
     if not isinstance(level.decode, JpegDecoder) or level.tile_width_px >= level.width_px > 2 * SHARD_PX:
         raise SlideError(
             f"--lossless needs JPEG tiles; level {level.width_px} × {level.height_px} px is in {level.compression} "

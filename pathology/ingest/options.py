@@ -83,6 +83,7 @@ class IngestOptions:
             raise RequestError(f"--pen {self.tissue.pen}: expected one of {', '.join(PEN_MODES)}")
         if self.icc not in ICC:
             raise RequestError(f"--icc {self.icc}: expected {' or '.join(ICC)}")
+        # Parsed only to refuse a wrong text now.
         _ = self.pixel_codec
         if self.lossless:
             self._require_unchanged_tiles()
@@ -166,5 +167,6 @@ class IngestOptions:
             "plane": self.plane or None,
         }
         pixels = {"mpp": "native" if self.native else self.mpp, "codec": str(self.pixel_codec)}
+        # Copied tiles do not depend on the resolution or the codec that is asked for.
         always = {**({"lossless": True} if self.lossless else pixels), "tissue": self.tissue.to_json()}
         return always | {name: value for name, value in if_not_default.items() if value is not None}

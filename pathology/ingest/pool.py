@@ -68,6 +68,8 @@ class SlidePool:
             OSError: The store cannot be written.
         """
         self._jobs = tuple(jobs)
+        # RawArray: a lock would stay held by a worker that dies inside it. Each job has its own number, written by one
+        # worker.
         self._done = multiprocessing.get_context("spawn").RawArray("d", max(1, len(jobs)))
         self._released, self._elsewhere = deque(), deque()
         numbers = iter(range(len(jobs)))
@@ -82,6 +84,7 @@ class SlidePool:
             elif self.workers <= 1:
                 self._run_here(number)
             else:
+                # First again: the loop of the workers takes it from there.
                 self._released.appendleft(number)
                 for broken in self._run_in_workers():
                     self._finish(broken, self._run_alone(broken))
@@ -133,9 +136,14 @@ class SlidePool:
                         outcome = future.result()
                         self._finish(running.pop(future), outcome)
                     self.progress(self._done)
+            # Python ends all workers and does not say which one died: each slide that was running is tried alone.
             except BrokenProcessPool:
                 return list(running.values())
+            # Workers end before their claims are removed: one that lived on would write a slide that is free for
+            # others.
             except BaseException:
+                # Before the claims are removed: a worker that still lived would go on writing a slide that is free for
+                # others.
                 _end_workers(pool)
                 for number in running.values():
                     remove_ended(self.store / CLAIMS, self._jobs[number].slide_id)
@@ -188,8 +196,10 @@ def _interrupts_blocked() -> Iterator[None]:
 def _start_worker(fractions: Any, threads: int) -> None:
     global _fractions
     _fractions = fractions
+    # Before the first slide is opened: the pool of decoding threads has this size for the process's life.
     set_decode_threads(threads)
     return_what_is_freed()
+    # A terminal sends Ctrl-C to all processes of the group; the parent ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     parent = multiprocessing.parent_process()

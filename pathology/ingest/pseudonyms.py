@@ -95,6 +95,7 @@ class KeyFile:
             OSError: The key cannot be written.
         """
         folder = self._path.parent / f".{self._path.name}.claims"
+        # Two runs that begin at the same time must not give one slide two names.
         with Claim.wait(folder, "key"):
             saved = _load(self._path)
             if any(row.secret != self._secret for row in saved.values()):
@@ -143,6 +144,7 @@ class KeyFile:
         """Remove the row of this file name whose file is gone, and return it with the new path; None if several are."""
         same_name = [row for row in self._rows.values() if Path(row.source_path).name == source.name]
         gone = [row for row in same_name if is_gone(Path(row.source_path))]
+        # Of several files of this name it is not known which one was moved.
         if len(gone) != 1:
             return None
         return replace(self._rows.pop(gone[0].source_path), source_path=str(source))
@@ -174,10 +176,12 @@ def _may_be_mpp(text: str) -> bool:
 
 def scrubbed(reason: str, source: Path, name: str) -> str:
     """Return a failed slide's reason without the file's name and path, and without quotes from the file."""
+    # What messages quote is from the file: labels, names of tags.
     plain = _QUOTED.sub("…", reason)
     places = {str(source), str(source.absolute()), str(source.resolve()), source.name, source.stem}
     places |= {str(parent) for parent in (*source.absolute().parents, *source.resolve().parents) if parent.name}
     places |= {parent.name for parent in source.absolute().parents if len(parent.name) > 2}
+    # The longest first: a folder inside a path must not be replaced before the path itself.
     for path_text in sorted(places, key=len, reverse=True):
         plain = plain.replace(path_text, name if path_text == str(source.absolute()) else "…")
     return plain

@@ -95,9 +95,11 @@ class PyramidBuilder:
                 if not self._shard_box(level - 1, 2 * row + y, 2 * column + x).empty:
                     quarter = halve(self._build(level - 1, 2 * row + y, 2 * column + x))
                     quarters[y, x] = quarter if level < _COMPRESSED_FROM else _Compressed.of(quarter)
+                    # Else this name would hold the uncompressed quarter while the next one is built.
                     del quarter
         block: Planes = np.empty((3, *box.shape), np.uint8)
         half = self.shard_px // 2
+        # Popped one by one: each quarter is freed when it is copied.
         for y, x in list(quarters):
             stored = quarters.pop((y, x))
             part = stored.pixels() if isinstance(stored, _Compressed) else stored

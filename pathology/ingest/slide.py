@@ -96,6 +96,7 @@ def ingest_slide(
 def save_outcome(record: SlideRecord, store: Path) -> None:
     """Save a slide's record; an earlier finished version keeps its record, with the reason of the failure."""
     path = record_path(store, record.slide_id)
+    # A failure must not hide a slide that is still there, and whole.
     if record.status == FAILED and path.exists() and slide_path(store, record.slide_id).exists():
         with suppress(StoreError):
             earlier = SlideRecord.load(path)
@@ -135,6 +136,8 @@ class _SlideIngest:
         check_file(self.source)  # before it is copied or hashed: reading a pipe would block
         stamp = SourceStamp.of(self.source)
         pick = self.options.pick(self.row)
+        # The digest of the copy, which is what is decoded; `_unchanged` compares the original with the stamp from
+        # before.
         with self._local_file() as file, RunningDigest(file) as digest, closing(open_source(file, pick)) as slide:
             mpp = self.options.mpp_of(slide, self.row)
             given_mpp = None if mpp.origin == "file" else mpp.um[0]
@@ -192,6 +195,7 @@ class _SlideIngest:
             flags = quality.flags | circumstances | {"bad_tiles": content.bad_tiles > 0}
             flags |= {note.flag: True for note in slide.facts.notes}
             attributes["flags"] = [name for name, applies in flags.items() if applies]
+            # Checks the claim: the last moment before the slide gets its name.
             self.progress(1.0)
             writer.publish(attributes)
         return attributes
@@ -227,4 +231,5 @@ def _concerns_store(error: OSError, store: Path, cache: Path | None) -> bool:
         return True
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str)]
     roots = (str(store.absolute()), str(working_folder(store, cache).absolute()))
+    # By the name in the error, as both disks raise the same kinds.
     return any(str(location(name).absolute()).startswith(roots) for name in names)

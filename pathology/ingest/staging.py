@@ -55,6 +55,7 @@ def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterat
         size = sum(file.stat().st_size for file in files)
     except OSError as error:
         raise SlideError(f"the file cannot be read: {error.strerror}") from error
+    # Others may take the room meanwhile: `_copy_all` notices, and the slide is read where it is.
     if shutil.disk_usage(cache).free < size + spare_bytes:
         yield source
         return
@@ -89,6 +90,7 @@ def files_of(source: Path) -> list[Path]:
 
 def _files_listed_in(index: Path) -> list[Path]:
     """Return the files beside a VMS or VMU that occur in it as values."""
+    # Hamamatsu's files repeat names and contain "%", which the default settings refuse.
     parser = configparser.ConfigParser(strict=False, interpolation=None, allow_no_value=True)
     try:
         parser.read_string(index.read_text(encoding="utf-8-sig", errors="replace"))
@@ -128,6 +130,7 @@ def _copy(source: Path, target: Path) -> None:
         after = source.stat()
     finally:
         os.close(handle)
+    # By name again: a file that was replaced is another one than the open descriptor shows.
     if (offset, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise SlideError("the file changed while it was copied; ingest it again")
 

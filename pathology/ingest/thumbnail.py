@@ -48,6 +48,7 @@ class Thumbnail:
             height, width = out.shape[:2]
             rows = (np.arange(height) + 0.5) * self.tissue.shape[0] / height
             columns = (np.arange(width) + 0.5) * self.tissue.shape[1] / width
+            # Outlined at the picture's own size: a line of the mask's pixels would be thicker or vanish.
             out[_outline(self.tissue[rows.astype(int)][:, columns.astype(int)])] = OUTLINE
         return out
 
@@ -131,6 +132,7 @@ def _overview(source: SlideSource, longest_px: int) -> Planes:
     """Return ``(3, h, w)`` of the coarsest level with at least ``longest_px``, reduced by a whole factor, in strips."""
     level = _level_of(source, longest_px)
     size = source.levels[level]
+    # A whole factor: each pixel is a mean of whole pixels, so strips need no rows of each other.
     factor = max(1, max(size.height_px, size.width_px) // longest_px)
     height, width = max(1, size.height_px // factor), max(1, size.width_px // factor)
     across = make_taps(0, width, factor, size.width_px)
@@ -157,6 +159,7 @@ def _outline(mask: Mask) -> Mask:
     """Return the pixels of ``mask`` within two pixels of its border."""
     inner = np.pad(mask, 2)
     for axis in (0, 1):
+        # The mask has a border of two unset pixels, so what `roll` brings from the other side is unset.
         inner = inner & np.roll(inner, 2, axis) & np.roll(inner, -2, axis)
     result: Mask = mask & ~inner[2:-2, 2:-2]
     return result

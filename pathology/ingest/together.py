@@ -55,6 +55,7 @@ def ingest_together(
     """
     store = request.store
     jobs, done_before = _shared_jobs(request, work, comm)
+    # Collective, so before anything that a rank may refuse alone.
     mates = ranks_with_these_cores(comm)
     cores, processes = max(1, usable_cores() // mates), worker_count(workers, memory_bytes, mates)
     set_decode_threads(cores)
@@ -70,6 +71,7 @@ def ingest_together(
                 pool.run(jobs)
         except KeyboardInterrupt:
             report.interrupted = True
+        # Collective, and inside the folder's context: the folder is removed when no rank takes slides any more.
         every = gathered(comm, True, share.outcomes)
         ends = comm.broadcast_object(comm.gather_objects([report.stopped, report.interrupted]))
     if comm.rank == 0:
@@ -136,4 +138,5 @@ class _Share:
 
     def _stop_if_wanted(self) -> None:
         if self.stop_wanted():
+            # As if by Ctrl-C: the pool ends its workers, and slides that were begun can be resumed.
             raise KeyboardInterrupt

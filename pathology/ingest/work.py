@@ -50,6 +50,7 @@ def sweep_unfinished(store: Path) -> None:
         claim = Claim.take(store / CLAIMS, path.name.removesuffix(".zarr"))
         if claim is not None:
             with claim:
+                # Looked at again under the claim: another run may have finished its upload in between.
                 if not path.is_dir():
                     remove_tree(path)
 

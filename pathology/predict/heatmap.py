@@ -259,6 +259,7 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
     is_seen = np.zeros(shape, dtype=bool)
     for heatmap in heatmaps:
         values = _refine(heatmap, finest, shape)
+        # Per small cell: a large one is divided into (cell_px / finest)² of them.
         shared += np.array(heatmap.shared) * (finest / heatmap.cell_px) ** 2 / len(heatmaps)
         is_seen |= ~np.isnan(values[0])
         total += np.nan_to_num(values)
@@ -303,6 +304,7 @@ def _mean_attention(heatmaps: Sequence[Heatmap], cell_px: int, shape: tuple[int,
 def _refine(heatmap: Heatmap, cell_px: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Divide each cell's contribution equally among its cells of ``cell_px`` that lie on the slide."""
     times = heatmap.cell_px // cell_px
+    # How many small cells of each large one lie on the slide: fewer at the border, whose parts are then larger.
     sides = [np.bincount(np.arange(n) // times) for n in shape]
     return _repeated(heatmap.values.astype(np.float64) / np.outer(*sides), times, shape)
 
@@ -351,6 +353,7 @@ def pyramid(values: NDArray[np.float32], smallest_px: int = 256) -> list[NDArray
 
 def _halve(values: NDArray[np.float32]) -> NDArray[np.float32]:
     classes, height, width = values.shape
+    # With NaN, so that the mean of a border cell is that of the pixels that exist.
     padded = np.pad(values, ((0, 0), (0, height % 2), (0, width % 2)), constant_values=np.nan)
     blocks = padded.reshape(classes, (height + 1) // 2, 2, (width + 1) // 2, 2).astype(np.float64)
     counts = (~np.isnan(blocks)).sum(axis=(2, 4))

@@ -91,6 +91,7 @@ def write_channels(
             if k == 0:
                 file.write(level, subifds=len(levels) - 1, metadata=metadata, **resolution, **options)
             else:
+                # SubIFDs must follow their page at once, in order: tifffile counts them.
                 file.write(level, subfiletype=1, metadata=None, **resolution, **options)
 
 

@@ -60,6 +60,7 @@ def find_inputs(
     stored = [slide for path in folders for slide in _stored(path)]
     jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], files_by_name or {})
     files = [SlideInput(job.slide_id, job.row.get("case_id", ""), job.source, False, job.row) for job in jobs]
+    # By name, as results lie in folders of these names; a slide that was given twice is one.
     by_name: dict[str, SlideInput] = {}
     for slide in (*stored, *files):
         namesake = by_name.setdefault(slide.slide_id, slide)

@@ -220,6 +220,7 @@ def common_input_spec(members: Sequence[Member]) -> InputSpec:
     first = InputSpec.of(members[0].config)
     for member in members[1:]:
         spec = InputSpec.of(member.config)
+        # All fields: what one member is trained on must be what the others see.
         for item in fields(InputSpec):
             mine, theirs = getattr(first, item.name), getattr(spec, item.name)
             if mine != theirs:

@@ -125,8 +125,10 @@ class OutFolder:
         assert self._table is not None, "open comes first"
         row = self._table.row(slide.slide_id)
         path = self.path / slide.slide_id / PREDICTION_FILE
+        # Row and folder: a run that was killed between the two left only one of them.
         if row is None or row["status"] not in (DONE, INCOMPLETE) or not path.exists():
             return False
+        # An incomplete slide has a prediction only if one was allowed; it is predicted again if that has changed.
         as_requested = row["status"] == DONE or bool(row["prediction"]) == self._options.allow_partial
         key = dict(read_json_object(path).get("key") or {})
         if self._options.evidence == "map":

@@ -53,6 +53,7 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
     extent = slide_extent(overlay.tissue_mpp, overlay.heatmap)
     tissue = _resize(overlay.tissue.astype(np.float32), shape, extent)
     seen_share = _resize(overlay.heatmap.seen_cells.astype(np.float32), shape, _cells_extent(overlay.heatmap))
+    # Interpolated masks are 0.5 at their edge: only what is surely tissue is marked as not seen.
     unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen_share, 0, 1))
     paints: list[tuple[Plane, Plane]] = [(np.full(3, 255, np.float32), 0.65 * unseen * _hatching(shape))]
     classes: list[int] = []
@@ -159,6 +160,7 @@ def _near(soft_mask: Plane) -> Plane:
 
 def _resize(values: NDArray[np.float32], shape: Sequence[int], extent: tuple[float, float]) -> Plane:
     """Resample values to (h, w), cropped to ``extent`` (height, width), which excludes parts off the slide."""
+    # Not whole pixels: the last row of cells reaches beyond the slide by a part of a cell.
     box = (0.0, 0.0, min(extent[1], values.shape[1]), min(extent[0], values.shape[0]))
     image = Image.fromarray(values).resize((shape[1], shape[0]), Image.Resampling.BILINEAR, box=box)
     return np.asarray(image, dtype=np.float32)
@@ -199,6 +201,7 @@ def _line(soft_mask: Plane, width_px: float = 1.6) -> Plane:
 
     smooth: Plane = gaussian(soft_mask, 1.2)  # type: ignore[no-untyped-call]
     slope = np.hypot(*np.gradient(smooth))
+    # Distance to the border ≈ difference from 0.5, divided by the slope there.
     distance_px = np.abs(smooth - 0.5) / np.maximum(slope, 1e-3)
     covered: Plane = np.clip(width_px / 2 + 0.5 - distance_px, 0.0, 1.0)
     return covered

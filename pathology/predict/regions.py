@@ -140,6 +140,7 @@ def _groups_by_score(
     """Return connected cells with a high score as regions, by mean score; all have rank 0 and their own cells."""
     groups = label(score >= (0.5 if score.max() >= 0.5 else score.max() / 2)).ravel()
     ends = np.cumsum(np.bincount(groups))
+    # One sort for all groups, stable, so that cells of a group stay in the order of the map. Group 0 is the rest.
     by_group = np.split(np.argsort(groups, kind="stable"), ends[:-1])[1:]
     total = float(evidence.sum())
     regions = []
@@ -219,6 +220,7 @@ def tissue_features(
     from skimage.measure import block_reduce
 
     step = max(1, round(TISSUE_UM / max(mpp)))
+    # The maximum: thin tissue must not vanish.
     coarse = np.asarray(block_reduce(tissue, (step, step), np.max))  # type: ignore[no-untyped-call]
     groups = label(coarse)
     scale = [step * um / cell_um for um, cell_um in zip(mpp, heatmap.cell_um, strict=True)]
@@ -267,10 +269,12 @@ def contour_features(
     name, color = heatmap.class_names[class_index], list(class_color(class_index))
     features = []
     for level in CONTOUR_LEVELS:
+        # 2.0 is above every density, which is at most 1.
         areas = list(zip(*lines.filled(level, 2.0), strict=True))
         largest = sorted(areas, key=lambda area: -_enclosed(area[0][: area[1][1]]))[:MOST_CONTOURS]
         for number, (points, offsets) in enumerate(largest, start=1):
             rings = [
+                # Clipped: the border of zeros begins half a cell outside of the slide.
                 [level0.point(max(0.0, x), max(0.0, y), heatmap) for x, y in points[start:stop].tolist()]
                 for start, stop in pairwise(offsets.tolist())
             ]

@@ -75,6 +75,7 @@ def write_results(
     temporary.mkdir()
     try:
         _write_files(temporary, result, members, spec, key)
+        # The files, then the folder that names them, before it gets the name under which others look for it.
         for path in (*temporary.iterdir(), temporary):
             sync_file(path)
         publish_directory(temporary, folder)

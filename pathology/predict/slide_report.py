@@ -191,6 +191,7 @@ def _crop(result: SlideResult, region: Region) -> str:
         for peak, coarse, fine in zip(region.peak, model_mpp, finest.mpp, strict=True)
     ]
     y0, x0 = (
+        # Moved inside at the border, so that pictures have one size.
         max(0, min(middle - side // 2, length - side))
         for middle, side, length in zip(centre, sides, (finest.height_px, finest.width_px), strict=True)
     )

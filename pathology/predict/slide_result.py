@@ -97,6 +97,7 @@ def evidence_of(result: SlideResult) -> list[str]:
 def level0_of(result: SlideResult) -> Level0:
     """Return the map from pixels of the model's resolution to level 0 of the file, in the coordinates of QuPath."""
     used, finest = result.heatmap.mpp, result.slide.levels[0].mpp
+    # The affine is of the store's finest level; its last column, a shift, does not scale.
     factors = (used[0] / finest[0], used[1] / finest[1], 1.0)
     rows = [tuple(float(v) * f for v, f in zip(row, factors, strict=True)) for row in result.slide.attributes["affine"]]
     bounds = result.slide.attributes["source"]["bounds"]

@@ -132,6 +132,7 @@ class PredictionTable:
             OSError: The table cannot be written.
         """
         with Claim.wait(self.path.parent, CLAIM):
+            # Under the claim: between reading and writing no other process may add a row.
             self._rows = self._load()
             self._rows[prediction.slide_id] = prediction.row(self._names, self._with_spread)
             write_table(self.path, self.columns, [self._rows[slide_id] for slide_id in sorted(self._rows)])

@@ -99,6 +99,7 @@ class SizedEngines:
             if self._any_size is False:
                 return None
             try:
+                # One other engine stays: slides of one size follow each other often, and each engine has its own maps.
                 self._latest = (size_px, self._make(size_px))
             except MemoryLimitError:
                 raise  # the network takes this size

@@ -120,12 +120,14 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
         raise SlideError("the file is truncated or damaged: its directory or metadata cannot be read") from error
     if not any(block.downsample == 1 for block in blocks):
         raise SlideError("the file has no pixels")
+    # The scanner's coordinates may be negative; the slide begins at its first block.
     origin = min(block.y0 for block in blocks), min(block.x0 for block in blocks)
     finest = [block for block in blocks if block.downsample == 1]
     ends = max(b.y0 + b.height_px for b in finest), max(b.x0 + b.width_px for b in finest)
     # A level counts only if every scene has it.
     coarsest = [max(b.downsample for b in blocks if b.scene == scene) for scene in {b.scene for b in blocks}]
     downsamples = sorted({block.downsample for block in blocks if block.downsample <= min(coarsest)})
+    # Stable: blocks of one order stay as the file lists them.
     ordered = sorted(blocks, key=lambda block: block.order)
     return CziFile(
         tuple(tuple(block for block in ordered if block.downsample == downsample) for downsample in downsamples),
@@ -166,6 +168,7 @@ def _scene_sizes(blocks: list[CziBlock]) -> tuple[tuple[int, int], ...]:
 def _segment(file: SlideFile, position: int, name: bytes) -> bytes:
     """Return the content of the segment at a byte position, which must have this name."""
     segment_name, _, used = _HEAD.unpack(file.read(position, _HEAD.size))
+    # The used size, not the allocated one: a segment may have room at its end.
     content = file.read(position + _HEAD.size, max(0, used)) if segment_name.rstrip(b"\0") == name else b""
     if not content or len(content) < used:
         raise SlideError(f"the file is truncated or damaged: no complete {name.decode()} at byte {position}")
@@ -219,10 +222,12 @@ def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
     _check(dimensions, pixels, compression)
     (x0, width, columns), (y0, height, rows) = dimensions["X"], dimensions["Y"]
     scene, order, depth = (dimensions.get(name, (0, 0, 0))[0] for name in "SMZ")
+    # Rounded: blocks at the border cover a few level-0 pixels more or less than a multiple.
     downsample = max(1, (width + columns // 2) // columns)
     if downsample == 1 and (height, width) != (rows, columns):
         stated = f"{height} × {width} px (rows × columns) is stored as {rows} × {columns} px"
         raise SlideError(f"the file is damaged: a block of the finest level of {stated}")
+    # At least 256 bytes (specification, SUBBLOCK segment): 16 of its own, then a copy of this entry.
     header_bytes = max(256, 16 + end - at)
     return CziBlock(scene, depth, y0, x0, downsample, rows, columns, order, compression, position, header_bytes), end
 
@@ -244,6 +249,7 @@ def _check(dimensions: dict[str, tuple[int, int, int]], pixels: int, compression
 def _mpp(root: ElementTree.Element) -> tuple[float, float] | None:
     texts = [root.findtext(f"./Metadata/Scaling/Items/Distance[@Id='{axis}']/Value") for axis in "YX"]
     try:
+        # Metres. A missing axis leaves one value, and unpacking it raises ValueError, too.
         y, x = (parse_mpp(text) * 1e6 for text in texts if text is not None)
     except ValueError:
         return None

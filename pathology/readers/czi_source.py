@@ -60,10 +60,12 @@ class CziSource:
         self.levels = tuple(map(self._level, czi.downsamples, czi.blocks))
         self.bounds = Box.of_size(*czi.size_px)
         self.to_file_px = translation((0, 0))
+        # Rounded once here, so that reading in parts places a block at the same pixels as reading it whole.
         self._areas = [[self._area(block) for block in blocks] for blocks in czi.blocks]
         largest = max(level.tile_px[0] * level.tile_px[1] * 3 for level in self.levels)
         self._cache: OrderedDict[int, RGB] = OrderedDict()  # by position in the file, least recently used first
         self._cached_blocks = max(2, _CACHE_BYTES // largest)
+        # Last: it reads pixels, for which everything else must be set.
         self._check_levels()
 
     def _check_levels(self) -> None:
@@ -105,6 +107,7 @@ class CziSource:
         areas = self._areas[level]
         overlapping = [k for k, area in enumerate(areas) if not area.intersect(box).empty]
         at_a_time = decode_threads()
+        # As many as there are threads: decoded blocks that wait to be placed take up to 15 MB each.
         for start in range(0, len(overlapping), at_a_time):
             group = overlapping[start : start + at_a_time]
             decoded = run_in_pool(lambda k: self._decoded(level, k), group)
@@ -125,6 +128,7 @@ class CziSource:
         decode the same block.
         """
         block = self._czi.blocks[level][index]
+        # By position in the file: the same block whatever level list it is in after levels were left out.
         cached = self._cache.get(block.position)
         if cached is not None:
             with suppress(KeyError):
@@ -183,6 +187,7 @@ def _decode(block: CziBlock, data: bytes) -> RGB:
         data = bytes(imagecodecs.zstd_decode(data))
     if len(data) != shape[0] * shape[1] * 3:
         raise ValueError(f"it has {len(data)} bytes; expected {shape[0] * shape[1] * 3}")
+    # The file has blue first.
     return np.frombuffer(data, np.uint8).reshape(shape)[..., ::-1]
 
 

@@ -83,6 +83,7 @@ def series_files(path: Path) -> list[Path]:
         return [path]
     with os.scandir(path.parent) as entries:
         other_names = sorted(entry.name for entry in entries if entry.is_file() and entry.name != path.name)
+    # `path` first: it is the file that OpenSlide is given.
     return [path, *(file for name in other_names if _belongs_to(own, file := path.parent / name))]
 
 
@@ -160,6 +161,7 @@ def _belongs_to(series: DicomHeader, file: Path) -> bool:
 def _cached_header(path: str, size: int, mtime_ns: int) -> DicomHeader | None:
     """Return `read_header`'s result; size and time are only keys of the cache, so that a changed file is read again."""
     with Path(path).open("rb") as file:
+        # A preamble of 128 bytes with any content, then the prefix (PS3.10, 7.1).
         if file.read(132)[128:] != b"DICM":
             return None
         file.seek(0)
@@ -170,6 +172,7 @@ def _parsed(file: BinaryIO) -> DicomHeader:
     from pydicom.filereader import read_partial  # importing it takes half a second: only for DICOM slides
 
     try:
+        # Elements are in the order of their tags (PS3.5, 7.1): pixels, the last, are never read.
         dataset = read_partial(
             file, stop_when=lambda tag, vr, length: tag > _SERIES_NUMBER, specific_tags=[_SERIES, _SERIES_NUMBER]
         )

@@ -79,6 +79,7 @@ class RestartDecoder:
         Raises:
             ValueError: The block is damaged or has no marker at its end.
         """
+        # The restart marker ends the interval; a JPEG of its own ends with EOI.
         end = len(data) - 2 if data[-2:-1] == b"\xff" and data[-1] in _RESTARTS else data.rfind(_EOI)
         if end < 0:
             raise ValueError("its JPEG is cut off: it has no marker at its end")
@@ -109,6 +110,7 @@ def jpeg_prefix(tables: bytes | None, ycbcr: bool) -> bytes:
     Returns:
         The start marker, the Adobe marker with the colour space, and the tables.
     """
+    # Start and end of the tables' own stream: a JPEG has one of each.
     own = b"" if not tables else tables.removeprefix(_SOI).removesuffix(_EOI)
     return _SOI + _ADOBE + bytes([1 if ycbcr else 0]) + own
 

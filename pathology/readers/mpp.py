@@ -40,6 +40,7 @@ def parse_mpp(text: str) -> float:
     Raises:
         ValueError: The text is not a finite number.
     """
+    # Only with a comma are points between thousands: "1.000" alone is one.
     digits, comma, part = text.strip().rpartition(",")
     points = comma and re.fullmatch(r"\d{1,3}(\.\d{3})+", digits)
     value = float(f"{digits.replace('.', '')}.{part}" if points else text.strip().replace(",", "."))

@@ -127,9 +127,12 @@ class OpenSlideSource:
         (fy, fx) = level.downsample
         names = [f"openslide.level[{index}].tile-{side}" for side in ("height", "width")]
         stated = [int(slide.properties.get(name, 0)) for name in names]
+        # Damaged files state tiles of any size, and a tile is read at once.
         tile = (stated[0], stated[1]) if all(16 <= v <= 4096 for v in stated) else level.tile_px
         return replace(
             level,
+            # Levels are of the whole file; of them the bounds are shown. The small number makes up for rounded
+            # downsamples.
             height_px=min(level.height_px, max(1, math.ceil(self.bounds.height / fy - 1e-3))),
             width_px=min(level.width_px, max(1, math.ceil(self.bounds.width / fx - 1e-3))),
             tile_px=tile,
@@ -158,10 +161,12 @@ class OpenSlideSource:
     def _read(self, block: Box, level: int, out: RGB) -> None:
         stored = self._stored[level]
         scale = self._downsamples[stored]
+        # `read_region` takes level-0 pixels of the whole file, whatever the level.
         corner = (self.bounds.x0 + round(block.x0 * scale), self.bounds.y0 + round(block.y0 * scale))
         try:
             rgba = np.asarray(self._handle().read_region(corner, stored, (block.width, block.height)))
         except openslide.OpenSlideError as error:
+            # OpenSlide's errors are final: a handle that had one repeats it for every later read.
             self._handles.drop()
             where = f"rows {block.y0}–{block.y1}, columns {block.x0}–{block.x1} of level {level}"
             raise TileError(f"OpenSlide cannot decode {where}: {_reason(error, self._path, 'a data file')}") from error

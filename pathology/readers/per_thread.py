@@ -25,6 +25,7 @@ class PerThread(Generic[T]):
 
     def __init__(self, make: Callable[[], T], close: Callable[[T], None]) -> None:
         self._make, self._close = make, close
+        # By thread object, not by number: numbers of ended threads are given to new ones.
         self._objects: dict[threading.Thread, T] = {}
         _living.add(self)
 
@@ -33,6 +34,7 @@ class PerThread(Generic[T]):
         thread = threading.current_thread()
         own = self._objects.get(thread)
         if own is None:
+            # `threading.local` would drop the objects of ended threads, but not close their files.
             self._close_those_of([ended for ended in list(self._objects) if not ended.is_alive()])
             own = self._objects[thread] = self._make()
         return own
@@ -47,6 +49,7 @@ class PerThread(Generic[T]):
 
     def _close_those_of(self, threads: list[threading.Thread]) -> None:
         for thread in threads:
+            # Popped before it is closed: `pop` is atomic, so of two threads one closes it.
             gone = self._objects.pop(thread, None)
             if gone is not None:
                 self._close(gone)

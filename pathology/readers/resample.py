@@ -58,6 +58,7 @@ def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
             one that lies beyond it equals the last source pixel.
     """
     edges = np.minimum(np.arange(start, stop + 1, dtype=np.float64) * ratio, source_px)
+    # index · ratio is off by a few ulp: 49 · (1 / 49) must be an edge, not leave a sliver of the pixel before.
     nearest = np.rint(edges)
     edges = np.where(np.abs(edges - nearest) < 1e-6, nearest, edges)
     low = np.minimum(np.floor(edges[:-1]), source_px - 1).astype(np.intp)
@@ -66,6 +67,7 @@ def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
     covered = np.minimum(edges[1:], low + np.arange(1, count + 1)[:, None])
     covered = np.clip(covered - np.maximum(edges[:-1], low + np.arange(count)[:, None]), 0, None)
     total = covered.sum(0)
+    # A target pixel beyond the source covers nothing, and repeats the last pixel.
     covered[0, total == 0] = 1
     first, end = int(index.min()), int(index.max()) + 1
     # The second condition fails if the last target pixel lies beyond the source and repeats its last pixel.
@@ -101,6 +103,7 @@ def _strip(
     source: Planes, index: npt.NDArray[np.intp], weight: npt.NDArray[np.float32], columns: Taps
 ) -> npt.NDArray[np.float32]:
     """Return target rows with these taps as floats whose truncation rounds half up."""
+    # Rows first: they are contiguous, and fewer are left for the columns.
     tall: npt.NDArray[np.float32] = source[:, index[0]] * weight[0][:, None]
     for k in range(1, len(index)):
         tall += source[:, index[k]] * weight[k][:, None]
@@ -138,10 +141,12 @@ def mean_of_2x2(block: Planes) -> Planes:
     out: Planes = np.empty((channels, height // 2, width // 2), np.uint8)
     for plane, target in zip(block, out, strict=True):
         for y in range(0, height, _HALVED_STRIP_PX):
+            # A view of two bytes as one number needs contiguous memory.
             pairs = np.ascontiguousarray(plane[y : y + _HALVED_STRIP_PX]).view(np.uint16)
             across = pairs & np.uint16(0xFF)
             across += pairs >> np.uint16(8)
             total = across[0::2] + across[1::2]
+            # Half of four, so that shifting rounds half up.
             total += np.uint16(2)
             total >>= np.uint16(2)
             target[y // 2 : (y + _HALVED_STRIP_PX) // 2] = total
@@ -150,6 +155,7 @@ def mean_of_2x2(block: Planes) -> Planes:
 
 def _mean_of_whole(source: Planes, rows: int, columns: int) -> Planes:
     """Return means of ``rows × columns`` pixels, half rounded up; a fast path of `resample` with the same result."""
+    # 256 pixels of 255 fill 16 bits, with room for half of the area.
     dtype: type[np.uint16 | np.uint32] = np.uint16 if rows * columns <= 256 else np.uint32
     tall: npt.NDArray[Any] = source[:, 0::rows].astype(dtype)
     for k in range(1, rows):
@@ -159,6 +165,7 @@ def _mean_of_whole(source: Planes, rows: int, columns: int) -> Planes:
         total += tall[:, :, k::columns]
     area = rows * columns
     total += dtype(area // 2)
+    # A power of two: a shift instead of a division.
     if area & (area - 1) == 0:
         total >>= dtype(area.bit_length() - 1)
     else:

@@ -35,14 +35,17 @@ class SlideFile:
 
     def _open(self) -> None:
         try:
+            # O_CLOEXEC: programs that are started meanwhile must not hold the file open.
             handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SlideError(f"the file cannot be read: {error.strerror}") from error
         status = os.fstat(handle)
         stamp = (status.st_size, status.st_mtime_ns)
+        # A forked process opens it anew: offsets that were parsed before must still be those of the same file.
         if self._stamp not in (None, stamp):
             os.close(handle)
             raise SlideError("the file changed while it was read; open it again")
+        # In this order: a thread that sees this process's id, without the lock, must find its handle.
         self._handle, self._pid, self._stamp = handle, os.getpid(), stamp
 
     def read(self, offset: int, length: int) -> bytes:

@@ -59,8 +59,10 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
     """
     if is_ome_zarr(path):
         return OmeZarrSource(path, pick)
+    # Before the checks: they are of the file that will be opened.
     path = file_of_slide(path)
     check_file(path)
+    # By content, as files are renamed; before OpenSlide, which crashes on damaged ones.
     if is_czi(path):
         return CziSource(path, pick)
     if is_ome_tiff(path):

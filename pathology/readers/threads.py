@@ -32,6 +32,7 @@ def set_decode_threads(count: int) -> None:
     with _lock:
         former, _pool, _threads = _pool, None, count
     if former is not None:
+        # Without waiting: what was submitted to it is finished all the same.
         former.shutdown(wait=False)
 
 
@@ -60,6 +61,7 @@ def run_in_pool(call: Callable[[T], R], parts: Iterable[T]) -> list[R]:
 def submit(call: Callable[[T], R], part: T) -> Future[R]:
     """Start ``call(part)`` on the pool."""
     with _lock:
+        # Under the lock to the end: a pool that was replaced between the two lines accepts no work.
         pool = _current()
         return pool.submit(call, part)
 

@@ -101,6 +101,7 @@ def propagate_missing_tiles(levels: Sequence[TiffLevel]) -> list[TiffLevel]:
     for level in levels[1:]:
         finer = marked[-1]
         scale = (level.height_px / finer.height_px, level.width_px / finer.width_px)
+        # A copy: the given level keeps its own.
         lengths = level.lengths.copy()
         extent = Box.of_size(level.height_px, level.width_px)
         for index in np.flatnonzero(finer.lengths == 0).tolist():

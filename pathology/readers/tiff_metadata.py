@@ -71,6 +71,7 @@ def _ends(file: BinaryIO, order: str, big: bool) -> Iterator[int]:
     file.seek(word)
     visited: set[int] = set()
     (at,) = struct.unpack(f"{order}{wide}", file.read(word))
+    # A chain of directories may be a circle in a damaged file.
     while at and at not in visited and len(visited) < _MAX_DIRECTORIES:
         visited.add(at)
         file.seek(at)
@@ -79,6 +80,7 @@ def _ends(file: BinaryIO, order: str, big: bool) -> Iterator[int]:
         values = {}
         for tag, field_type, number, inline in struct.iter_unpack(f"{order}HH{wide}{word}s", entries):
             length = _TYPE_BYTES.get(field_type, 1) * number
+            # Values that do not fit into the entry lie elsewhere, and must end inside the file.
             if length > word:
                 (offset,) = struct.unpack(f"{order}{wide}", inline)
                 yield offset + length

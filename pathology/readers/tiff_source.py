@@ -99,6 +99,7 @@ class TiffSource:
         self._kept = list(range(len(self._levels)))
         sizes = [(level.height_px, level.width_px) for level in self._levels]
         self.levels = tuple(map(_described, levels_of_sizes(sizes), self._levels))
+        # Last: it reads pixels, for which the file must be open and the levels described.
         self._check_levels()
 
     def _check_levels(self) -> None:
@@ -186,6 +187,7 @@ class _BoxReader:
                     bad += self._decode(group)
                     continue
                 pending.append((submit(self._decode, group), sum(len(data) for _, data in group)))
+                # Bounded by number and by bytes: reading is faster than decoding, and would hold the whole box encoded.
                 while len(pending) > 4 * decode_threads() or sum(n for _, n in pending) > _MAX_PENDING_BYTES:
                     bad += pending.popleft()[0].result()
         finally:  # wait for all: no thread may write into the caller's memory after an exception is raised
@@ -197,6 +199,7 @@ class _BoxReader:
     def _groups(self) -> Iterator[list[tuple[int, bytes]]]:
         """Yield groups of (tile index, encoded bytes); a thread decodes one group at a time."""
         tile_px = self._level.tile_height_px * self._level.tile_width_px
+        # Large enough that a task outweighs its start, and at least two for each thread.
         size = max(1, min(_TASK_PX // tile_px, len(self._tiles) // (2 * decode_threads())))
         tiles = self._encoded()
         while group := list(islice(tiles, size)):
@@ -262,6 +265,7 @@ def _described(level: SourceLevel, tiles: TiffLevel) -> SourceLevel:
 
 def _complete_levels(levels: Sequence[TiffLevel], size_bytes: int) -> list[TiffLevel]:
     """Return the finest level, and those of the others whose tiles all lie within the file."""
+    # Tiles of length 0 are left out, wherever their offset points.
     ends = [int(np.max((level.offsets + level.lengths)[level.lengths > 0], initial=0)) for level in levels]
     return [level for k, level in enumerate(levels) if k == 0 or ends[k] <= size_bytes]
 

@@ -83,6 +83,7 @@ def _declared(page: Any) -> str:
 def _sample_of(page: Any) -> list[bytes]:
     """Return some encoded tiles of the middle of a page."""
     stored = [k for k, length in enumerate(page.databytecounts) if length]
+    # From the middle, where the tissue is: tiles at the border are glass only.
     chosen = [stored[len(stored) * k // (_SAMPLED_TILES + 1)] for k in range(1, _SAMPLED_TILES + 1)] if stored else []
     samples = []
     for k in dict.fromkeys(chosen):
@@ -279,7 +280,8 @@ def _over_white(pixels: npt.NDArray[np.uint8], alpha: int) -> RGB:
     colours = pixels[..., :3]
     if alpha not in (_ASSOCIATED, _UNASSOCIATED):
         return colours
-    opacity = pixels[..., 3:].astype(np.uint16)
-    over = colours.astype(np.uint16) * (opacity if alpha == _UNASSOCIATED else 255) + (255 - opacity) * 255
+    # 32 bits: colours that are called associated may be brighter than their opacity; sums then exceed 16 bits.
+    opacity = pixels[..., 3:].astype(np.uint32)
+    over = colours.astype(np.uint32) * (opacity if alpha == _UNASSOCIATED else 255) + (255 - opacity) * 255
     blended: RGB = np.minimum((over + 127) // 255, 255).astype(np.uint8)
     return blended

@@ -90,6 +90,7 @@ class UprightSource:
         finest = self.levels[0]
         y = (-1.0, 0.0, float(finest.height_px)) if self._flip_y else (1.0, 0.0, 0.0)
         x = (0.0, -1.0, float(finest.width_px)) if self._flip_x else (0.0, 1.0, 0.0)
+        # Flips are undone first, then the transposition: the file's row is the upright column.
         return (x, y) if self._transposed else (y, x)
 
     def close(self) -> None:

@@ -121,6 +121,7 @@ class Anatomy:
         step = 2.0
         down = self.across(y_um + step, x_um) - self.across(y_um - step, x_um)
         right = self.across(y_um, x_um + step) - self.across(y_um, x_um - step)
+        # Along the fibres `across` is constant: perpendicular to its gradient (down, right).
         result: Field = np.arctan2(-right, down)
         return result
 

@@ -90,6 +90,7 @@ def lay_out_archive(
     rng = np.random.default_rng([seed, 77])
     cases = _cases(rng, slides)
     splits = _splits(rng, cases)
+    # A generator of its own, so that cases and splits do not depend on the times.
     times = _survival(np.random.default_rng([seed, 78]), cases)
     planned: list[ArchiveSlide] = []
     for case, (count, positive) in enumerate(cases):
@@ -115,6 +116,7 @@ def _survival(rng: np.random.Generator, cases: list[tuple[int, bool]]) -> list[t
     """Return (months, died) of each case."""
     means = np.array([_MEAN_MONTHS[positive] for _, positive in cases])
     death, end = rng.exponential(means), rng.uniform(*_FOLLOWED_MONTHS, len(cases))
+    # Censored by whichever comes first; above 0, as no case is followed for no time.
     months = np.maximum(np.minimum(death, end), 0.1)
     return list(zip(months.round(1).tolist(), (death <= end).tolist(), strict=True))
 
@@ -210,5 +212,6 @@ def _render_in_processes(
             for future in as_completed([pool.submit(write_archive_slide, s, folder, truth=truth) for s in slides]):
                 finished(future.result())
         except BaseException:
+            # Slides that were begun are finished: a file appears whole or not at all.
             pool.shutdown(wait=True, cancel_futures=True)
             raise

@@ -36,6 +36,7 @@ class Artefacts:
             return planes
         y = np.arange(box.y0, box.y1, dtype=np.float32)[:, None] - np.float32(self.centre[0])
         x = np.arange(box.x0, box.x1, dtype=np.float32)[None, :] - np.float32(self.centre[1])
+        # A soft edge of 60 pixels: a sharp one would be a detail by itself.
         weight = np.clip((self.radius_px - np.hypot(y, x)) / 60, 0, 1)
         if not weight.any():
             return planes
@@ -56,6 +57,7 @@ class Artefacts:
                     continue
                 distance = _distance(block, start, end)
                 opacity = np.clip((self.half_width_px - distance) / 3, 0, 1)[..., None] * np.float32(0.93)
+                # Ink darkens: over dark tissue the tissue stays visible.
                 inked = np.minimum(pixels, 245 * self.ink + 0.1 * pixels)
                 pixels = (pixels + opacity * (inked - pixels)).astype(np.uint8)
         return pixels
@@ -88,6 +90,7 @@ def _distance(block: Box, start: Field, end: Field) -> Field:
     y = np.arange(block.y0, block.y1, dtype=np.float32)[:, None] - np.float32(start[0])
     x = np.arange(block.x0, block.x1, dtype=np.float32)[None, :] - np.float32(start[1])
     dy, dx = (end - start).astype(np.float32)
+    # The nearest point of the segment; a segment of no length is a point.
     t = np.clip((y * dy + x * dx) / max(float(dy * dy + dx * dx), 1e-6), 0, 1)
     result: Field = np.hypot(y - t * dy, x - t * dx)
     return result

@@ -30,6 +30,7 @@ def make_anatomy(spec: SlideSpec) -> Anatomy:
     nests = _nests(rng, raster)
     count = min((len(nests) + 2) // 3, int(rng.integers(5, 8)))
     foci = np.sort(rng.choice(len(nests), count, replace=False)) if count else np.zeros(0, np.int64)
+    # Nuclei are placed by the direction of fibres, which the anatomy computes.
     without_nuclei = Anatomy(spec, tissue, fields, angle, hollows, nests, np.zeros((0, 4), np.int32), foci)
     nuclei = np.concatenate(
         [
@@ -65,6 +66,7 @@ class _Raster:
     def __init__(self, spec: SlideSpec, tissue: Tissue) -> None:
         self.n = max(1, int(np.ceil(spec.size_um / _CELL_UM)))
         centres = (np.arange(self.n) + 0.5) * _CELL_UM
+        # In parts of rows: the coordinates of pieces take several floats for each cell.
         self.depth = np.concatenate([tissue.grid(rows, centres) for rows in np.array_split(centres, self.n // 256 + 1)])
         self.taken = np.zeros((self.n, self.n), bool)
         self.tissue_mm2 = float((self.depth > 0).sum()) * _CELL_UM**2 / 1e6
@@ -104,6 +106,7 @@ class _Raster:
 def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Field:
     """Place glands, vessels and fat cells; see `Anatomy.hollows`."""
     rows: list[tuple[float, ...]] = []
+    # Several times as many tries as objects: most are refused, because they would overlap.
     for y, x in raster.points(rng, 4 * raster.count(rng, _GLANDS), 30):
         radius, aspect = rng.uniform(19, 46), rng.uniform(1, 1.9)
         shape = (radius, aspect, rng.uniform(0, np.pi), rng.uniform(0.3, 0.58), rng.uniform(0, 1))

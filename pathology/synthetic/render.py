@@ -57,6 +57,7 @@ class Renderer:
         out = np.empty((box.height, box.width, 3), np.uint8)
         for y in range(box.y0 // BLOCK_PX * BLOCK_PX, box.y1, BLOCK_PX):
             for x in range(box.x0 // BLOCK_PX * BLOCK_PX, box.x1, BLOCK_PX):
+                # Always whole blocks of one grid: pixels must not depend on the box that is read.
                 block = Box(y, y + BLOCK_PX, x, x + BLOCK_PX)
                 part = block.intersect(box)
                 out[part.relative_to(box).slices()] = self._block(block)[part.relative_to(block).slices()]
@@ -73,6 +74,7 @@ class Renderer:
         h, e, pigment = (
             plane[inner] for plane in self.artefacts.blur((planes.h, planes.e, planes.pigment), planes.box)
         )
+        # One lookup gives all three colours of a pixel: exp of every pixel would take many times as long.
         index = h.astype(np.uint16) << 8 | e
         pixels = self.colours[index].view(np.uint8).reshape(BLOCK_PX, BLOCK_PX, 4)[..., :3]
         where = np.nonzero(pigment)
@@ -118,6 +120,7 @@ class _Planes:
         scale = np.float32(2)  # texture pixels per µm
         v = enlarge((across * scale).astype(np.float32), _NODE_PX).astype(np.int32)
         u = enlarge((along * scale).astype(np.float32), _NODE_PX).astype(np.int32)
+        # The texture repeats: its side is a power of two, so a mask is the remainder, for negative numbers too.
         index = (v & (TEXTURE_PX - 1)) * TEXTURE_PX + (u & (TEXTURE_PX - 1))
         return fibres().reshape(-1)[index]
 
@@ -204,6 +207,7 @@ class _Planes:
         reach, stamps, pigment = library.reach_px, library.stamps, library.pigment
         cover = [shape.astype(np.uint16) for shape in library.cover]
         all_nuclei = self.anatomy.nuclei
+        # Nuclei are sorted by row, so those of a block are a slice.
         low, high = np.searchsorted(all_nuclei[:, 0], [self.box.y0 + reach, self.box.y1 - reach])
         near = all_nuclei[low:high]
         near = near[(near[:, 1] >= self.box.x0 + reach) & (near[:, 1] < self.box.x1 - reach)]
@@ -216,6 +220,7 @@ class _Planes:
                     view[:] = (view * (255 - cover[sprite]) + level * cover[sprite]) // 255
             plane = self.e if kind == RED_CELL else self.h
             view = plane[y - r : y + r + 1, x - r : x + r + 1]
+            # The maximum does not depend on the order, which differs between blocks.
             np.maximum(view, stamp, out=view)
             if kind in pigment:
                 view = self.pigment[y - r : y + r + 1, x - r : x + r + 1]
@@ -232,6 +237,7 @@ def stain_table(spec: SlideSpec) -> Field:
     Stain colours, their strength and the colour of glass vary from case to case; stains also a little from slide to
     slide.
     """
+    # Of the case alone: all of its slides were stained together.
     case = np.random.default_rng([spec.seed, 1_000_003, spec.case])
     slide = spec.rng(2)
     h = np.array(HAEMATOXYLIN) + case.normal(0, 0.03, 3) + slide.normal(0, 0.006, 3)

@@ -89,6 +89,7 @@ def library(mpp_um: float) -> Library:
     ]
     pairs = [_pair(rng, mpp_um) for _ in range(VARIANTS[DUSTY])]
     dust, fine, coarse = _match_colours(pairs)
+    # The same outlines and mean colour for both labels: only the texture tells them apart.
     stamps += [tuple(pair.nucleus for pair in pairs)] * 2
     pigment = {DUSTY: tuple(fine), COARSE: tuple(coarse)}
     stamps.append(tuple(_red_cell(rng, mpp_um) for _ in range(VARIANTS[RED_CELL])))
@@ -211,6 +212,7 @@ def _light_through(light: Sequence[Field], dust: Sequence[Field], scale: float, 
 def _solve(light: Callable[[float], float], target: float) -> float:
     """Return the density at which ``light`` (a decreasing function of it) is ``target``, by bisection."""
     low, high = 0.0, 8.0
+    # 8 / 2⁴⁰ is below the precision of a float32.
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if light(middle) > target else (low, middle)

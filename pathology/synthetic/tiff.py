@@ -101,6 +101,7 @@ class _PyramidLevel:
 
     def drain(self) -> Iterator[bytes]:
         """Yield the encoded tiles and drop them."""
+        # Emptied first: while these are written, the next ones are added.
         tiles, self.encoded = self.encoded, []
         yield from tiles
 

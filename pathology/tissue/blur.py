@@ -49,6 +49,7 @@ class BlurMap:
         green = block[1]
         for r, c in np.argwhere(_darkest(green) < _GLASS):
             patch = green[r * PATCH_PX : (r + 1) * PATCH_PX, c * PATCH_PX : (c + 1) * PATCH_PX]
+            # Less than half a patch has too few pixels for two variances.
             if min(patch.shape) >= PATCH_PX // 2:
                 self.values[y0 // PATCH_PX + r, x0 // PATCH_PX + c] = _sharpness(patch)
 
@@ -98,6 +99,7 @@ def _darkest(green: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 def _sharpness(patch: npt.NDArray[np.uint8]) -> float:
     """Return variance of the Laplacian / variance; NaN for patches of low contrast."""
+    # 16 bits hold the Laplacian of bytes, −1020 to 1020.
     values = patch.astype(np.int16)
     mean, variance = _moments(values)
     if variance < _MIN_VARIANCE or mean > _MAX_MEAN:
@@ -113,6 +115,7 @@ def _sharpness(patch: npt.NDArray[np.uint8]) -> float:
 
 def _moments(values: npt.NDArray[np.int16]) -> tuple[float, float]:
     """Return mean and variance, without a temporary array of squares."""
+    # Centred first: the difference of two large sums of squares would lose the digits that matter.
     centred = values.astype(np.float32)
     mean = float(centred.sum()) / centred.size
     centred -= mean
@@ -135,8 +138,10 @@ def _patch_means(mask: Mask, rows: int, columns: int, height: float, width: floa
         return np.zeros((rows, columns), np.float32)
     # A patch is about twenty rows of a mask, whose sum fits in a byte; sums of bytes are faster.
     dtype = np.uint8 if int(np.diff(down).max()) < 256 else np.int32
+    # One more row and column: `reduceat` refuses a start behind the last pixel, as that of an empty border is.
     total = np.add.reduceat(np.pad(mask, ((0, 1), (0, 1))).view(np.uint8), down[:-1], axis=0, dtype=dtype)
     total = np.add.reduceat(total, across[:-1], axis=1, dtype=np.int32)
+    # At least 1: a patch of a coarse mask may have no row of its own.
     area = np.maximum(np.diff(down), 1)[:, None] * np.maximum(np.diff(across), 1)
     result: Float = (total / area).astype(np.float32)
     return result

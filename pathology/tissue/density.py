@@ -49,7 +49,9 @@ def density_of_pixels(image: Planes, glass: Float, y: Indices, x: Indices) -> Fl
 
 def _density(intensity: Float, glass: Float, scale: int = 1) -> Float:
     """Return the density of ``intensity / scale``, computed in place of ``intensity`` ``(3, …)``."""
+    # The sums of smoothing are not divided: their factor becomes a summand of the logarithm.
     log_glass = np.log10((glass + 1) * scale).astype(np.float32)
+    # (intensity + 1) · scale: plus one, as black has no logarithm.
     intensity += scale
     # NumPy's natural logarithm uses vector instructions; log10 does so on some processors only.
     np.log(intensity, out=intensity)

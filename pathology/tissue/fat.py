@@ -62,6 +62,7 @@ def find_fat(image: Planes, glass: Float, tissue: Mask, mpp_um: float, min_contr
         return np.zeros_like(tissue)
     *means, weight, known_fraction = _block_means(image, glass, tissue, block, mpp_um, min_contrast)
     all_rows, sigma = slice(0, len(weight)), _AVERAGED_UM / (block * mpp_um)
+    # Plus a constant: where hardly any pixel was searched, a few walls are no web.
     total = binomial_filter(weight, all_rows, sigma)[0] + _MIN_WEIGHT
     walls, density, colour = (binomial_filter(values, all_rows, sigma)[0] / total for values in means)
     webs = (walls > WALL_FRACTION) & (colour > _COLOUR_TO_DENSITY * density)
@@ -75,6 +76,7 @@ def _block_means(
 ) -> tuple[Float, ...]:
     """Return means over blocks: walls, their density, their colour, searched pixels, known pixels."""
     height, width = tissue.shape
+    # Pixels beside tissue are mixtures of both, which look like walls.
     near = dilated(tissue, 4)
     shape = (-(-height // block), -(-width // block))
     walls, wall_density, wall_colour, searched, known_fraction = (np.empty(shape, np.float32) for _ in range(5))
@@ -87,6 +89,7 @@ def _block_means(
         block_index = y // block * shape[1] + x // block
         colour = density.max(0) - density.min(0)
         for target, values in ((wall_density, density.mean(0)), (wall_colour, colour)):
+            # Per block by its number: pixels of walls are few, a block has hundreds of pixels.
             total = np.bincount(block_index, np.minimum(values, _MAX_DENSITY), target[blocks].size)
             target[blocks] = total.reshape(-1, shape[1]) / block**2
         for target, mask in ((walls, wall), (searched, ~near[rows]), (known_fraction, tissue[rows])):
@@ -108,10 +111,12 @@ def _thin_and_dense(image: Planes, glass: Float, rows: slice, mpp_um: float, min
         density − surrounding density > c   ⇔   closing(R·G·B) > R·G·B · 10^(3c)
     """
     half = round(_WALL_UM / mpp_um / 2)
+    # Two filters in turn, each with a halo of its own.
     first = max(0, rows.start - 2 * half)
     padded = slice(first, rows.stop + 2 * half)
     product: Float = np.ones(image[0, padded].shape, np.float32)
     for channel, brightest in zip(image, glass, strict=True):
+        # Not brighter than glass: a bright speck would raise the closing around it.
         intensity = np.minimum(channel[padded], np.uint8(brightest)).astype(np.float32)
         intensity += 1
         product *= intensity
@@ -134,6 +139,7 @@ def _line_filter(lines: Float, half: int, pick: Callable[[Any, Any], Any]) -> Fl
     """
     best, span, length = lines, 1, 2 * half + 1
     while span < length:
+        # Windows may overlap: the maximum of a value with itself is the value.
         step = min(span, length - span)
         best = pick(best[:-step], best[step:])
         span += step

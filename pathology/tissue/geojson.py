@@ -70,6 +70,7 @@ def read_areas(path: Path, data: bytes) -> Areas:
                 left_out["empty"] += 1
             else:
                 of_class.setdefault(name, []).append(_checked(path, rings))
+    # Popped: what remains in `of_class` at the end is what was left out.
     ignored = of_class.pop(IGNORED_CLASS.lower(), [])
     names = [TISSUE_CLASS.lower()] if TISSUE_CLASS.lower() in of_class else [n for n in of_class if not n.endswith("*")]
     tissue = [polygon for name in names for polygon in of_class.pop(name)]
@@ -115,6 +116,7 @@ def _class_of(feature: Mapping[str, Any]) -> str:
 def _checked(path: Path, rings: Any) -> Polygon:
     """Return the rings of a polygon as numbers, without those that are empty."""
     try:
+        # A third coordinate, a height, is dropped.
         polygon = [[[float(x), float(y)] for x, y, *_ in ring] for ring in rings if ring]
         if any(len(ring) < 3 for ring in polygon):
             raise ValueError("fewer than three points")

@@ -52,6 +52,7 @@ def _in_placed_bands(mask: Mask, halo_px: int, work: Callable[[int, Mask], Mask]
     """
     height, width = mask.shape
     out: Mask = np.zeros_like(mask)
+    # At least twice the halo: of smaller bands, most rows would be computed several times.
     step = max(1, 2 * halo_px, _BAND_BYTES // max(1, width))
     for top in range(0, height, step):
         bottom = min(top + step, height)

@@ -74,6 +74,7 @@ class SlideGrid:
         """
         to_level0 = np.array(affine, np.float64)
         to_level0[:, :2] *= [coarse / fine for coarse, fine in zip(mask_mpp, store_mpp, strict=True)]
+        # QuPath counts from the corner of the bounds, the file from its own.
         to_level0[:, 2] -= bounds.y0, bounds.x0
         return cls(to_level0, (bounds.height, bounds.width))
 
@@ -96,6 +97,7 @@ def mask_to_geojson(mask: Mask, grid: SlideGrid, slide_id: str) -> dict[str, Any
         features.append(
             {
                 "type": "Feature",
+                # The same slide and number give the same id, so that a second import replaces the first in QuPath.
                 "id": str(uuid.uuid5(_NAMESPACE, in_utf8(f"{slide_id}/{number}"))),
                 "geometry": {
                     "type": "Polygon",
@@ -171,6 +173,7 @@ def outline(cells: tuple[NDArray[np.intp], NDArray[np.intp]]) -> list[Ring]:
         the outer ring is clockwise, holes are counter-clockwise.
     """
     rings = list(_rings(set(zip(cells[0].tolist(), cells[1].tolist(), strict=True))))
+    # The outer ring alone has a positive area; GeoJSON wants it first.
     return sorted(rings, key=signed_area, reverse=True)
 
 
@@ -186,8 +189,10 @@ def _rings(cells: set[tuple[int, int]]) -> Iterator[Ring]:
         ):
             if neighbour not in cells:
                 steps_from.setdefault(start, []).append(step)
+    # Each edge once: four edges of a cell, without those between two cells.
     unused = {(start, step) for start, steps in steps_from.items() for step in steps}
     while unused:
+        # The first of those left, so that rings have the same order every time.
         edge = min(unused)
         ring: Ring = []
         while edge in unused:
@@ -195,6 +200,7 @@ def _rings(cells: set[tuple[int, int]]) -> Iterator[Ring]:
             start, step = edge
             end = (start[0] + step[0], start[1] + step[1])
             next_step = _leftmost_step(step, steps_from[end])
+            # Corners only: points on a straight edge say nothing.
             if next_step != step:
                 ring.append((float(end[0]), float(end[1])))
             edge = (end, next_step)

@@ -70,6 +70,7 @@ def without_texture(image: Planes, glass: Float, rows: slice, mpp_um: float) -> 
     first, end = max(0, rows.start - half), min(image.shape[1], rows.stop + half)
     density = density_of(image, glass, slice(first, end)).mean(0)
     mean = ndimage.uniform_filter(density, 2 * half + 1, mode="nearest")
+    # mean of squares − square of the mean: densities are below 3, so float32 has digits enough.
     variance = ndimage.uniform_filter(density * density, 2 * half + 1, mode="nearest") - mean * mean
     smooth: Mask = variance < (np.float32(_MAX_VARIATION) * mean) ** 2
     return smooth[rows.start - first : rows.stop - first]
@@ -81,6 +82,7 @@ def _mostly_smooth(smooth: Mask, core: Mask, mpp_um: float) -> Mask:
     smooth_mean, core_mean = (
         ndimage.uniform_filter(m.astype(np.float32), side, mode="constant") for m in (smooth, core)
     )
+    # Running sums of floats leave about 1e-7 where there is nothing.
     mostly: Mask = smooth_mean > np.maximum(np.float32(_SMOOTH_FRACTION) * core_mean, np.float32(1e-6))
     return mostly
 

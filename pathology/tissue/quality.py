@@ -117,6 +117,7 @@ class QualityAccumulator:
     def add(self, level: int, y0: int, x0: int, block: Planes) -> None:
         """Measure ``block`` ``(3, h, w)`` of a level, which starts at ``(y0, x0)``; no reference to it is kept."""
         if level == self.mask_level:
+            # Copied: the block is the writer's.
             self._overview[:, y0 : y0 + block.shape[1], x0 : x0 + block.shape[2]] = block
         if level == self._sharp_level:
             self._blur.add(y0, x0, block)
@@ -171,6 +172,7 @@ def has_dark_ground(overview: Planes) -> bool:
         overview: ``(3, h, w)`` uint8.
     """
     brightest = overview.max(0)
+    # Exact black is what the scanner has not scanned.
     lit = brightest[brightest > 0]
     return bool(lit.size and np.median(lit) < _DARK)
 

@@ -41,11 +41,13 @@ def binomial_filter(plane: npt.NDArray[Any], rows: slice, sigma_px: float) -> tu
     if passes == 0:
         return plane[rows].astype(np.float32), 1
     first, end = rows.start - passes, rows.stop + passes
+    # A view, where no row lies beyond the border.
     if first >= 0 and end <= len(plane):
         lines = plane[first:end]
     else:
         lines = plane[np.clip(np.arange(first, end), 0, len(plane) - 1)]
     down = _filter_lines(lines.astype(np.uint16 if exact else np.float32), passes)
+    # Transposed, so that both axes are filtered by sums of whole lines.
     across = _filter_lines(pad_edges(down, passes, 1).T, passes).T
     return across, 16**passes if exact else 1
 
@@ -67,5 +69,6 @@ def _filter_lines(lines: Any, passes: int) -> Any:
         once = lines[1:] + lines[:-1]
         lines = once[1:] + once[:-1]
         if lines.dtype != np.uint16:
+            # Floats are divided at once, by a power of two: exactly.
             lines *= np.float32(0.25)
     return lines

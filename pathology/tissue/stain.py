@@ -58,7 +58,9 @@ def estimate_stains(pixels: npt.NDArray[np.uint8], glass: Float) -> StainVectors
     density = density.take(np.flatnonzero(density.min(0) > MIN_DENSITY), axis=1)
     if density.shape[1] < _MIN_PX:
         return None
+    # float64 for three by three numbers: the eigenvectors of two alike stains are badly conditioned.
     _, vectors = np.linalg.eigh(np.cov(density, dtype=np.float64))
+    # `eigh` sorts eigenvalues in ascending order: the two largest are the last.
     plane = vectors[:, [2, 1]]
     # Eigenvectors have either sign. Towards absorption, angles stay away from the jump at ±180°.
     plane = plane * np.where(plane.sum(0) < 0, -1, 1)
@@ -105,6 +107,7 @@ class StainSample:
     def add(self, y0: int, x0: int, block: Planes) -> None:
         """Sample pixels of ``block`` ``(3, h, w)``, which starts at ``(y0, x0)``."""
         step = self._step
+        # From the first row of the block that is on the grid of the whole level.
         sampled = block[:, -y0 % step :: step, -x0 % step :: step]
         y, x = -(-y0 // step), -(-x0 // step)
         self._pixels[:, y : y + sampled.shape[1], x : x + sampled.shape[2]] = sampled

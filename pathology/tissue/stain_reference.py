@@ -42,6 +42,7 @@ def stain_normalisation(
     if method == "none" or reference is None:
         return StainNormalisation.of(method)
     path = Path(reference).expanduser()
+    # A name without folders is a slide of the store first; a picture in the current folder comes second.
     stored = slide_path(store, reference) if "/" not in reference else path
     try:
         if path.suffix == ".zarr" or stored.is_dir():
@@ -94,6 +95,7 @@ def _picture(path: Path, store: Path, key: str) -> Pixels:
         )
     try:
         with Image.open(path) as picture:
+            # Known from the header, before the picture is decoded.
             if picture.width * picture.height > _MOST_PX:
                 raise RequestError(
                     f"{key} {path}: {picture.width} × {picture.height} px; give a part of at most {_MOST_PX:,} px, or "

@@ -75,6 +75,7 @@ class AnnotationFile:
         """
         collection = level0_collection(data, self.grid)
         text = (json.dumps(collection, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "backslashreplace")
+        # Comparison and replacement are one step: of two saves with the same version, one must be refused.
         with _saving:
             try:
                 current = _version(self.path.read_bytes())
@@ -100,6 +101,7 @@ def parsed(data: bytes, name: str) -> dict[str, Any]:
     Raises:
         AnnotationError: The data is too large or invalid; the message says what is wrong.
     """
+    # Before it is parsed: JSON takes many times its size in memory.
     if len(data) > LARGEST_BYTES:
         raise AnnotationError(f"{name}: has {len(data) / 1e6:.0f} MB; at most {LARGEST_BYTES / 1e6:.0f} MB are read")
     try:
@@ -162,6 +164,7 @@ def _mapped(coordinates: Any, depth: int, map_points: MapPoints) -> Any:
     if depth == 0:
         return map_points([coordinates[:2]])[0]
     if depth == 1:
+        # All points of a ring at once: one product of matrices.
         return map_points([position[:2] for position in coordinates]) if coordinates else []
     return [_mapped(part, depth - 1, map_points) for part in coordinates]
 
@@ -172,6 +175,7 @@ def _are_valid(coordinates: Any, depth: int) -> bool:
         return False
     if depth:
         return all(_are_valid(part, depth - 1) for part in coordinates)
+    # JSON's `true` is an int in Python, and its NaN and Infinity, which the standard lacks, are floats.
     numbers = [v for v in coordinates if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)]
     return len(coordinates) >= 2 and len(numbers) == len(coordinates)
 

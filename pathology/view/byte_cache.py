@@ -39,8 +39,10 @@ class ByteCache:
                 self._arrays.move_to_end(key)
                 return cached
         array = make()
+        # Several threads have the same array.
         array.flags.writeable = False
         with self._lock:
+            # Another thread may have added it meanwhile: counting it twice would shrink the cache for good.
             if key not in self._arrays and array.nbytes <= self._limit_bytes:
                 self._arrays[key] = array
                 self._held_bytes += array.nbytes

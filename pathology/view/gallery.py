@@ -173,6 +173,7 @@ def _predicted(
         slide = _of_input(own_input)
     else:
         path = location(row["path"])
+        # Tables have paths as they were given, relative to where the prediction ran: usually the folder above.
         if not is_remote(path) and not path.is_absolute() and not path.exists() and (folder.parent / path).exists():
             path = folder.parent / path
         advice = "is not there now; give its store or folder as another PATH"
@@ -241,6 +242,7 @@ class Gallery:
             SlideError, StoreError: The slide cannot be opened.
         """
         with self._lock:
+            # Popped and set again: it is now the last in the order of use.
             entry = self._open.pop(key, None) or self._open_slide(key)
             self._open[key] = entry
             entry.users += 1
@@ -270,6 +272,7 @@ class Gallery:
     def _close_oldest(self) -> None:
         while len(self._open) > MAX_OPEN:
             oldest = self._open.pop(next(iter(self._open)))
+            # In use: its last user closes it.
             oldest.closing = True
             if not oldest.users:
                 oldest.slide.close()

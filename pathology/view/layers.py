@@ -177,6 +177,7 @@ class LayerPainter:
         y, x = _shown_points(slide, tile)
         to_cells = np.linalg.inv(_square(heatmap.cells)) @ _square(slide.to_level0)
         rows, columns = _along(to_cells[0], y, x), _along(to_cells[1], y, x)
+        # As many cells of that level as pixels, or more: fewer would show blocks, more would take time to read.
         level = heatmap.level_for(TileGrid.of(slide).scale(tile[0]) * float(np.abs(to_cells[0, :2]).max()))
         values = self._cache.get(
             (str(heatmap.path), channel.index, level), lambda: heatmap.values(channel.index, level)
@@ -187,10 +188,12 @@ class LayerPainter:
 
     def tissue(self, slide: ShownSlide, tissue: TissueMask, tile: tuple[int, int, int]) -> RGBA:
         """Return a tile with the outline of the tissue, transparent elsewhere, ``(TILE_PX, TILE_PX, 4)`` uint8."""
+        # With a margin, so that outlines have no gaps where tiles meet.
         y, x = _shown_points(slide, tile, margin=_OUTLINE_PX)
         inside = nearest(tissue.mask.astype(np.float32), y / tissue.pixel_px[0], x / tissue.pixel_px[1]) > 0
         edge = np.zeros_like(inside)
         for shift in (-_OUTLINE_PX, _OUTLINE_PX):
+            # What `roll` brings around lies in the margin, which is cut off.
             edge |= inside & ~np.roll(inside, shift, 0)
             edge |= inside & ~np.roll(inside, shift, 1)
         out: RGBA = np.zeros((TILE_PX, TILE_PX, 4), np.uint8)
@@ -217,6 +220,7 @@ def nearest(
         rows: Row coordinates of the points.
         columns: Column coordinates, of a shape that broadcasts with ``rows``.
     """
+    # Rounded down, not towards zero: −0.5 is outside.
     i, j = np.floor(rows).astype(np.intp), np.floor(columns).astype(np.intp)
     inside = (i >= 0) & (i < values.shape[0]) & (j >= 0) & (j < values.shape[1])
     nearest_values = values[np.clip(i, 0, values.shape[0] - 1), np.clip(j, 0, values.shape[1] - 1)]
@@ -230,6 +234,7 @@ def interpolated(
 
     See `nearest` for the arguments.
     """
+    # Values are those of the cells' centres.
     y, x = rows - 0.5, columns - 0.5
     i, j = np.floor(y).astype(np.intp), np.floor(x).astype(np.intp)
     down, across = (y - i).astype(np.float32), (x - j).astype(np.float32)
@@ -265,6 +270,7 @@ def _along(axis: NDArray[np.float64], y: NDArray[np.float64], x: NDArray[np.floa
         y: (n, 1).
         x: (1, n).
     """
+    # Without a term for 0, an axis-parallel map stays a column and a row: n + n values instead of n × n.
     terms = [factor * points for factor, points in zip(axis[:2], (y, x), strict=True) if factor]
     return np.asarray(sum(terms, start=np.float64(axis[2])), np.float64)
 

@@ -175,6 +175,7 @@ class FilePixels:
         """See `ShownSlide`."""
         out: RGB = np.empty((*box.shape, 3), np.uint8)
         bad: list[BadTile] = []
+        # With a list, bad tiles do not raise.
         self._source.read_into(box, level, out, bad)
         for tile in bad:
             mark_damage(out[tile.box.intersect(box).relative_to(box).slices()])

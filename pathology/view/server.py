@@ -63,6 +63,7 @@ class TokenGate:
         """Handle one request (ASGI)."""
         if scope["type"] == "http":
             first = scope["path"].lstrip("/").split("/", 1)[0]
+            # In constant time: the duration of a comparison must not tell how many characters are right.
             if not secrets.compare_digest(first.encode("utf-8", "replace"), self._token):
                 text = "This address needs the token that hyfi view printed when it started.\n"
                 await PlainTextResponse(text, 403, headers=_FRESH)(scope, receive, send)
@@ -87,6 +88,7 @@ def make_app(scene: Scene, token: str) -> ASGIApp:
 
     mounted = Mount(f"/{token}", routes=_Handlers(scene).routes())
     handled: dict[Any, Any] = dict.fromkeys((HTTPException, SlideError, StoreError, RequestError, OSError), _error)
+    # Outside of the routes: also unknown addresses are refused before they are looked at.
     return TokenGate(Starlette(routes=[mounted], lifespan=lifespan, exception_handlers=handled), token)
 
 
@@ -107,6 +109,7 @@ async def _body(request: Request) -> bytes:
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
+        # While it arrives: a length that the client states proves nothing.
         if len(data) > LARGEST_BYTES:
             raise HTTPException(413, f"annotations are limited to {LARGEST_BYTES} bytes")
     return bytes(data)
@@ -205,6 +208,7 @@ class _Handlers:
     async def save(self, request: Request) -> Response:
         state = request.headers.get("if-match", "").strip('"')
         data = await _body(request)
+        # In a thread: writing and syncing a file would stop all other requests.
         new_state = await run_in_threadpool(self._scene.save, request.path_params["key"], data, state)
         return _json({"saved": True}, ETag=f'"{new_state}"')
 

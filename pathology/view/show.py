@@ -98,6 +98,7 @@ def _cells_of(
     to_level0 = np.array(slide.attributes["affine"], np.float64)
     bounds, cells = slide.attributes["source"]["bounds"], file.cells.affine
     places = np.stack(np.meshgrid(rows, columns, indexing="ij"))
+    # The heatmap counts from the corner of the bounds, as QuPath does, the slide from that of the file.
     origin = to_level0[:, 2] - (bounds["y0"], bounds["x0"]) - cells[:, 2]
     level0 = np.einsum("ij,jhw->ihw", to_level0[:, :2], places) + origin[:, None, None]
     row, column = np.einsum("ij,jhw->ihw", np.linalg.inv(cells[:, :2]), level0)

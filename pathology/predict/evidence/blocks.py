@@ -69,8 +69,10 @@ class OcclusionBlocks:
             most: Most forwards.
         """
         size = tissue.size_px
+        # So coarse that tissue is counted on a grid of at most 4096 × 4096.
         step = align_px * math.ceil(max(size) / align_px / _MOST_SIDES)
         shown = _shown_tissue(tissue, views, step)
+        # Where to begin: joining t × t squares leaves at least one in t² of them.
         times = max(1, math.isqrt(max(0, sum(int(cells.sum()) for cells in shown) - 1) // most))
         while sum(int(_joined(cells, times).sum()) for cells in shown) > most and times * step < max(size):
             # By a sixteenth: a slide may need hundreds of steps of one.
@@ -114,5 +116,6 @@ def _boxes_of(view: View, row: int, column: int, block_px: int) -> tuple[Box, ..
         part = piece.source.intersect(block)
         if not part.empty:
             dy, dx = piece.offset
+            # `offset` leads from the image to the slide.
             boxes.append(part.shift(-dy, -dx))
     return tuple(boxes)

@@ -75,6 +75,7 @@ def _of_member(
 ) -> NDArray[np.float64]:
     """Return one model's estimates, (outputs, rows, columns)."""
     model = ensemble.members[member]
+    # As the model takes it: the products are of normalised pixels.
     white = model.normalisation(torch.full((1, 3, 1, 1), BACKGROUND, dtype=torch.uint8))
     logits, sums = [], []
     for view in views:
@@ -85,6 +86,7 @@ def _of_member(
         if not bool(outputs.isfinite().all()):
             raise SlideError(f"the network's output is not finite: {outputs[0].tolist()}")
         if ensemble.comm.size > 1:
+            # In float64: each rank has the sums of its part of the image, and a block may lie in several.
             ensemble.comm.all_reduce(of_blocks.sums)
         logits.append(outputs[0].double().cpu().numpy())
         sums.append(of_blocks.sums.numpy())
@@ -132,6 +134,7 @@ class _BlockSums:
 
     def add(self, gradient: InputGradient) -> None:
         """Add the products of one part of the image."""
+        # Where the pixels are; only the sum over channels moves to the host.
         differences = gradient.pixels - self._white.to(gradient.pixels)
         products = (differences * gradient.values)[0].double().sum(0).cpu()
         height = self.sums.shape[1]

@@ -24,6 +24,7 @@ def with_case_slides(inputs: Sequence[SlideInput]) -> list[SlideInput]:
         cases.setdefault(one.case_id or one.slide_id, []).append(one)
     result = []
     for slides in cases.values():
+        # In the order of training, see `Grouping.of`.
         paths = tuple(slide.path for slide in sorted(slides, key=lambda slide: slide.slide_id))
         why = "" if len(slides) == 1 else _reason(slides)
         result += [replace(slide, case_slides=paths, reason=slide.reason or why) for slide in slides]

@@ -123,6 +123,7 @@ class TileEnsemble:
 
     def _of_case(self, member: int, slide: SlideStore, tiles: TissueTiles, paths: tuple[Path, ...]) -> Heatmap:
         """Return a member's heatmap of one slide of a case, whose slides are one bag; computed once for each case."""
+        # Slides are dealt case by case, so one case is kept: its tiles are encoded once for all of its slides.
         if self._case is None or self._case.paths != paths:
             slides = together(self._comm, lambda: [self._open(path) for path in paths])
             self._case = _OpenCase(paths, together(self._comm, lambda: [(one, self.tiles_of(one)) for one in slides]))
@@ -146,6 +147,7 @@ class TileEnsemble:
             for one, of_one in bags
         ]
         explanation = engine.explain(parts[0] if len(parts) == 1 else JoinedTiles("the case", parts))
+        # After the collective call: an error that is raised earlier leaves the other ranks waiting.
         together(self._comm, late.raise_error)
         if not bool(torch.isfinite(explanation.logits).all()):
             raise SlideError(f"the network's output is not finite: {explanation.logits.tolist()}")
@@ -195,6 +197,7 @@ class _CheckedTiles:
 
     def read(self, indices: Sequence[int]) -> torch.Tensor:
         """Return tiles, as their source has them."""
+        # A view without memory of its own, of the right shape: other ranks wait for vectors of these tiles.
         instead = self._instead.expand(len(indices), -1, -1, -1)
         return self._late.read_or(lambda: instead, lambda: self._tiles.read(indices))
 

@@ -59,6 +59,7 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
     maps += [] if values.attention is None else [values.attention * len(tiles)]
     canvas = np.zeros((len(maps), height, width))
     for map_, of_tiles in zip(canvas, maps, strict=True):
+        # `add.at`: overlapping tiles have cells in common.
         np.add.at(map_, (rows[inside], columns[inside]), np.broadcast_to(of_tiles[:, None], inside.shape)[inside])
     covers = canvas[2 * count]
     is_seen = covers > 0

@@ -71,6 +71,7 @@ def pixels_say(stored: Sequence[RGB]) -> str:
         return ""
     values: npt.NDArray[np.float32] = np.concatenate([tile.reshape(-1, 3) for tile in stored]).astype(np.float32)
     first, second_and_third = values[:, 0], values[:, 1:]
+    # Luma of white is white, so the first component is bright in both readings.
     pale = first > _PALE
     as_rgb = (pale & (np.abs(second_and_third - first[:, None]).max(1) < 2 * _NEUTRAL)).mean()
     as_ycbcr = (pale & (np.abs(second_and_third - 128).max(1) < _NEUTRAL)).mean()
@@ -84,6 +85,7 @@ def pixels_say(stored: Sequence[RGB]) -> str:
 
 def _agreement(values: npt.NDArray[np.float32]) -> float:
     """Return the lowest correlation between two of three channels, ``(n, 3)``; -1 if one of them is constant."""
+    # A correlation with a constant is not defined.
     if values.std(0).min() < 0.5:
         return -1.0
     return float(np.corrcoef(values.T).min())
@@ -98,6 +100,7 @@ def believed_jpeg(declared: str, tiles: Sequence[bytes], decode: Callable[[bytes
         decode: Decodes a tile to its stored components; raises any exception if it is damaged.
     """
     claims = {jpeg_says(tile) for tile in tiles} - {""}
+    # Tiles that contradict each other say nothing.
     if len(claims) != 1 or claims == {declared}:
         return declared, None
     (marked,) = claims

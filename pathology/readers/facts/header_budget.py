@@ -78,6 +78,7 @@ class _ByteLayout:
 
     def numbers(self, file: BinaryIO, kind: int, count: int, field: bytes) -> tuple[int, ...]:
         """Return the whole numbers of an entry, which are in its field if there is room; none if the file ends."""
+        # TIFF 6.0: values that fit into the field are in it, others are where it says.
         length = count * struct.calcsize(self.order + _KINDS[kind])
         if length > len(field):
             at = int(struct.unpack(self.order + self.word, field)[0])
@@ -124,10 +125,12 @@ def check_directories(path: Path) -> None:
         waiting, visited, tiles = [layout.first(head)], set[int](), 0
         while waiting:
             offset = waiting.pop()
+            # Directories may point back at each other: without this, a damaged file is walked forever.
             if offset in visited or not 0 < offset < size:
                 continue
             visited.add(offset)
             directory = _directory(file, offset, layout)
+            # More tiles than bytes: the number itself is damaged.
             if directory is None or directory.tiles > size:
                 return  # damaged; the readers say so
             tiles += directory.tiles

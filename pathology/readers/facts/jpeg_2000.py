@@ -97,12 +97,14 @@ def without_colour(tile: bytes) -> bytes:
     """
     at = _codestream(tile)[1] if is_jp2(tile) else 0
     enumerated = at > 0 and tile[at : at + 1] == b"\1"
+    # Box content: method, precedence and approximation take three bytes, then the number of the colour space.
     return tile[: at + 3] + _SRGB.to_bytes(4, "big") + tile[at + 7 :] if enumerated else tile
 
 
 def _has_transform(tile: bytes, start: int) -> bool:
     if tile[start : start + 4] != _CODESTREAM_START:
         raise ValueError("it has no codestream")
+    # Behind SOC, which has no length; segments follow until SOT, the first tile-part.
     at = start + 2
     while tile[at + 1] != _SOT:
         if tile[at] != 0xFF:
@@ -141,6 +143,7 @@ def _boxes(tile: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
         if length == 1:
             length, head = int.from_bytes(tile[at + 8 : at + 16], "big"), 16
         stop = end if length == 0 else at + length
+        # A box shorter than its own head would make the loop stand still.
         if stop < at + head:
             return
         yield kind, at + head, min(stop, end)

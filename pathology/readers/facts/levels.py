@@ -92,6 +92,7 @@ def fitted_levels(stated: Sequence[StatedLevel]) -> list[SourceLevel | None]:
 
 def _fitted(finest: StatedLevel, level: StatedLevel, plain: SourceLevel) -> SourceLevel | None:
     (height, width), (h, w) = finest.size_px, level.size_px
+    # Whole and equal factors: nothing was rounded or padded.
     if plain.downsample[0] == plain.downsample[1] == round(plain.downsample[0]):
         return plain
     padded = _padded_factor(finest, level)
@@ -132,6 +133,7 @@ def unlike_levels(levels: Sequence[SourceLevel], read: Read) -> list[int]:
     places = _structured_places(levels, read)
     believed, unlike = 0, []
     for k in sorted(range(1, len(levels)), key=lambda k: levels[k].downsample):
+        # Against the next finer one that is believed: the finest has many times more pixels to read.
         if _alike(levels, (believed, k), places, read):
             believed = k
         else:
@@ -162,6 +164,7 @@ def _structured_places(levels: Sequence[SourceLevel], read: Read) -> Sequence[tu
     if rows < 1 or columns < 1:
         return _FIXED_PLACES
     blocks = grey[: rows * block, : columns * block].reshape(rows, block, columns, block).std((1, 3))
+    # By contrast, as plain glass is alike in any two pictures.
     best = np.argsort(blocks, axis=None)[::-1][:_PATCHES]
     scale = block / grey.shape[0], block / grey.shape[1]
     return [((k // columns + 0.5) * scale[0], (k % columns + 0.5) * scale[1]) for k in best.tolist()]
@@ -182,8 +185,10 @@ def _alike(
         with suppress(TileError):
             wide = read(Box(*rows, *columns), compared[0])
             pairs.append((read(box, compared[1]).reshape(-1, 3), _reduced(wide, box.shape).reshape(-1, 3)))
+        # Clear already: each further patch would decode more tiles.
         if len(pairs) >= enough and _show_the_same(pairs, _CLEARLY):
             return True
+    # Without a readable patch nothing speaks against the level.
     return not pairs or _show_the_same(pairs, _ALIKE) or _are_flat(pairs)
 
 

@@ -124,6 +124,7 @@ def scenes_of_tiff(path: Path) -> int:
     try:
         if not path.is_file():  # opening a pipe would block
             return 1
+        # Private: the only way not to open the other files of a set.
         with tifffile.TiffFile(path, _multifile=False) as tiff:
             xml = tiff.ome_metadata if tiff.is_ome else None
     except (*PARSE_ERRORS, struct.error):
@@ -160,6 +161,7 @@ def picked_scene(scenes: list[Picture], pick: Pick) -> tuple[Picture, list[Note]
     """
     if pick.scene > len(scenes):
         raise SlideError(f"there is no scene {pick.scene}: the file has {len(scenes)}")
+    # Of equal ones the first, as −k falls.
     number = pick.scene or 1 + max(range(len(scenes)), key=lambda k: (scenes[k].area_px, -k))
     notes = []
     if len(scenes) > 1:
@@ -273,8 +275,10 @@ def _directories(pixels: ElementTree.Element, depths: int, own: str, name: str) 
         if not _is_here(data, own, name):
             continue
         first, index = int(data.get("FirstZ", "0")), int(data.get("IFD", "0"))
+        # Without PlaneCount, the only TiffData is taken for all planes, one of several for its own.
         count = int(data.get("PlaneCount", str(depths) if len(every) == 1 else "1"))
         for k in range(count):
+            # The first element that names a plane counts.
             if first + k < len(pages) and pages[first + k] is None and not int(data.get("FirstC", "0")):
                 pages[first + k] = index + k
     return tuple(pages)
@@ -284,5 +288,6 @@ def _is_here(data: ElementTree.Element, own: str, name: str) -> bool:
     """Whether an element TiffData refers to this file: by its UUID, or by its name where it has none."""
     for uuid in elements(data, "UUID"):
         text = (uuid.text or "").strip()
+        # A set's files may be renamed, so the UUID counts; old files have only the name.
         return text == own if own else uuid.get("FileName", name) == name
     return True

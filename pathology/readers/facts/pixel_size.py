@@ -73,6 +73,7 @@ def _is_fine_for(stated: StatedMpp, power: float | None) -> bool:
 
 def _agreed(stated: list[StatedMpp], power: float | None, size_px: tuple[int, int], facts: SlideFacts) -> CheckedMpp:
     """Choose among plausible statements."""
+    # Statements about another size than the page has: written before the image was reduced or cut.
     stale = [statement for statement in stated if statement.of_px not in (None, size_px)]
     current = [statement for statement in stated if statement not in stale]
     if stale:
@@ -97,6 +98,7 @@ def _of_another_size(
     factors = [stated_px / now_px for stated_px, now_px in zip(stale.of_px, size_px, strict=True)]
     reduced = (stale.um[0] * factors[0], stale.um[1] * factors[1])
     (height, width), (fy, fx) = stale.of_px, factors
+    # Reduced to whole pixels: one side gives the factor, the other may be off by a rounded pixel.
     same_shape = abs(height / fx - size_px[0]) <= 1 or abs(width / fy - size_px[1]) <= 1
     described = (
         f"{_as_text(stale)} for an image of {stale.of_px[0]} × {stale.of_px[1]} px (rows × columns), but the slide has "

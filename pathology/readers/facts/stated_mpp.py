@@ -73,6 +73,7 @@ def um_of_unit(unit: str) -> tuple[float, str] | None:
     (``?m``).
     """
     plain = unit.strip()
+    # As written first: Å is a key, its small letter is none.
     um = _UM_PER_UNIT.get(plain) or _UM_PER_UNIT.get(plain.lower())
     if um is not None:
         return um, ""
@@ -105,6 +106,7 @@ def _of_tags(page: Any) -> StatedMpp | None:
     tags = page.tags
     if "XResolution" not in tags or "YResolution" not in tags:
         return None
+    # TIFF 6.0: without the tag, the unit is the inch.
     unit = _UNITS.get(int(tags["ResolutionUnit"].value) if "ResolutionUnit" in tags else 2, "")
     y, x = (mpp_of_resolution(_ratio(tags[name].value), unit) for name in ("YResolution", "XResolution"))
     return None if y is None or x is None else StatedMpp((y, x), TAGS)

@@ -145,6 +145,7 @@ class ZarrLevel:
             where = f"rows {box.y0}–{box.y1}, columns {box.x0}–{box.x1} of {self._path.name}"
             raise TileError(f"a chunk of {where} cannot be decoded: {error}") from error
         order = [name for name in self._names if name in "cyx"]
+        # Grey without an axis of channels.
         if "c" not in order:
             values, order = values[..., None], [*order, "c"]
         pixels = values.transpose([order.index(name) for name in "yxc"])
@@ -166,6 +167,7 @@ class ZarrLevel:
         absent = set()
         for chunk in np.ndindex(*(1 if name in fixed else n for name, n in zip(self._names, counts, strict=True))):
             at = tuple(fixed.get(name, k) for name, k in zip(self._names, chunk, strict=True))
+            # zarr's own spelling of names: separators and prefixes differ between versions.
             if metadata.encode_chunk_key(at) not in stored:
                 absent.add((self._of("y", at), self._of("x", at)))
         return absent

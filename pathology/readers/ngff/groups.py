@@ -40,6 +40,7 @@ def read_group(path: Path) -> ZarrGroup | None:
     Raises:
         SlideError: It cannot be read, or its JSON is damaged.
     """
+    # zarr 3 first: stores that were converted may have the files of version 2, too.
     document = read_document(path / "zarr.json")
     if document is not None:
         attributes = _object(document.get("attributes"))

@@ -178,6 +178,7 @@ def _axis(stated: Any) -> NgffAxis:
 
 def _level(dataset: Mapping[str, Any], shared: tuple[float, ...] | None, axes: int) -> NgffLevel:
     own = _scale(dataset, axes)
+    # NGFF 0.4 and 0.5: transformations of the multiscale apply after those of each dataset.
     if own is not None and shared is not None:
         own = tuple(a * b for a, b in zip(own, shared, strict=True))
     return NgffLevel(str(dataset["path"]), own or shared)

@@ -71,6 +71,7 @@ class OmeZarrSource:
             replace(level, tile_px=array.tile_px, missing_tiles=len(boxes))
             for level, array, boxes in zip(believed.levels, self._arrays, absent, strict=True)
         )
+        # Only now errors: until here, all files that are not stored count as unknown.
         self._lost = [self._shown_elsewhere(k, boxes) for k, boxes in enumerate(absent)]
         self.facts = self.facts.noting(*(note for k, boxes in enumerate(absent) for note in self._note(k, boxes)))
         self.bounds = Box.of_size(*self._arrays[0].size_px)
@@ -163,6 +164,7 @@ class OmeZarrSource:
     def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
         """Fill ``out``; see `pathology.readers.slide_source.SlideSource.read_into`."""
         height, width = self.levels[level].tile_px
+        # Whole chunks, so that no chunk is decoded by two threads.
         block = max(1, _BLOCK_PX // height) * height, max(1, _BLOCK_PX // width) * width
         read = partial(self._read_block, level, box, out, bad is not None)
         bad_by_block = run_in_pool(read, split_on_grid(box, block))

@@ -20,6 +20,7 @@ export class Annotations {
     this.timer = 0;
     this.writes = 0;
     this.refused = NaN;  // key of the slide whose last changes could not be saved; equal to no key before
+    // Writes run one after the other: each states the version that the one before it returned.
     this.writing = Promise.resolve();
     for (const button of byId("tools").children) button.addEventListener("click", () => this.draw(button.dataset.tool));
     byId("download").addEventListener("click", () => this.download().catch(error => this.say(error.message, true)));
@@ -44,9 +45,11 @@ export class Annotations {
     try {
       const response = await request(slideUrl(key, "annotations.json"));
       const found = await response.json();
+      // Another slide may have been chosen, or the pane closed, while the file was loaded.
       if (this.pane !== pane || pane.key !== key || !pane.map) return;
       this.version = (response.headers.get("ETag") || "").replaceAll('"', "");
       this.collection = found;
+      // Together with the collection, not before: changes are saved in the file that they were loaded from.
       Object.assign(this, {key, saved, path});
       for (const one of found.features) this.put(one);
     } catch (error) {
@@ -77,6 +80,7 @@ export class Annotations {
       style: {color, weight: chosen ? 4 : 2.5, fillOpacity: chosen ? 0.14 : 0.06},
       pointToLayer: (_, at) => L.circleMarker(at, {radius: chosen ? 9 : 6, color, weight: chosen ? 4 : 2.5, fillOpacity: 0.3}),
     });
+    // While something is drawn, a click is its next corner, also where another annotation lies.
     shape.on("click", event => { if (!this.drawing) { L.DomEvent.stop(event); this.select(one); } });
     this.shapes.set(one, shape.addTo(this.pane.map));
   }
@@ -87,6 +91,7 @@ export class Annotations {
     this.selected = one;
     for (const corner of this.corners) corner.remove();
     this.corners = [];
+    // Drawn again, both: lines show which one is selected.
     for (const some of [before, one]) if (some && this.shapes.has(some)) this.put(some);
     if (one) this.handles(one);
     if (this.collection) this.list();
@@ -95,6 +100,7 @@ export class Annotations {
   handles(one) {
     const {type, coordinates} = one.geometry;
     const lines = {Polygon: coordinates, LineString: [coordinates], Point: [[coordinates]]}[type] || [];
+    // Each corner is an element of the page: thousands would make it slow.
     if (lines.flat().length > MAX_EDITABLE_CORNERS) return;
     for (const line of lines) {
       const closed = type === "Polygon";
@@ -102,6 +108,7 @@ export class Annotations {
         const corner = L.marker(toLatLng(line[k]), {draggable: true, icon: L.divIcon({className: "corner"}), keyboard: false});
         corner.on("drag", () => {
           line[k] = toPosition(corner.getLatLng());
+          // GeoJSON repeats the first position of a ring at its end.
           if (closed && k === 0) line[line.length - 1] = line[0];
           if (type === "Point") one.geometry.coordinates = line[0];
           this.put(one);
@@ -123,6 +130,7 @@ export class Annotations {
     this.drawing = {tool, places, line, handlers: {}};
     mapHolder.classList.add("drawing");
     byId("tools").querySelector(`[data-tool=${tool}]`).setAttribute("aria-pressed", "true");
+    // A double click ends a polygon, and the other tools draw by dragging.
     map.doubleClickZoom.disable();
     if (tool !== "polygon") map.dragging.disable();
     Object.assign(this.drawing.handlers, this[tool](map, places, line));
@@ -186,6 +194,7 @@ export class Annotations {
   close() {
     // Remove repeated corners: a double click adds two.
     const ring = (this.drawing?.places || []).map(toPosition).filter((one, k, all) => !k || one[0] !== all[k - 1][0] || one[1] !== all[k - 1][1]);
+    // Corners in one row or column enclose no area.
     if (ring.length < 3 || new Set(ring.map(one => one[0])).size < 2 || new Set(ring.map(one => one[1])).size < 2) return this.stop();
     this.add(feature("Polygon", [[...ring, ring[0]]], this.className, this.colorOf(this.className)));
   }
@@ -219,9 +228,11 @@ export class Annotations {
   // Saving.
   changed() {
     this.list();
+    // After a conflict the server would refuse each save: the page must be loaded again first.
     if (!this.saved || this.conflict === this.key) return;
     this.say("Saving …");
     clearTimeout(this.timer);
+    // Once for many changes: each save writes the whole file.
     this.timer = setTimeout(() => this.flush(), SAVE_AFTER_MS);
   }
 
@@ -245,6 +256,7 @@ export class Annotations {
       this.say(`Saved in ${path}`);
     } catch (error) {
       this.refused = key;
+      // Precondition Failed: the file has another version than this page has loaded.
       if (error.status === 412) this.conflict = key;
       this.say(`Not saved: ${error.message}`, true);
     }
@@ -256,6 +268,7 @@ export class Annotations {
     const response = await request(slideUrl(this.key, "export.geojson"), {method: "POST", body: JSON.stringify(this.collection)});
     const link = element("a", {href: URL.createObjectURL(await response.blob()), download: `${this.pane.about.slide_id}.geojson`});
     link.click();
+    // Not at once: the browser reads the address after the click has returned.
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   }
 
@@ -288,6 +301,7 @@ export class Annotations {
 
   size(one) {
     const {type, coordinates} = one.geometry, unit = this.pane.about.mpp;
+    // The shoelace formula; holes are taken off the outer ring.
     const area = ring => Math.abs(ring.slice(1).reduce((sum, at, k) => sum + ring[k][0] * at[1] - at[0] * ring[k][1], 0)) / 2;
     if (type === "Polygon" && unit) return formatArea((area(coordinates[0]) - coordinates.slice(1).reduce((sum, hole) => sum + area(hole), 0)) * unit[0] * unit[1]);
     if (type === "LineString" && unit) return formatLength(coordinates.slice(1).reduce((sum, at, k) => sum + Math.hypot((at[0] - coordinates[k][0]) * unit[1], (at[1] - coordinates[k][1]) * unit[0]), 0));

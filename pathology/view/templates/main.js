@@ -25,6 +25,7 @@ function addPane(key, view = null) {
 function closePane(pane) {
   if (panes.length < 2) return;
   panes.splice(panes.indexOf(pane), 1);
+  // What it still waits for is ignored when it arrives.
   pane.requests++;
   if (active === pane) activate(panes[0]);
   pane.clear();
@@ -35,6 +36,7 @@ function closePane(pane) {
 function arrange() {
   byId("panes").style.setProperty("--across", panes.length > 2 ? 2 : panes.length);
   byId("panes").classList.toggle("several", panes.length > 1);
+  // Leaflet does not notice that its element has another size.
   for (const pane of panes) pane.map?.invalidateSize({animate: false});
   byId("beside").disabled = panes.length >= MAX_PANES || !slides.length;
   link();
@@ -68,8 +70,10 @@ const state = pane => ({x: pane.view.x * pane.unit, y: pane.view.y * pane.unit, 
 
 function moved(pane) {
   if (pane === active) showMagnification();
+  // A move that this function made itself, of a linked pane.
   if (following) return;
   updateAddress();
+  // Offsets are from where the panes were linked, not from the last move: rounding does not add up.
   const from = origins?.get(pane);
   if (!from || origins.size < 2) return;
   const now = state(pane);
@@ -85,6 +89,7 @@ function moved(pane) {
 let addressTimer = 0;
 function updateAddress() {
   clearTimeout(addressTimer);
+  // After the last of many moves: browsers limit how often a page may change its address.
   addressTimer = setTimeout(() => {
     const query = new URLSearchParams();
     const [first, ...others] = panes.filter(pane => pane.map);
@@ -92,6 +97,7 @@ function updateAddress() {
     query.set("slide", first.key);
     for (const [name, value] of Object.entries(first.view)) query.set(name, value.toFixed(name === "zoom" ? 3 : 0));
     for (const pane of others) query.append("beside", pane.key);
+    // Replaced, not pushed: the button for the page before leaves the viewer instead of undoing moves.
     history.replaceState(null, "", `?${query}`);
   }, 250);
 }
@@ -121,6 +127,7 @@ function listSlides() {
     const words = element("span", {}, element("b", {textContent: one.key}));
     if (one.prediction) words.append(element("span", {className: "soft", textContent: one.prediction}));
     if (one.reason) words.append(element("span", {className: "reason", textContent: one.reason}));
+    // Lazy: of hundreds of slides, only the pictures in view are made.
     const picture = one.reason ? [] : [element("img", {src: slideUrl(one.key, "tile/0/0/0.jpg"), alt: "", loading: "lazy"})];
     const button = element("button", {className: one.reason ? "failed" : ""}, ...picture, words);
     button.onclick = () => active.show(one.key);
@@ -131,6 +138,7 @@ function listSlides() {
 
 function step(offset) {
   const usable = slides.filter(one => !one.reason);
+  // From the slide that was asked for: it may still be loading when the key is pressed again.
   const at = usable.findIndex(one => one.key === active.wanted);
   const next = usable[at + offset];
   if (next) active.show(next.key);
@@ -200,6 +208,7 @@ function toggle(wanted) {
   if (!pane?.map) return;
   const layers = pane.known().filter(wanted);
   const on = layers.some(one => pane.setting(one).on);
+  // Of several classes, the predicted one: their colours would hide each other.
   const first = layers.find(one => one.class_name === pane.about.prediction) || layers[0];
   for (const one of layers) {
     pane.setting(one).on = on ? false : one === first;
@@ -252,6 +261,7 @@ const KEYS = {
 POWERS.forEach((power, k) => { KEYS[k + 1] = () => { if (!byId("powers").children[k].disabled) active.setPower(power); }; });
 
 addEventListener("keydown", event => {
+  // Letters belong to the field in which they are typed; shortcuts with Ctrl or Alt, to the browser.
   const typing = event.target.closest("input:not([type=checkbox]):not([type=range]), select, dialog");
   if (typing || event.ctrlKey || event.metaKey || event.altKey || !active || !(event.key in KEYS)) return;
   const needs = !["s", "x", "l", "?", "j", "k"].includes(event.key);

@@ -4,6 +4,7 @@ export const byId = id => document.getElementById(id);
 export function element(tag, properties = {}, ...children) {
   const created = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
+    // aria-… and data-… are attributes, which have no property of this name.
     if (name.includes("-")) created.setAttribute(name, value);
     else created[name] = value;
   }
@@ -21,6 +22,7 @@ export async function request(url, options = {}) {
     throw new Error("hyfi view does not respond; is it still running?");
   }
   if (!response.ok) {
+    // The viewer's own errors are JSON; those of a proxy between it and the browser need not be.
     const body = await response.json().catch(() => ({}));
     throw Object.assign(new Error(body.error || `${response.status} ${response.statusText}`), {status: response.status});
   }
@@ -40,4 +42,5 @@ export function formatArea(um2) {
 
 // GeoJSON positions are (x, y); in Leaflet, lat is y and lng is x.
 export const toLatLng = place => L.latLng(place[1], place[0]);
+// Thousandths of a pixel are finer than any hand, and keep files short.
 export const toPosition = point => [Math.round(point.lng * 1000) / 1000, Math.round(point.lat * 1000) / 1000];

@@ -20,6 +20,7 @@ export class Pane {
     this.holder = element("div", {className: "pane"}, this.mapHolder, this.problem,
       element("div", {className: "head"}, this.select, this.closer));
     this.select.addEventListener("change", () => this.show(this.select.value));
+    // In the capture phase: Leaflet stops the event before it comes back up here.
     this.holder.addEventListener("pointerdown", () => callbacks.active(this), true);
   }
 
@@ -45,9 +46,13 @@ export class Pane {
   }
 
   build(about, features, view) {
+    // The map's coordinates are shown pixels: at `finest_zoom`, one of them is one pixel of the screen. The
+    // factor of y is positive, where L.CRS.Simple has −1: rows count downwards.
     const unit = 2 ** -about.finest_zoom;
     const crs = L.extend({}, L.CRS.Simple, {transformation: new L.Transformation(unit, 0, unit, 0)});
     this.bounds = L.latLngBounds([0, 0], [about.height_px, about.width_px]);
+    // zoomSnap 0: linked panes have equal micrometres per pixel, at any fraction of a zoom. preferCanvas: thousands
+    // of outlines are drawn on one canvas, instead of an element of the page for each.
     this.map = L.map(this.mapHolder, {
       crs, zoomSnap: 0, zoomDelta: 1, wheelPxPerZoomLevel: 100, zoomControl: false, attributionControl: false,
       preferCanvas: true, maxZoom: about.finest_zoom + EXTRA_ZOOMS, minZoom: -8, keyboardPanDelta: 160, fadeAnimation: false,
@@ -55,9 +60,11 @@ export class Pane {
     this.controls();
     if (view && Number.isFinite(view.zoom)) this.map.setView([view.y, view.x], view.zoom, {animate: false});
     else this.map.fitBounds(this.bounds, {animate: false});
+    // Only now, when the map has a size; until here −8 allows any zoom.
     const whole = this.map.getBoundsZoom(this.bounds);
     this.map.setMinZoom(Math.min(whole - 1, about.finest_zoom, about.mpp ? this.zoomFor(COARSEST_UM) : whole));
     this.map.setMaxBounds(this.bounds.pad(0.6));
+    // Lossless where the slide's own pixels are seen; coarser tiles are means already.
     this.tiles((z, y, x) => slideUrl(about.key, "tile", z, y, `${x}.${z >= about.finest_zoom ? "png" : "jpg"}`), {className: "slide"}).addTo(this.map);
     this.layers = new Map();
     for (const layer of this.known()) if (this.setting(layer).on) this.put(layer);
@@ -81,6 +88,7 @@ export class Pane {
       tileSize: about.tile_px, minNativeZoom: 0, maxNativeZoom: about.finest_zoom, minZoom: -8, maxZoom: about.finest_zoom + EXTRA_ZOOMS,
       noWrap: true, bounds: this.bounds, updateWhenZooming: false, keepBuffer: 2, ...options,
     });
+    // Not a template: keys of slides must be encoded, and the ending depends on the zoom.
     layer.getTileUrl = at => url(at.z, at.y, at.x);
     return layer;
   }
@@ -99,6 +107,7 @@ export class Pane {
 
   setting(layer) {
     if (!this.settings.has(layer.name)) {
+      // Layers are off at first, apart from the score of what was predicted.
       const first = layer.kind === this.mainKind() && layer.class_name === this.about.prediction;
       this.settings.set(layer.name, {on: first, opacity: layer.kind === "tissue" ? 1 : 0.6, smooth: true});
     }

@@ -131,6 +131,15 @@ def test_transparency_shows_white_glass(tmp_path: Path, kind: str) -> None:
         assert np.abs(found - (colour * share + 255 * (1 - share))).max() <= 1.51
 
 
+def test_colours_brighter_than_their_opacity_are_white_not_dark(tmp_path: Path) -> None:
+    image = np.full((*SIZE, 4), 200, np.uint8)
+    image[..., 3] = 0
+    tifffile.imwrite(
+        tmp_path / "a.tif", image, photometric="rgb", extrasamples=[EXTRA["associated"]], tile=(128, 128), metadata=None
+    )
+    assert open_source(tmp_path / "a.tif").read(WHOLE, 0).min() == 255
+
+
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("aperio", [True, False])
 def test_tiles_that_the_scanner_left_out_are_shown_as_openslide_shows_them(
