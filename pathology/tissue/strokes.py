@@ -52,8 +52,7 @@ def thin_strokes(image: Planes, glass: Float, dark: Mask, mpp_um: float) -> Mask
 
 def _is_stroke(image: Planes, glass: Float, part: Mask, mpp_um: float) -> bool:
     """Whether pieces near each other are together long and thin, and dense and even along their middle."""
-    # Padded: a skeleton at the border would be cut by it.
-    ridge = skeletonize(np.pad(part, 1))[1:-1, 1:-1]  # type: ignore[no-untyped-call]
+    ridge = skeletonize(part)  # type: ignore[no-untyped-call]
     length_px = np.count_nonzero(ridge)
     if length_px * mpp_um < _MIN_LENGTH_UM or np.count_nonzero(part) * mpp_um > _MAX_WIDTH_UM * length_px:
         return False
