@@ -177,6 +177,7 @@ def resident_limit(
     if memory_bytes is None or device.type != "cpu":
         return None
     largest = largest_step(forecasts)
+    # Measured between two steps: what the next one takes besides pages must still fit.
     return ResidentLimit(memory_bytes - workspace_bytes(largest), PAGES * largest.working_bytes)
 
 
@@ -210,6 +211,7 @@ def spilled_bytes(kept_bytes: int, limit_bytes: int, working_bytes: int = 0, tra
 
 def held_bytes_on(device: torch.device) -> int:
     """Return what this process uses of the memory of the device that has the maps: on a CPU, libraries included."""
+    # Not what the allocator has reserved beside it, which the next tensors are given.
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 

@@ -63,6 +63,7 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
         made_here = {name for op in operators for name in op.outputs if name is not None}
         lives = _lives(program.image, made_here, operators)
         return FusedRuns(), RunCost(_peak(lives, {name: value_bytes(program, name) for name in lives}), 1.0)
+    # Lowered once without fused runs, for the layouts and for what can be fused at all.
     trial = lower(program, Target(grid, 0, CELL_OPERATORS))
     sketch = sketch_of(program, operators, trial.splits, trial.fusible, ())
     choices: list[Margins] = []
@@ -128,6 +129,7 @@ def _peak_bytes(
     waits = sorted(_waits(sketch, operators, maps, margins))
     sizes = dict(cell_bytes)
     for value, (first, last) in lives.items():
+        # Alive while other cells run, so every cell's part of it exists at once.
         if any(2 * first + 1 < at <= 2 * last for at in waits):
             sizes[value] = sketch.layouts[value].map.area * sketch.pixel_bytes[value]
     return _peak(lives, sizes)

@@ -172,6 +172,7 @@ def _peak(tape: Tape, sizes: _Sizes, kept_pages: _Kept, trains: bool) -> int:
     saved, passing, cotangents = ([0] * (len(tape.steps) + 2) for _ in range(3))
     for name, at in maker.items():
         size, end = stored_bytes(sizes.of(name)), last.get(name, at)
+        # Kept until the end of the forward and beyond: added once, never taken away.
         if name in kept_pages.names:
             saved[at + 1] += stored_bytes(sizes.of_kept(name))
         elif not trains:
@@ -219,6 +220,7 @@ class _Kept:
             besides.append(sizes.saved_besides(step, remade=0 < max(sources, default=0) < DEEPEST))
             for name in made_by(step):
                 cheap = _is_cheap(step, name, sizes)
+                # In place it is one more call of its input's recomputation, not one that depends on it.
                 depth[name] = max(sources, default=DEEPEST) + (not in_place) if cheap else 0
                 if depth[name] > DEEPEST or not cheap:
                     names.add(name)

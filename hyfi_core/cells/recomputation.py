@@ -159,6 +159,7 @@ def cheap_calls(segment: Segment, name: str, shape_of: Shapes) -> tuple[LocalCal
         shape_of: returns the shape of an input of the segment.
     """
     unresolved, chosen = {name}, []
+    # Backwards from the value, so that only what it depends on is computed.
     for call in reversed(segment.calls):
         if unresolved.intersection(call.outputs):
             if call.empty is not None or not _is_cheap_call(call, segment, shape_of):

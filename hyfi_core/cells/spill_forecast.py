@@ -129,6 +129,7 @@ def _spilled(stage: PagedForecast, pages: Sequence[PagedForecast], limit_bytes: 
     room = max(0.0, EARLY * limit_bytes - working)
     again = back = 0.0
     for inputs, cotangents in stage.waits:
+        # All cells reach the wait before the first goes on: the inputs of all are there, or have to be read again.
         again += max(0.0, cells * inputs - room)
         if cotangents:  # they are written, too
             moved_bytes = inputs + cotangents

@@ -63,6 +63,7 @@ def computed_once(pending: Pending, compute: Callable[[], Tensors], kept: bool =
         compute: see above.
         kept: whether tensors are used again after the next wait: then each rank has copies, which may be spilled.
     """
+    # Only reductions of cells have it: all others have one rank that asks.
     once = getattr(pending, "once", None)
     result: Tensors = compute() if once is None else once(compute, kept)
     return result

@@ -98,6 +98,7 @@ def lays_channels_last(
     dtype = autocast or kernel.dtype
     target = device if device is not None and kernel.is_meta else kernel.device
     if dtype == torch.float32 and target.type == "cpu":
+        # Each rank reorders all weights, but uses them at its share of the positions only.
         return _uses_of_weights(program()) >= _LEAST_USES * max(map(prod, grids))
     return dtype in (torch.bfloat16, torch.float16)
 
@@ -109,6 +110,7 @@ def _uses_of_weights(program: Program) -> float:
         if not facts_of(op).kind.endswith("convolution"):
             continue
         image, weight, output = (program.values[name].shape for name in (*op.inputs[:2], op.first_output))
+        # Dense ones: without groups, and larger than 1 × 1.
         if weight[1] == image[1] and prod(weight[2:]) > 1:
             weights += prod(weight)
             uses += prod(weight) * output[0] * prod(output[2:])

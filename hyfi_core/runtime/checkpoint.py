@@ -168,6 +168,7 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         save_file(dict(tensors), path)
         path.chmod(mode)
     except SafetensorError as error:  # its way of saying that the disk is full
+        # safetensors has the system's number in its text alone.
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise OSError(f"{path} cannot be written: {error}") from error

@@ -83,6 +83,7 @@ class LoweredModel:
     @property
     def gathered(self) -> tuple[str, ...]:
         """Descriptions of the maps that every rank gathers."""
+        # Two directions of one stage gather the same maps.
         return tuple(dict.fromkeys(line for stage in self.hosted.values() for line in stage.ranked.gathered))
 
     @property

@@ -176,6 +176,7 @@ def _checked(
         raise RequestError(
             f"the plan needs {plan.ranks} ranks, but {comm.size} are running; start {plan.ranks}, or change plan.grids"
         )
+    # After the number of ranks, without which a rank has no replica.
     check_share(plan, comm.rank // plan.ranks_per_replica, shape[0])
     if shape[0] % plan.microbatches:
         raise RequestError(

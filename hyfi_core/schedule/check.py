@@ -47,6 +47,7 @@ def expected(
     for direction in range(placement.directions):
         for stage in range(placement.stages):
             needs, completing = _of_stage(stage, direction, microbatches[direction], edges, halves)
+            # Only direction 1 sends: direction 0 owns the optimizer's state.
             if point_to_point and direction == 1:
                 needs[act(Verb.SEND_G, stage, 1, None, 0)] = completing
             for rank in placement.group(stage, direction):

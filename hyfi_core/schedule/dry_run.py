@@ -252,6 +252,7 @@ class DryRun:
             elif receive in rank.open:
                 self._deliver(number, receive, rank.clock_s)
             else:
+                # To itself a rank sends nothing: the receive is complete as soon as it is posted.
                 rank.own_s[receive] = rank.clock_s
         self._start(number, halves)
 
@@ -336,6 +337,7 @@ class DryRun:
     def _start_reduce(self, number: int, action: Action) -> None:
         rank = self.ranks[number]
         start_s = max(rank.clock_s, *(rank.arrived_s.get(need, 0.0) for need in rank.needs[action]))
+        # Started, not waited for: the rank goes on while the others come to it.
         rank.reduces.append((action.stage, rank.at, start_s))
         self._reduce(action.stage)
 

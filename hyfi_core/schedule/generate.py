@@ -47,6 +47,7 @@ def forwards_first(schedule: Schedule) -> bool:
     """Whether every rank runs all its forwards before its first backward."""
     for row in dict.fromkeys(schedule.actions):
         verbs = [action.verb for action in row if action.verb in COMPUTE]
+        # A rank without backwards has nothing that could come too early.
         if Verb.F in verbs[next((at for at, verb in enumerate(verbs) if verb in TO_INPUTS), len(verbs)) :]:
             return False
     return True

@@ -84,6 +84,7 @@ class _Slot:
 
 def _joined(row: tuple[Action, ...], slots: list[_Slot]) -> Iterator[Action]:
     for index, slot in enumerate(slots):
+        # Sends before all else: others wait for them.
         yield from slot.sends
         yield from slot.reduces
         yield from slot.receives
@@ -110,6 +111,7 @@ class _Lowering:
                 self._last[timed.action.stage, timed.action.direction] = timed
         ends: dict[int, tuple[int, int]] = {}
         for (stage, _), timed in self._last.items():
+            # By time, then by place in the common order: one order of reductions for all ranks.
             ends[stage] = max(ends.get(stage, (0, 0)), (timed.end, self._place[timed.action]))
         self._reduce_order = sorted(ends, key=lambda stage: ends[stage])
         self._over = {stage: end for stage, (end, _) in ends.items()}
@@ -145,6 +147,7 @@ class _Lowering:
             # It waits for gradients of other ranks. It is after everything that starts before these are ready, so
             # nothing that they depend on is after it on any rank.
             return max(index + 1 for index, action in enumerate(row) if self._start[action] < self._over[stage])
+        # Behind the stage's last action on this rank, in either direction.
         return max(index + 1 for index, action in enumerate(row) if action.stage == stage)
 
     def receives(self, rank: int, reduces: dict[int, int]) -> list[tuple[int, Action]]:

@@ -45,6 +45,7 @@ def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list
         if any(_current(rows[other], cursor[other]) != action for other in gang):
             continue  # the last rank of the gang continues
         needs = _needs(action, edges, backs)
+        # One is enough: when it is done, the rank asks again.
         missing = next((need for need in needs if need not in ended), None)
         if missing is not None:
             waiting.setdefault(missing, []).append(rank)

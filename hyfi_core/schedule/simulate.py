@@ -150,9 +150,11 @@ def _run(
     links, counts = Edges(edges, placement.stages), _split(schedule, placement, microbatches)
     needs = expected(placement, links, counts, point_to_point, divided(schedule))
     _check_size(schedule, placement)
+    # First: a list that lacks an action would make the dry run blame a deadlock.
     if blames := find_faults(schedule, needs):
         raise ScheduleError(schedule, "its lists of actions are wrong", blames, _drawn_lists(schedule, blames))
     durations = costs.of(placement.stages)
+    # Point to point, the gradients of direction 1 have come as messages, and direction 0 reduces alone.
     dry_run = DryRun(schedule, placement, needs, durations, not point_to_point, one_stream)
     try:
         dry_run.run()
@@ -189,6 +191,7 @@ def _split(schedule: Schedule, placement: Placement, microbatches: int | None) -
 
 
 def _drawn_lists(schedule: Schedule, blames: Sequence[Blame]) -> str:
+    # Reversed, so that of several faults of a rank the first one is drawn.
     places = {blame.rank: blame.index for blame in reversed(blames)}
     return list_grid(schedule.actions, places)
 

@@ -56,6 +56,7 @@ def agree(
     try:
         result = check()
     except refusals as raised:
+        # As text: what a rank gathers is JSON.
         refusal = str(raised) or type(raised).__name__
     gathered = comm.gather_objects(refusal)
     first = comm.broadcast_object(next((text for text in gathered if text is not None), None) if gathered else None)

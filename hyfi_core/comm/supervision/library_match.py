@@ -43,6 +43,7 @@ def check_library(version: str, environment: Mapping[str, str]) -> None:
     _refuse_closed_connection(version, environment)
     is_open_mpi = "Open MPI" in version
     if is_open_mpi:
+        # Only what answers counts: variables of several launchers may stand in one shell.
         wrong = _speaks_pmi(environment) and not _speaks_pmix(environment) and not _has_pmi(version)
     else:  # those derived from MPICH; others are not known
         is_mpich = version.startswith(("MPICH", "Intel"))

@@ -113,6 +113,7 @@ class StallRule:
         still = {rank: now_s - health.moved_s for rank, health in self._ranks.items()}
         limits_s = {rank: self._event_limit_s(health.beat) for rank, health in self._ranks.items()}
         late = [rank for rank, seconds in still.items() if limits_s[rank] and seconds > limits_s[rank]]
+        # Those that wait are held up; those that compute hold up.
         computing = [rank for rank in late if not self._ranks[rank].beat.waits]
         if computing:
             lines = [
@@ -130,6 +131,7 @@ class StallRule:
         """Return the limit for heartbeats; 0: none."""
         limit_s = max(LEAST_S, STEPS * self._longest_s) if self.limit_s is None else self.limit_s
         if any(health.beat.stops for health in self._ranks.values()):
+            # Also where there is no limit: after a request to stop, a scheduler kills soon.
             return min(limit_s or float("inf"), max(stopping_s, STOPPING_STEPS * self._longest_s))
         return limit_s
 

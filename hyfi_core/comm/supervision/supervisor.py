@@ -94,6 +94,7 @@ class RankSupervisor:
                 self.fail(error)
 
         def thread_hook(failed: threading.ExceptHookArgs) -> None:
+            # SystemExit in a thread ends that thread alone, as in Python without supervision.
             if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit) and not self._is_forked():
                 self.fail(failed.exc_value)
 
@@ -147,6 +148,7 @@ class RankSupervisor:
 
     def _abort(self) -> NoReturn:
         if self._peers is not None:
+            # They then know that this end is reported, and say nothing of their own.
             self._peers.fail()
         self._comm.abort(FAULT)
 

@@ -125,6 +125,7 @@ def gather_explanation(
     layout = parts[0].layout
     of_processes = Layout(layout.rows[:: cells[0]], layout.columns[:: cells[1]])
     own = of_processes.parts[stage.rank]
+    # From each process's part to the whole map on every process: gathering as a redistribution.
     transfer = plan_transfer(
         of_processes.parts, Boxes.same(layout.map, of_processes.parts.grid), layout.map, stage.rank
     )

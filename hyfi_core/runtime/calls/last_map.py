@@ -34,6 +34,7 @@ def last_map(ranked: RankProgram) -> tuple[str, int] | None:
         map_name = next((o for o in outputs if o in ranked.splits and o in ranked.program.values), None)
         if map_name is not None and ranked.floating(map_name) and _is_explained(ranked, map_name, grids):
             return map_name, index + 1
+        # From the output backwards: the first map that is met is the last one before it.
         needed_names.update(name for name in instruction.inputs if name is not None)
     return None
 

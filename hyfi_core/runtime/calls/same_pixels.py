@@ -52,9 +52,11 @@ class SamePixels:
         """
         self._calls += 1
         calls = self._calls
+        # ``calls & (calls − 1)`` is zero for powers of two.
         if self._comm.size == 1 or (calls % _EVERY and calls & (calls - 1)):
             return
         read = {part: inputs.local[key] for key, part in inputs.parts.items() if key in inputs.local}
+        # First which boxes all ranks have read: both ends of a pair then compute the same box to compare.
         parts = [[self._replica, part.first, part.stop, *_corners(part.box)] for part in read]
         everywhere = self._comm.broadcast_object(self._comm.gather_objects(parts))
         sums = dict(self._sums(everywhere, read))

@@ -72,6 +72,7 @@ def _outputs(
 ) -> Iterator[list[tuple[Any, bool]]]:
     """Yield outputs for all labels: of each leaf the values, and whether it has a dim for the batch."""
     generator = torch.Generator().manual_seed(_SEED)
+    # Logits near zero, saturated ones, and probabilities, which are all that some losses take.
     for scale in (1.0, 8.0, None):  # None: probabilities
         leaves: list[tuple[Any, bool]] = []
         for leaf in like:
@@ -136,6 +137,7 @@ def _loss_in_parts(
             values.append(checked_loss(loss, pick(chosen), labels[part]).reshape(()))
         mean = torch.stack(values).mean()
     floats = [leaf for leaf, _ in leaves if is_float(leaf)]
+    # Gradients, too: two losses may have one value on these outputs and still differ.
     gradients = torch.autograd.grad(mean, floats, allow_unused=True)
     zeros = (torch.zeros_like(leaf) for leaf in floats)
     return mean.detach(), [zero if grad is None else grad for zero, grad in zip(zeros, gradients, strict=True)]

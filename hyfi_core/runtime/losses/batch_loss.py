@@ -54,6 +54,7 @@ class BatchLoss(StepLoss):
 
     def take(self, outputs: Mapping[int, Leaves]) -> None:
         """Compute the loss from the outputs of all ranks (collective over the ranks that have one)."""
+        # Also if the loss refuses: otherwise every backward would try again.
         self.waits = False
         try:
             leaves, labels = self._whole(outputs)
@@ -61,6 +62,7 @@ class BatchLoss(StepLoss):
                 leaves = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
                 loss = self._function(self._pick(leaves), labels)
         except RequestError as refusal:
+            # Backward runs all the same, with zeros, because other ranks wait for its messages.
             self.refusal = refusal
             return
         self.value = loss.detach().double().reshape(())
@@ -105,6 +107,7 @@ class BatchLoss(StepLoss):
         """Return (replica, micro-batch, leaf) -> tensor, and the labels of the whole batch."""
         comm, model = self._groups.outputs().of("reduce"), next(iter(outputs.values()))
         samples = {at: model[at] for at in tensors} | {_LABELS: self._labels}
+        # Before the gathering, whose length depends on them.
         _compare_shapes(comm, list(samples.values()))
         like = {
             (replica, m, at): tensor.new_empty((self._size(replica), *tensor.shape[1:]), device="meta")
@@ -121,6 +124,7 @@ class BatchLoss(StepLoss):
         led = [m for m in microbatches if self._leads(self._direction(m))]
         owned = {(replica, m, at): outputs[m][at] for m in led for at in tensors}
         if self._leads(0):
+            # Once for a replica, although both directions' last stages have them.
             labels = self._labels.split(self._size(replica))
             owned |= {(replica, m, _LABELS): labels[m] for m in microbatches}
         return owned

@@ -44,7 +44,9 @@ _MODULES: Mapping[type[nn.Module], LabelKind] = {
     nn.KLDivLoss: "elements",
     nn.MultiLabelSoftMarginLoss: "elements",
 }
+# Settings that change the term of each sample, not how terms are joined.
 _HARMLESS = frozenset({"label_smoothing", "beta", "delta", "log_target", "log_input", "full", "eps"})
+# The default of torch's losses.
 _IGNORED = -100
 
 

@@ -50,6 +50,7 @@ def save_engine(
     """
     compare(comm, {"the folder to save to": str(folder)})
     agree(comm, lambda: _check_request(folder, extra, model_json))
+    # As text, because JSON has no bytes; the state of torch's generator has 5 kB.
     state = {"random": [random.seed, random.step], "rng": bytes(torch.get_rng_state().tolist()).hex()}
     writer = CheckpointWriter(comm, bool(part.weights))
     writer.begin(
@@ -60,6 +61,7 @@ def save_engine(
         state={**state, "extra": extra},
     )
     try:
+        # Twice: first the parts of all ranks, then what rank 0 publishes.
         while writer.open_step is not None:
             agree(comm, writer.wait, (OSError,), OSError)  # if one rank fails, all do
             writer.advance()
@@ -100,6 +102,7 @@ def _check_request(folder: Path, extra: Mapping[str, Any] | None, model_json: Ma
         raise RequestError(f"{folder} exists and is not a checkpoint: engine.save would replace it; pass a new folder")
     for name, value in (("extra", extra), ("model_json", model_json)):
         try:
+            # Tried before anything is written: it will be written at the very end.
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RequestError(

@@ -95,6 +95,7 @@ def load_optimizer_state(
     for key in saved["tensors"]:
         entries.setdefault(key.rpartition("/")[0], []).append(key)
     for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
+        # All but the parameters: the group keeps its own, and saved names only say whose state is whose.
         group.update(
             {
                 key: _restored(group.get(key), value)
@@ -119,6 +120,7 @@ def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value.clone()  # counters stay on the host
     if is_shard(parameter):
         return shard_like(parameter, value)
+    # In the parameter's strides: optimizers are slower if the two differ. The moments may have a dtype of their own.
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
