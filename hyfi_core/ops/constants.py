@@ -30,7 +30,7 @@ class Constant:
         key = (device, dtype)
         if key not in self._copies:
             self._copies[key] = copied = torch.as_tensor(self._values).to(device, dtype)
-            # The address of the C++ object: ``untyped_storage()`` returns a new Python object at each call.
+            # The storage's own address: any tensor on it, such as a view that autograd has saved, gives the same.
             storage = copied.untyped_storage()._cdata
             _STORAGES.add(storage)
             # Once the constant is gone, another storage may have this address.

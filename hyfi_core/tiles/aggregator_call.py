@@ -78,6 +78,7 @@ class AggregatorCall:
             bag = torch.zeros((size, features), dtype=dtype, device=self.device).requires_grad_()
             with PeakMeter() as meter:
                 logits = self(bag, torch.zeros((size, 2), dtype=torch.int64), DrawKey(0, 0, 0))[0]
+                # Into the bag alone: the parameters' own gradients must not change in a trial.
                 logits.sum().backward(inputs=[bag])
             peaks.append(meter.peak_bytes)
             del logits, bag
@@ -89,6 +90,7 @@ class AggregatorCall:
 
     def _unpacked(self, returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits, attention = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        # Logits of one slide; (N, K) would be logits of tiles.
         single = isinstance(logits, torch.Tensor) and (logits.dim() == 1 or (logits.dim() == 2 and len(logits) == 1))
         if not single or not (attention is None or isinstance(attention, torch.Tensor)):
             raise RequestError(
@@ -112,6 +114,7 @@ def aggregator_call(
     Raises:
         RequestError: it takes neither ``(N, D)`` nor ``(1, N, D)``, or both with different results.
     """
+    # By the signature, not by a trial: a call without coords may fail for another reason.
     takes_coords = "coords" in inspect.signature(aggregator.forward).parameters
     calls = [AggregatorCall(aggregator, autocast, device, takes_coords, batched) for batched in (False, True)]
     with evaluating(aggregator, device), without_grad():

@@ -53,6 +53,7 @@ class SlideParts:
     def part(self, slide: int, rank: int) -> range:
         """Return the tiles of a rank; may be empty."""
         count = self.tiles[slide]
+        # Products rounded down meet exactly: no tile is left out or read twice.
         return range(count * rank // self.ranks, count * (rank + 1) // self.ranks)
 
     def chunks(self, rank: int, size: int | None) -> list[TileChunk]:
@@ -66,6 +67,7 @@ class SlideParts:
         for slide in range(len(self.tiles)):
             part = self.part(slide, rank)
             step = len(part) if size is None else size
+            # Without tiles, too, one chunk: a rank takes part in the sums of exact norms with nothing.
             starts = range(part.start, part.stop, step) if len(part) else ([part.start] if size is None else [])
             chunks += [TileChunk(slide, start, min(start + step, part.stop)) for start in starts]
         return chunks

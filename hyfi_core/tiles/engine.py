@@ -83,7 +83,9 @@ class TilesEngine(EngineState):
         exact = settings.batch_norm == "exact"
         self._call = EncoderCall(model.encoder, settings.output, settings.autocast, self.device, dtype, exact)
         self._groups = Groups(comm, plan, Placement.of(plan))
+        # One seed for all ranks; 63 bits, as it is sent and hashed as an int64.
         self.random = RandomKey(int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1))))
+        # Before anything below looks at weights: ``SameWeights`` compares them between ranks.
         self._distribute(comm)
         self.kept, self._attention, self.read_wait_s = (0, 0), list[torch.Tensor](), 0.0
         self.unsaved = {name for name, _ in model.named_buffers()} - set(model.state_dict())
@@ -167,6 +169,7 @@ class TilesEngine(EngineState):
         ACTIVITY.begin_step()
         ACTIVITY.action = "comparing this call"
         self._groups.reset_traffic()
+        # Each check is agreed on by all ranks: one that refused alone would leave the others waiting.
         slides = agree(everyone, lambda: check_slides(tiles, labels))
         batches = gather_lengths(everyone, slides, replica.size)
         firsts = first_slides([len(batch) for batch in batches])
@@ -178,12 +181,14 @@ class TilesEngine(EngineState):
         kept = agree(everyone, lambda: self._chunks_kept(known, encoding, room.needs))
         hooks = ParameterHooks(dict(self._model.named_parameters()), 1)
         head = BagHead(known.call, self._model, self._loss, self._groups, [len(batch) for batch in batches])
+        # The caller may be in inference mode or no_grad, which would make a step without gradients.
         with self._watch.changing(noticed=True), hooks, torch.inference_mode(False), torch.enable_grad():
             asked = None if self._keeps_all(known.facts) else room
             loss = self._step(encoding, head, labels, (kept, asked), hooks)
             self._take_buffers()
         ACTIVITY.action = None
         self.read_wait_s += encoding.waited_s
+        # At the end: both passes of this step draw the same numbers.
         self.random.step += 1
         return loss
 
@@ -268,9 +273,11 @@ class TilesEngine(EngineState):
             ACTIVITY.action = "aggregating features"
             first = DrawKey(self.random.seed, self.random.step, encoding.parts.first_slide)
             found = head(features, encoding.slides, labels, first, wanted)
+            # The head is done with them: the second pass needs the memory.
             del features
             self._attention = found.attention
             of_encoder = (f"encoder.{name}" for name in encoding.facts.trained)
+            # In the model's order, which is the same on all ranks: their reductions are sent in it.
             ordered = {name: n for n, (name, _) in enumerate(self._model.named_parameters())}
             trained = tuple(sorted({*found.trained, *of_encoder}, key=lambda name: ordered[name]))
             self._names.trained = trained
@@ -368,6 +375,7 @@ class TilesEngine(EngineState):
             p.requires_grad for p in self._model.parameters()
         )
         if (like, flags, train) not in self._known:
+            # Dicts keep their order: the oldest trial goes.
             while len(self._known) >= _FACTS_KEPT:
                 self._known.pop(next(iter(self._known)))
             with torch.inference_mode(False), torch.enable_grad():

@@ -55,6 +55,7 @@ def explained(
     logits, count = result[0].detach(), len(bag)
     own = slice(count * comm.rank // comm.size, count * (comm.rank + 1) // comm.size)
     wide = torch.promote_types(logits.dtype, torch.float32)
+    # Each rank fills its rows; zeros elsewhere make the sum over ranks a gathering.
     alone = torch.zeros((count, len(logits)), dtype=wide, device=bag.device)
     if own.stop > own.start:
         alone[own] = _alone(call, bag[own], None if coords is None else torch.as_tensor(coords)[own]).to(wide)
@@ -85,7 +86,9 @@ def _alone(call: AggregatorCall, bag: torch.Tensor, coords: torch.Tensor | None)
 def _gradients(call: AggregatorCall, bag: torch.Tensor, coords: Any) -> torch.Tensor:
     """Return ``(N, K)``: the products of vectors and the gradients of each logit."""
     with torch.inference_mode(False), torch.enable_grad():
+        # A clone outside of inference mode: a tensor made in it cannot require a gradient.
         leaf = bag.detach().clone().requires_grad_()
         logits = call(leaf, coords, None)[0]
+        # One backward for each logit, so the graph stays.
         gradients = [torch.autograd.grad(logit, leaf, retain_graph=True)[0] for logit in logits]
     return torch.stack([(gradient * bag).sum(1) for gradient in gradients], 1)

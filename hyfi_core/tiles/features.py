@@ -41,6 +41,7 @@ class SlideFeatures:
     def put(self, first: int, features: torch.Tensor) -> None:
         """Store the features of consecutive tiles of this rank."""
         first -= self.own.start
+        # Detached: the graph of a chunk lives only in what the pass keeps.
         self._own[first : first + len(features)].copy_(features.detach())
         self._missing -= len(features)
 
@@ -50,6 +51,7 @@ class SlideFeatures:
             return
         peers = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         parts = {rank: self._parts.part(self._slide, rank) for rank in peers}
+        # Tagged by the slide: several exchanges may be on their way at once.
         receives = [Message(r, self._all[p.start : p.stop], self._slide) for r, p in parts.items() if len(p)]
         sends = [Message(rank, self._own, self._slide) for rank in peers] if len(self._own) else []
         self._pending = self._comm.exchange(sends, receives)

@@ -33,6 +33,7 @@ class TileGradients:
         comm = groups.reduction(frozenset(range(groups.plane.size)))
         assert comm is not None, "all ranks hold the model"
         first = [name for name in trained if not name.startswith("encoder.")]  # complete before any chunk
+        # Backward completes an encoder's last parameters first: their buckets can leave first.
         order = [*first, *(name for name in reversed(trained) if name.startswith("encoder."))]
         parameters = [named[name] for name in order]
         self._group = ReductionGroup(parameters, comm, 1, dtype) if comm.size > 1 and parameters else None
@@ -64,6 +65,7 @@ class TileGradients:
         """Wait for all reductions, run hooks, and add earlier gradients."""
         if self._group is not None:
             self._group.finish()
+        # Hooks see the sum over all ranks, as in one process, and only this call's gradients.
         hooks.change()
         self._earlier.add()
         hooks.end()

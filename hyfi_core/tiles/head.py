@@ -78,6 +78,7 @@ class BagHead:
         Raises:
             RequestError: nothing is trained, or the loss is refused.
         """
+        # The gathered features are this step's own, so they may become leaves themselves.
         bags: list[torch.Tensor] = [of.requires_grad_(wanted and of.is_floating_point()) for of in features]
         keys = [DrawKey(key.seed, key.step, key.slide + number) for number in range(len(bags))]
         aggregated = [self.call(bag, slide.coords, k) for bag, slide, k in zip(bags, slides, keys, strict=True)]
@@ -86,6 +87,8 @@ class BagHead:
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not own.requires_grad:
             raise RequestError("neither encoder nor aggregator has a parameter to train; set requires_grad of some")
+        # The loss of the gathered logits and the aggregator's graph are differentiated one after the other:
+        # logits of other replicas have no graph here.
         value, cotangent, by_loss = self._lossy(own.detach(), labels.to(own.device), [*named.values()])
         leaves: list[torch.Tensor] = [*bags, *named.values()] if wanted else [*named.values()]
         of_own: tuple[torch.Tensor | None, ...] = torch.autograd.grad(own, leaves, cotangent, allow_unused=True)
@@ -111,6 +114,7 @@ class BagHead:
         logits, targets = own, labels
         if len(self.batches) > 1:
             like = {
+                # On the meta device: shapes are all that a receiver needs to know.
                 (name, replica): tensor.new_empty((batch, *tensor.shape[1:]), device="meta")
                 for name, tensor in (("logits", own), ("labels", labels))
                 for replica, batch in enumerate(self.batches)
@@ -126,6 +130,7 @@ class BagHead:
         cotangent, *others = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
         value = loss.detach().double().reshape(())
         if comm.size > 1:
+            # One rank's value for all: on other devices, its last bit may differ.
             comm.broadcast(value)
         first = sum(self.batches[:here])
         whole = torch.zeros_like(leaf) if cotangent is None else cotangent

@@ -83,6 +83,7 @@ class KeyedDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*args, **kwargs)
+        # By the operator's schema: a call may leave defaults out, and pass arguments by place or name.
         given = {argument.name: argument.default_value for argument in function._schema.arguments}
         given |= dict(zip(given, args, strict=False)) | kwargs
         name = function._schema.name.removeprefix("aten::")
@@ -124,6 +125,7 @@ class KeyedDraws(TorchDispatchMode):
 
     def _numbers(self, draw: Callable[..., torch.Tensor], like: torch.Tensor, *parameters: Any) -> torch.Tensor:
         shape = tuple(like.shape)
+        # The number of the draw in its call stands for the operator: it is the same for any tiles.
         key = draws.mixed(self._key.seed, self._key.step, self._key.slide, len(self.shapes))
         where = self._positions(shape, like.device)
         self.shapes.append(shape)
@@ -146,6 +148,7 @@ class KeyedDraws(TorchDispatchMode):
         assert self._single is not None and self._tiles is not None
         number, count = len(self.shapes), len(self._tiles)
         one = self._single[number] if number < len(self._single) else ()
+        # The dim that is larger by the number of tiles; with one draw for a whole call, there is none.
         dims = [d for d in range(len(shape)) if len(one) == len(shape) and shape[d] == one[d] * count]
         others = [d for d in dims if all(a == b for i, (a, b) in enumerate(zip(shape, one, strict=True)) if i != d)]
         if not others:
@@ -175,6 +178,7 @@ class NoDrawsInBackward(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in function.tags:
             given = {argument.name: argument.default_value for argument in function._schema.arguments}
             given |= dict(zip(given, args, strict=False)) | kwargs
+            # The backward of attention may have the tag, too: it repeats the numbers of its forward, from their seed.
             if given.get("dropout_p", 1.0) != 0.0 and "backward" not in function._schema.name:
                 raise RequestError(
                     f"the encoder draws random numbers in its backward ({function._schema.name}), as activation "

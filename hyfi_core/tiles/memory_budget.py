@@ -63,6 +63,7 @@ class KeepingRoom:
         """Whether the memory in use leaves enough for a chunk and the rest of the step."""
         if self.memory_bytes is None:
             return True
+        # A chunk that is kept takes its activations, one that is not its work: enough for either.
         rest = self.needs.lasting + int(max(self.needs.working, self.needs.kept) * SLACK) + _HEAP_BYTES
         return _used_bytes(self.device) + rest <= self.memory_bytes
 
@@ -117,6 +118,7 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
     if memory_bytes is not None and device.type == "cpu" and memory_bytes - used - rest < chunks * each:
         return_freed_now()  # what earlier steps have freed is not in use
         used = _used_bytes(device)
+    # Without a limit, half of what is free, divided among the ranks that share it.
     limit = memory_bytes if memory_bytes is not None else used + _free_bytes(device) // (2 * sharers)
     free = limit - used - rest
     if free < 0:
@@ -134,12 +136,15 @@ def new_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, reduces
     """Return the bytes of gradients, and of optimizer states, that do not exist yet."""
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = sum(own_part(p).nbytes for p in trained)
+    # Twice where ranks reduce: once as ``grad`` and once in the buckets of messages.
     gradients = sum(own_part(p).nbytes for p in trained if p.grad is None) * (2 if reduces else 1)
+    # As of Adam: two moments, which the first update creates.
     states = 2 * weights if optimizer is not None and not optimizer.state else 0
     return gradients + states
 
 
 def _used_bytes(device: torch.device) -> int:
+    # Reserved, not allocated: what PyTorch's allocator holds is not free for others.
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 

@@ -28,6 +28,7 @@ class PeakMeter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator and count its outputs."""
         result = function(*args, **(kwargs or {}))
+        # Storages of arguments: a view or a change in place makes no memory.
         before = {id(leaf.untyped_storage()) for leaf in _pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)}
         for leaf in _pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
@@ -43,6 +44,8 @@ class PeakMeter(TorchDispatchMode):
             self.live_bytes -= size
             self._storages.pop(number, None)
 
+        # PyTorch keeps one Python object for a storage as long as that lives, even in autograd's graph
+        # alone, so that this reference dies with the memory.
         self._storages[number] = weakref.ref(storage, freed)
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -115,6 +115,7 @@ def gather_lengths(comm: Communicator, slides: Sequence[TileSource], ranks: int)
     Raises:
         RequestError: on every rank: the ranks of a replica have different slides.
     """
+    # All ranks get all lists, so that all raise the same error.
     lengths = comm.broadcast_object(comm.gather_objects([len(slide) for slide in slides]))
     for first in range(0, len(lengths), ranks):
         for rank in range(first, first + ranks):
@@ -146,4 +147,5 @@ def read_tiles(slide: TileSource, number: int, indices: Sequence[int]) -> torch.
 def as_input(tiles: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return tiles as the encoder takes them: bytes are divided by 255."""
     moved = tiles.to(device, dtype)
+    # In place: bytes have become a new tensor above.
     return moved.div_(255.0) if tiles.dtype == torch.uint8 else moved

@@ -33,6 +33,7 @@ class AttentionSpread:
             return None
         peaks = [weights.max() * len(weights) for weights in slides]
         effective = [1.0 / weights.square().sum() for weights in slides]
+        # One tensor for both, so that the host waits for the device once.
         peak, tiles = torch.stack([torch.stack(peaks).mean(), torch.stack(effective).mean()]).tolist()
         return cls(peak, tiles)
 
@@ -47,4 +48,5 @@ def attention_of_tiles(attention: torch.Tensor, count: int | None = None) -> tor
     wide = attention.detach().to(torch.promote_types(attention.dtype, torch.float32))
     tiles = wide.shape.index(max(wide.shape) if count is None else count) if wide.dim() else 0
     flat = wide.reshape(-1) if wide.dim() < 2 else wide.movedim(tiles, 0).flatten(1).mean(1)
+    # Attention of zeros stays zeros.
     return flat / flat.sum().clamp(min=torch.finfo(flat.dtype).tiny)

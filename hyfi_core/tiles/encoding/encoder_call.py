@@ -50,6 +50,7 @@ class EncoderCall:
     def norms(self) -> Iterator[None]:
         """Context of a step: batch norms use their running statistics, unless they are exact."""
         live = [] if self.exact else [m for m in self.encoder.modules() if isinstance(m, _BatchNorm) and m.training]
+        # Flags of the norms alone: dropout beside them stays in training mode.
         for module in live:
             module.training = False
         try:
@@ -79,6 +80,7 @@ class EncoderCall:
             RequestError: it returns something else, or draws numbers that are not keyed.
         """
         draws: AbstractContextManager[Any] = nullcontext()
+        # Without draws, no mode: it would be asked about every operator.
         if single is None or single:
             draws = KeyedDraws(key, "encoder", numbers, single if len(numbers) > 1 else None)
         with ExitStack() as stack:

@@ -46,6 +46,7 @@ class TileBytes:
     @classmethod
     def through(cls, one: int, several: int) -> TileBytes:
         """Return the line through the bytes of one tile and of ``_TILES``."""
+        # Rounded up: a budget must not be too small.
         each = max(0, -(-(several - one) // (_TILES - 1)))
         return cls(max(0, one - each), each)
 
@@ -96,6 +97,7 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
         RequestError: it cannot be computed chunk by chunk; the message says why.
     """
     _check_norms(call)
+    # Exact norms communicate, and a trial is of this rank alone.
     call, generator = replace(call, exact=False), torch.Generator().manual_seed(7)
     tiles = torch.rand((_TILES, *tile_shape), generator=generator).to(call.device, call.dtype)
     buffers = {name: buffer.clone() for name, buffer in call.encoder.named_buffers()}
@@ -109,9 +111,11 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
     finally:
         with torch.no_grad():
             for name, buffer in call.encoder.named_buffers():
+                # Only what differs: each write would count as a change of the model.
                 if not torch.equal(buffer, buffers[name]):
                     buffer.copy_(buffers[name])
     kept, peak = (TileBytes.through(getattr(one, what), getattr(several, what)) for what in ("kept", "peak"))
+    # What the peak has beside the activations that are kept until backward.
     forward = TileBytes.through(max(0, one.peak - one.kept), max(0, several.peak - several.kept))
     features = several.features
     return EncoderFacts(features.shape[1], features.dtype, shapes, alone, several.trained, kept, peak, forward)
@@ -144,6 +148,7 @@ def _trial(
     named = {name: p for name, p in call.encoder.named_parameters() if p.requires_grad}
     with PeakMeter() as meter, torch.set_grad_enabled(train and bool(named)):
         features = call(tiles, key, numbers, shapes)
+        # All that is alive after the forward: the features and what their graph has saved.
         kept, trained = meter.live_bytes, frozenset[str]()
         if features.requires_grad:
             with NoDrawsInBackward():
@@ -184,6 +189,7 @@ def _mixes(
         return False
     if shapes:  # are they the random numbers?
         flags = [(module, module.training) for module in call.encoder.modules()]
+        # Without dropout, what still differs is mixed by the encoder itself.
         call.encoder.eval()
         try:
             with without_grad():

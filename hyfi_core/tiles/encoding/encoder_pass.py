@@ -88,6 +88,7 @@ class EncoderPass:
             self.slides, missing, self.like, self._waited, not self.trains or not self.facts.trained
         )
         for chunk, vectors in zip(self.chunks, stored, strict=True):
+            # The last chunks are kept: backward begins with them, so that their memory is free soonest.
             keeps = len(graphs) >= len(self.chunks) - kept and (room is None or room.fits_another())
             if vectors is None:
                 if room is not None:
@@ -125,6 +126,7 @@ class EncoderPass:
         read = self.reader.read(self.slides, again[::-1], self.like, self._waited, True)
         trained = [p for name, p in self.call.encoder.named_parameters() if name in self.facts.trained]
         for number in reversed(range(len(self.chunks))):
+            # The list gives the graph up: after its backward, nothing else holds it.
             chunk, encoded, graphs[number] = self.chunks[number], graphs[number], None
             if encoded is None:
                 if room is not None:
@@ -132,6 +134,7 @@ class EncoderPass:
                 encoded = self._encoded(*next(read), keeps=True)
             cotangent = cotangents[chunk.slide]
             if cotangent is not None:
+                # Only the last backward completes gradients; before it, every parameter still gets more.
                 hooks = _Completing(trained, gradients) if number == 0 else nullcontext()
                 with hooks, self._guard():
                     torch.autograd.backward(encoded, cotangent[chunk.start : chunk.stop])
@@ -153,6 +156,7 @@ class EncoderPass:
         inputs = as_input(tiles, self.call.device, self.call.dtype)
         key = DrawKey(self.seed, self.step, self.parts.first_slide + chunk.slide)
         group = (self.comm, self.parts.tiles[chunk.slide]) if self.trains else None
+        # With a graph in both cases: without one, kernels may differ, and so the last bits of the two passes.
         nothing: AbstractContextManager[Any] = nullcontext() if keeps else keeping_nothing()
         with torch.set_grad_enabled(self.trains), nothing:
             return self.call(inputs, key, chunk.tiles, self.facts.shapes, group)

@@ -60,6 +60,7 @@ class KeptVectors:
             return  # a slide that is twice in a batch counts once
         if self._memory_bytes is not None and resident_bytes() + self.step_bytes + size > self._memory_bytes:
             return
+        # On the host: a GPU's memory is for activations.
         self._vectors[key] = vectors.detach().cpu()
         self.used_bytes += size
 

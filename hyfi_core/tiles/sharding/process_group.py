@@ -52,6 +52,7 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
     store, address = None, ""
     if comm.rank == 0:
         host = "127.0.0.1" if len({host for host, *_ in ranks}) == 1 else socket.getfqdn(node)
+        # Port 0: the system chooses a free one, which rank 0 tells the others.
         store = library.TCPStore(host, 0, comm.size, is_master=True, timeout=_LIMIT, wait_for_workers=False)
         address = f"{host}:{store.port}"
     address = comm.broadcast_object(address)

@@ -68,6 +68,7 @@ def shard_encoder(encoder: nn.Module, group: Any, device: torch.device) -> int:
         parameter.data = parameter.data.contiguous()  # the library takes no other strides, such as channels_last
     most = gathered_bytes(encoder)
     mesh = DeviceMesh.from_group(group, device.type)
+    # Inner ones first: the last call then takes what no unit has.
     for module in (*units_of(encoder), encoder):
         module.register_forward_hook(_copied if module is encoder else _without_views)
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -102,6 +103,7 @@ def _units(module: nn.Module, total: int) -> Iterator[nn.Module]:
     for child in module.children():
         inner, size = list(_units(child, total)), _bytes_of(child)
         called = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        # Elements of lists are a model's blocks; a list itself is never called, so nothing could be gathered for it.
         if listed and called and size * _SMALL >= total > 0 and (size * _LARGE <= total or not inner):
             yield child
         else:

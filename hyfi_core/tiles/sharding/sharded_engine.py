@@ -47,6 +47,7 @@ class ShardedTilesEngine(TilesEngine):
         agree(comm, lambda: check_shardable(self._model.encoder))
         super()._distribute(comm)
         ranks = self.plan.ranks // self.plan.replicas
+        # The ranks of all replicas that hold the same shards.
         alike = comm.subgroup(range(comm.rank % ranks, comm.size, ranks))
         assert alike is not None
         self._copies = CountedCommunicator(alike)
@@ -92,6 +93,7 @@ class ShardedTilesEngine(TilesEngine):
         if max_norm is not None:
             owned = self._ownership.optimized()
             norm = clip_shards(owned, max_norm, self._groups.all.of("reduce"), self.plan.replicas)
+        # Clipped above, over all shards: a rank's own norm would be of its part.
         super().update_unread(None)
         return norm
 

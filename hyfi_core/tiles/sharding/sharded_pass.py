@@ -26,6 +26,7 @@ class ShardedPass(EncoderPass):
 
     def __post_init__(self) -> None:
         """Precede this rank's chunks by dummies, until all ranks have as many."""
+        # Dummies first: the last chunks are those that may be kept.
         self.chunks = [*[_DUMMY] * (self._by_all(len(self.chunks), "max") - len(self.chunks)), *self.chunks]
 
     def forward(
@@ -41,6 +42,7 @@ class ShardedPass(EncoderPass):
             keeps = number >= len(self.chunks) - kept
             if keeps and limited:
                 assert room is not None
+                # Alike on all ranks: a chunk that is computed again gathers weights once more.
                 keeps = bool(self._by_all(int(room.fits_another()), "min"))
             if room is not None:
                 room.prepare(backward=False)
@@ -86,6 +88,7 @@ class ShardedPass(EncoderPass):
 
     def _encoded(self, chunk: TileChunk, tiles: torch.Tensor, keeps: bool) -> torch.Tensor:
         real = chunk if len(chunk) else TileChunk(chunk.slide, 0, 1)
+        # None of a dummy's features, but its graph: backward gathers weights for it as for others.
         return super()._encoded(real, tiles, keeps)[: len(chunk)]
 
     def _by_all(self, value: int, op: ReduceOp) -> int:

@@ -96,6 +96,7 @@ def whole_of(tensors: Mapping[str, torch.Tensor], wanted: Callable[[str], bool])
     """Return the tensors whose names ``wanted`` accepts, whole (collective: all ranks gather all shards)."""
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
+        # All ranks, wanted or not: gathering needs every one of them.
         gathered = whole(tensor) if is_shard(tensor) else tensor
         if wanted(name):
             result[name] = gathered
@@ -123,8 +124,10 @@ def clip_shards(
     divided = sum((square for shard, square in squares if shard), zero.clone())
     everyone.all_reduce(divided)
     once = sum((square for shard, square in squares if not shard), zero)
+    # The sum over all ranks has each shard once for each replica.
     norm = (divided / replicas + once).sqrt()
     scale = max_norm / (norm + 1e-6)
+    # On a GPU without asking: reading the scale would make the host wait.
     if parts and (scale.device.type != "cpu" or scale < 1.0):
         torch._foreach_mul_(parts, scale.clamp(max=1.0))
     return norm
