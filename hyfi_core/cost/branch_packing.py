@@ -98,6 +98,7 @@ def pack_branches(
     machine = machine or reference_machine()
     operators = lowered_operators(program, outputs, exits)
     free, chains = _chains(program, operators, {*refs_in(outputs), *exits}, prod(grid), machine)
+    # With latencies first; without them only if nothing would be divided.
     for latency_s in (machine.message_s + machine.link(planes * prod(grid)).latency_s, 0.0):
         search = _RegionSearch(chains, planes, latency_s, machine.link(planes * prod(grid)).bytes_per_s)
         regions, owners = search.best()
@@ -127,6 +128,7 @@ def _chains(
             continue
         sources = {maker[name] for name in op.inputs if name in maker}
         at = next(iter(sources)) if len(sources) == 1 else -1
+        # The only user of a single source: the chain goes on, and what it passes on is not sent.
         if at >= 0 and users[chains[at].names[-1]] == {op.name}:
             chains[at].names.append(op.name)
             chains[at].seconds += seconds
@@ -138,6 +140,7 @@ def _chains(
         for name in op.outputs:
             if name is not None:
                 maker[name] = at
+                # A rank sends its part of a map to the rank with the same position.
                 chains[at].sent_bytes += value_bytes(program, name) // ranks
                 chains[at].is_result |= name in results
     return free, _sorted(chains)
@@ -180,6 +183,7 @@ class _RegionSearch:
         self._chains, self._planes = chains, planes
         self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
         never = len(chains) + 1
+        # Results are used behind all chains, so that no region keeps them to itself.
         self._last = [never if c.is_result else max(c.users, default=-1) for c in chains]
 
     def best(self) -> tuple[list[range], dict[int, int]]:
@@ -192,12 +196,14 @@ class _RegionSearch:
             if alone <= least[start + 1]:
                 least[start + 1], steps[start + 1] = alone, (start, {})
             groups: list[set[int]] = []
+            # Limited: without a limit, the search is quadratic in the number of chains.
             for stop in range(start + 1, min(count, start + LONGEST_REGION) + 1):
                 groups = self._joined(groups, stop - 1)
                 if len(groups) > 1:
                     seconds, owners = self._packed(groups, stop)
                     if least[start] + seconds < least[stop]:
                         least[stop], steps[stop] = least[start] + seconds, (start, owners)
+        # Back from the end, along the best step to each place.
         regions, plane_of, at = list[range](), dict[int, int](), count
         while at:
             start, owners = steps[at]
@@ -217,6 +223,7 @@ class _RegionSearch:
         chains = self._chains
         loads, sent = [0.0] * self._planes, [0] * self._planes
         owners: dict[int, int] = {}
+        # Equal times by number: all ranks must pack alike.
         for group in sorted(groups, key=lambda group: (-sum(chains[at].seconds for at in group), min(group))):
             plane = loads.index(min(loads))
             loads[plane] += sum(chains[at].seconds for at in group)

@@ -90,6 +90,7 @@ def runs_and_trial(
     sketch = sketch_of(program, operators, layouts.splits, layouts.fusible, exits)
     if fused_halo != "auto":
         return margins_of(sketch, int(fused_halo)).runs(sketch), trial
+    # Without fused runs, each operator has an exchange of its own, also of the same value.
     best, least = None, cost(sketch, unfused(sketch), shares=False, machine=machine)
     for depth in DEPTHS:
         candidate = margins_of(sketch, depth)
@@ -139,6 +140,7 @@ def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: Machine
 @lru_cache(maxsize=4096)  # networks repeat their blocks
 def _most_added(parts: Boxes, boxes: Boxes) -> int:
     """Return the largest number of pixels by which a rank's box is larger than its part."""
+    # Sets: most rows of ranks are alike, and the largest margin needs each kind once.
     rows = {(length(part), length(box)) for part, box in zip(parts.rows, boxes.rows, strict=True)}
     columns = {(length(part), length(box)) for part, box in zip(parts.columns, boxes.columns, strict=True)}
     return max(box_y * box_x - part_y * part_x for part_y, box_y in rows for part_x, box_x in columns)
@@ -153,6 +155,7 @@ def _exchange_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) 
     worst = 0.0
     for y in along_y:
         for x in along_x:
+            # Its own part is no message.
             messages = y.owners * x.owners - (1 if y.own_px and x.own_px else 0)
             received_px = y.px * x.px - y.own_px * x.own_px
             worst = max(worst, machine.messages_s(messages, received_px * sketch.pixel_bytes[value]))

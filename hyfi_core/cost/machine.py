@@ -155,6 +155,7 @@ class MachineModel:
 
     def shared(self, ranks: int) -> bool:
         """Whether this many ranks must share cores."""
+        # Rounded up.
         nodes = -(-ranks // self.devices_per_node)
         return self.cores is not None and nodes * self.cores.count < ranks
 
@@ -209,9 +210,11 @@ class MachineModel:
         scalar = self.scalar_efficiency if dtype in SCALAR_DTYPES else {}
         efficiency = scalar.get(kind, self.efficiency[kind])[backward]
         if channels and kind in self.half_channels:
+            # Half of it with ``half_channels``, nearly all with many.
             efficiency *= channels / (channels + self.half_channels[kind][backward])
         compute, memory = (self.crowding.compute, self.crowding.memory) if crowded else (1.0, 1.0)
         if kind in PRODUCTS:
+            # Products read and write maps, too: at the rate of operators that do nothing else.
             moved_s = memory * touched_bytes / (self.efficiency["elementwise"][backward] * self.memory_bytes_per_s)
             return max(compute * flops / (efficiency * self.peak_flops_per_s[dtype]), moved_s)
         return memory * touched_bytes / (efficiency * self.memory_bytes_per_s)
@@ -261,6 +264,7 @@ class MachineModel:
         if ranks == 1:
             return 0.0
         link = link or self.link(ranks)
+        # A tree has log2 levels; a ring sends nearly twice the tensor, whatever the number of ranks.
         waited_s = self.kernel_s + math.ceil(math.log2(ranks)) * link.latency_s
         return waited_s + self.messages_s(0, 2 * (ranks - 1) / ranks * length_bytes, link)
 
@@ -272,6 +276,7 @@ class MachineModel:
             length_bytes: of the tensor.
             together: devices of each node for which its rank stands, and which use the network at no other time.
         """
+        # One rank has the network for itself while the others of its node wait, up to what a rail carries.
         rate = min(self.rail_bytes_per_s or self.network.bytes_per_s, together * self.network.bytes_per_s)
         waited_s = self.kernel_s + 2 * math.ceil(math.log2(nodes)) * self.network.latency_s  # scatter, gather
         return waited_s + 2 * (nodes - 1) / nodes * length_bytes / rate

@@ -39,6 +39,7 @@ def _gradients(program: Program, op: Operator, active: frozenset[str]) -> int:
     carried = [name for name in op.inputs if name in active]  # a value times itself is there twice
     weights = any(name in program.parameters for name in carried)
     maps = sum(name not in program.parameters for name in carried)
+    # A product has two factors.
     return 1 + min(2, maps + weights)
 
 
@@ -48,6 +49,7 @@ def _forward(program: Program, op: Operator) -> float:
     if sum(len(value.shape) >= _FACTOR_DIMS and value.dtype.is_floating_point for value in values) < 2:
         return 0.0  # no product of two values
     args, kwargs = _without_data(program, op.args), _without_data(program, op.kwargs)
+    # On the meta device operators compute shapes only, which is all that formulas of FLOPs read.
     with torch.no_grad(), _ProductCount() as count:
         try:
             op.target(*args, **kwargs)

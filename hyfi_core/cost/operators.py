@@ -67,11 +67,13 @@ class OperatorCost:
         """Return the seconds of the backward on a part of the map; see ``forward_s``."""
         if self.kind == "view" or not self.gradients:
             return 0.0
+        # A product computes each gradient by a kernel of its own, as large as the forward; others all in one pass.
         count = self.gradients if self.kind in PRODUCTS else 1
         work = count * self.flops * fraction, count * self.touched_bytes * fraction
         name = kind or self.kind
         seconds = machine.operator_s(*work, name, self.dtype, True, crowded, self.channels)
         weights_s = machine.weights_s(self.weight_bytes, name, backward=True, crowded=crowded)
+        # Two cotangents are read and their sum is written: three times the result.
         added_s = machine.call_s("elementwise", backward=True) + machine.operator_s(
             0.0, 3 * self.output_bytes * fraction, "elementwise", self.dtype, backward=True, crowded=crowded
         )
@@ -108,6 +110,7 @@ def operator_costs(
     costs = []
     for op in program.operators:
         used = tuple(users.get(name, 0) if name in active else -1 for name in op.outputs if name is not None)
+        # All that differs between stages of one model: which values are used there, and carry gradients.
         key = op.name, op.outputs, op.inputs, used, tuple(name in active for name in op.inputs)
         if key not in known:
             known[key] = _cost(program, op, machine, active, dtype, users)
@@ -137,6 +140,7 @@ def _cost(
     flops = _flops(program, op, outputs[0]) if kind in PRODUCTS else 0.0
     own = str(program.values[outputs[0]].dtype).removeprefix("torch.") if outputs else "float32"
     computed = dtype if dtype is not None and kind in PRODUCTS else own
+    # A machine has no rate for them: they are moved, not multiplied.
     if computed not in machine.peak_flops_per_s:
         computed = "float32"  # integers and booleans
     carried = {name for name in inputs if name in active}
@@ -144,8 +148,10 @@ def _cost(
     gradients = bool(maps) + bool(weights) if any(name in active for name in outputs) else 0
     channels = _channels(program, op, kind)
     seconds = 0.0 if kind == "view" else machine.operator_s(flops, touched, kind, computed, channels=channels)
+    # Of n users, n - 1 add their cotangent to another one.
     forks = sum(max(0, users.get(name, 0) - 1) for name in outputs if name in active)
     weight_bytes = sum(value_bytes(program, name) for name in inputs if name in program.parameters)
+    # A bias has one dim: its gradient comes with the map's.
     apart = gradients and kind in PRODUCTS and any(len(program.values[name].shape) > 1 for name in weights)
     of_weights = 1.0 / gradients if apart else 0.0
     cost = kind, computed, flops, touched, made_bytes, gradients, seconds, weight_bytes, forks, channels, of_weights

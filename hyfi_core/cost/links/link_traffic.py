@@ -76,6 +76,7 @@ def link_traffic(program: Program, plan: ParallelPlan, lowered_plans: LoweredPla
     placement = Placement.of(plan)
     pairs: _Pairs = {}
     for direction in range(plan.directions):
+        # Each direction has its share of the micro-batches.
         rounds = plan.microbatches // plan.directions
         for stage, divided in enumerate(stages.divided):
             group = placement.group(stage, direction)
@@ -100,6 +101,7 @@ def _add(pairs: _Pairs, a: int, b: int, length: float) -> None:
 
 def _add_halos(pairs: _Pairs, ranked: RankProgram, grid: tuple[int, int], group: Sequence[int], rounds: int) -> None:
     rows, columns = grid
+    # The rank in the middle has all neighbours; those at the border receive less.
     middle = rows // 2, columns // 2
     for (down, right), length in _received(ranked, middle, columns).items():
         for y, x in product(range(rows), range(columns)):
@@ -138,6 +140,7 @@ def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dic
                 y, x = divmod(strip.peer, columns)
                 way = sign * (y - middle[0]), sign * (x - middle[1])
                 totals[way] = totals.get(way, 0.0) + pixel_bytes * strip.box.area
+    # Of two rows, the middle one has no neighbour below: what it sends up is what the other row receives from below.
     return sent | received
 
 

@@ -47,6 +47,7 @@ class NodeLinks:
             received: way from a rank to a peer -> bytes that it receives from there; 0 for a message to it alone.
         """
         ways = tuple(received)
+        # A set: thousands of ranks are of a few kinds.
         return tuple({self._messages_s(zip(kind, received.values(), strict=True)) for kind in self._kinds(stage, ways)})
 
     def edge_s(self, edge: tuple[int, int], incoming: Sequence[Messages]) -> float:

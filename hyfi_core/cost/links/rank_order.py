@@ -43,6 +43,7 @@ def rank_order(traffic: LinkTraffic, nodes: Sequence[Hashable]) -> tuple[int, ..
     orders = {same: None} | {
         _in_places(ranks, places): None for ranks in _chains(plan, nodes) for places in _places(plan, nodes)
     }
+    # The order as it is comes first, so that it wins among equals.
     return min(orders, key=lambda order: traffic.between_nodes([nodes[rank] for rank in order]))
 
 
@@ -62,6 +63,7 @@ def _places(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]
     """Yield the places of a plan in the order in which nodes fill them: by rows, or by tiles of a grid."""
     together = max(Counter(nodes).values())
     for high in range(1, together + 1):
+        # Tiles of a node's size: neighbours along both axes share it.
         if together % high == 0:
             places: list[int] = []
             for _ in range(plan.replicas * plan.branches):

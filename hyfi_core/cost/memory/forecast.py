@@ -121,6 +121,7 @@ def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], w
         way: of counting.
     """
     copies = UPDATE_COPIES if way == "peak" else 0
+    # During the update no maps are left, but the optimizer's temporary tensors of one weight.
     update = sum(forecast.state_bytes for forecast in forecasts) + copies * max_of(
         forecast.largest_weight_bytes for forecast in forecasts
     )
@@ -129,6 +130,7 @@ def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], w
         waits = sum(count * forecast.waiting_bytes for forecast, count in zip(forecasts, moment.waiting, strict=True))
         waits += sum(count * forecast.between_bytes for forecast, count in zip(forecasts, moment.between, strict=False))
         gradients = [has or forecast.gradients_stay for forecast, has in zip(forecasts, moment.gradients, strict=True)]
+        # Gradients of other stages on this rank; those of the running one are in its own peak.
         other_weights = sum(
             forecasts[at].weight_bytes for at, has in enumerate(gradients) if has and at != moment.running
         )
@@ -151,6 +153,7 @@ def rank_peaks(plan: ParallelPlan, stages: Sequence[MemoryForecast], way: PeakOr
         way: of counting.
     """
     placement, moments = Placement.of(plan), fullest_moments(plan)
+    # Ranks that hold the same stages have the same peak; at start, a rank has the whole model.
     of_hosted = {
         hosted: max(stages[0].start_bytes, held_bytes([stages[stage] for stage, _ in hosted], fullest, way))
         for hosted, fullest in moments.items()
@@ -215,6 +218,7 @@ class StageMaps:
             sum(value_bytes(program, name) for name in program.parameters),
             max(weights, default=0),
             sum(saved.values()),
+            # The first stage takes the image.
             sum(value_bytes(program, name) for name in entering or {program.image}),
             max((touched_bytes(program, op) for op in operators), default=0),
             len(operators),
@@ -252,6 +256,7 @@ def forecast_memory(
                 start_bytes=maps.all_weights,
                 largest_weight_bytes=maps.largest_weight,
                 operators=maps.operators,
+                # Where ranks reduce, gradients stay in the buckets of their messages.
                 gradients_stay=plan.directions * plan.replicas * plan.branches * ranks > 1,
                 between_bytes=maps.between // ranks if in_two else 0,
             )

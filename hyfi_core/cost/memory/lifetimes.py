@@ -64,6 +64,7 @@ class Peak:
     def of(cls, points: Iterable[Held], throughout: int = 0) -> Peak:
         """Return the peak of operators, from what each of them holds."""
         frontier: list[Held] = []
+        # By falling bytes of maps: only a point with more bytes of weights can be the most on many ranks.
         for point in sorted(set(points), reverse=True):
             if not frontier or point.weights > frontier[-1].weights:
                 frontier.append(point)
@@ -121,6 +122,7 @@ class Lifetimes:
         self.active = active_values(program, program.outputs, program.parameters)
         views = (op for op in program.operators if facts_of(op).kind == "view")
         self._viewed = {name: op.inputs[0] for op in views for name in op.outputs if name}
+        # The last user overwrites earlier ones: its backward is the first that makes the gradient.
         self._last = {name: op.name for op in program.operators if self._is_active(op) for name in op.inputs}
 
     def of(self, op: Operator) -> Lifetime:
@@ -170,6 +172,7 @@ class Lifetimes:
             return self._in_two(held, weights, entering)
         first, later = list[Held](), list[Held]()
         for maps, adds in held:
+            # What is left are the gradients of later operators, whose backward has run before.
             missing -= adds.gradients
             first.append(Held(maps, missing + adds.reorders))
             later.append(Held(maps, weights + adds.reorders))
@@ -210,6 +213,7 @@ class Lifetimes:
             maps += sum(size for name, size in adds.kept.items() if name not in saved)
             saved |= adds.kept
             for name in self.carried(op.outputs):
+                # It exists from the backward of its last user on; of values that leave, from the beginning.
                 if name in leaving or last.get(name, at) > at:
                     cotangents[name] = value_bytes(self._program, name)
                     maps += cotangents[name]
@@ -264,6 +268,7 @@ class Lifetimes:
         if facts.passes_on:
             return 0
         output_bytes = sum(value_bytes(self._program, name) for name in self.carried(op.inputs))
+        # The cotangent of a norm is computed through a temporary map.
         return 2 * output_bytes if facts.kind == "norm" else output_bytes
 
     def _reorders(self, op: Operator) -> int:

@@ -55,6 +55,7 @@ def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) 
         hosted = [stage for stage, _ in placement.hosted(rank)]
         largest = max((value_bytes(program, n) for s in hosted for n in pieces[s].program.parameters), default=0)
         share = _HOLES_OF_ONE_PASS if _is_one_pass(plan, hosted) else _HOLES
+        # The share of maps that are small enough for the heap: larger ones leave no holes.
         in_heap = sum(parts[s].in_heap for s in hosted) / max(1, sum(parts[s].maps for s in hosted))
         of_maps = _GAPS_OF_MAPS * sum(parts[s].gaps for s in hosted) + share * in_heap * maps_bytes[rank]
         of_weights = _GAPS_OF_WEIGHTS * sum(parts[s].gaps_of_weights for s in hosted)
@@ -73,6 +74,7 @@ def _is_one_pass(plan: ParallelPlan, hosted: Sequence[int]) -> bool:
 
 def gaps_bytes(sizes: Iterable[int]) -> int:
     """Return the bytes that tensors of the given sizes leave unused up to the next huge page."""
+    # Below 2 MiB, tensors do not begin at huge pages; from 32 MB on, they are mapped for themselves.
     large = (size for size in sizes if HUGE_PAGE_BYTES <= size < HEAP_BLOCK_BYTES)
     return sum(HUGE_PAGE_BYTES - size % HUGE_PAGE_BYTES for size in large)
 
@@ -97,6 +99,7 @@ class _KeptMaps(NamedTuple):
         """Return that of a stage of a plan."""
         saved = {name: size for op in piece.program.operators for name, size in lifetimes.of(op).kept.items()}
         cells, ranks = prod(plan.cell_grid or (1, 1)), prod(plan.grids[stage % len(plan.grids)])
+        # With recomputation, the maps of one micro-batch at a time.
         one = plan.recomputes(stage) and not plan.divides_backwards
         times = cells * (1 if one else microbatches_in_flight(plan, stage))
         sizes = [size // ranks // cells for size in saved.values()]

@@ -85,6 +85,7 @@ class StageTable:
             "saved": count.distinct([lifetime.kept for lifetime in adds]),
             "taken": _received_bytes(program, each, made_at, count),
             "working": count.largest([touched_bytes(program, op) if op else 0 for op in each]),
+            # End less beginning.
             "operators": np.subtract.outer(places, places).T,
             "first": TablePeak(walk, first=True),
             "later": TablePeak(walk, first=False),
@@ -159,9 +160,11 @@ class TablePeak:
         bytes_at = walk.maps // ranks + walk.reorders - (walk.missing if self._first else 0)
         parts = np.maximum.reduceat(bytes_at, walk.places[:-1], axis=1)
         rows, columns = np.indices(parts.shape)
+        # Before a stage begins: never the largest. Half of the least int64, so that sums do not overflow.
         parts[columns < rows] = np.iinfo(np.int64).min // 2
         peaks = np.zeros_like(walk.weights)
         peaks[:, 1:] = np.maximum.accumulate(parts, axis=1)
+        # Only ends behind beginnings are stages; all else is 0.
         after = np.triu(np.ones_like(peaks), 1)
         return after * (peaks + walk.weights + walk.entering // ranks)
 
@@ -201,10 +204,12 @@ class _Counter(NamedTuple):
             used: by each operator; each value counts once.
             made_at: value -> the operator that makes it; if given, stages that contain this one do not count.
         """
+        # The corners of rectangles: two cumulative sums fill them, in one pass for all stages.
         changes = np.zeros((len(self.places) + 1, len(used)), dtype=np.int64)
         before = dict(made_at or {})
         for at, names in enumerate(used):
             for name in set(names):
+                # From the stages that begin after the last use on, up to those that begin at this operator.
                 changes[bisect_right(self.places, before.get(name, -1)), at] += self.sizes[name]
                 changes[bisect_right(self.places, at), at] -= self.sizes[name]
                 before[name] = at
@@ -230,11 +235,13 @@ def _maps(
 ) -> Table:
     """Return what stages from each place (row) hold of maps while each operator (column) runs backward."""
     last = {name: at for at, op in enumerate(each) if op for name in op.inputs}
+    # What leaves the model is used behind all operators.
     last |= dict.fromkeys(refs_in(program.outputs), len(each))
     changes = np.zeros((len(count.places) + 1, len(each) + 1), dtype=np.int64)
     for at, op in enumerate(each):
         for name in lifetimes.carried(op.outputs) if op else ():
             ends, row = last.get(name, at), bisect_right(count.places, at)
+            # Stages that begin before the operator have its cotangent from there to its last use.
             changes[0, at] += count.sizes[name]
             changes[0, ends] -= count.sizes[name]
             changes[row, at] -= count.sizes[name]

@@ -69,9 +69,11 @@ def _with_planes(
         share: the smallest fraction of a step that remains with these planes.
         studies: of the model, by the search without planes.
     """
+    # A plan with planes has to be faster than the last of those that were found.
     slowest_s = search.plans[-1].step_s if len(search.plans) == top else math.inf
     fewer_ranks = replace(request, ranks=request.ranks // planes, spill=None)
     try:
+        # Planes save all but this share: a plan of fewer ranks may be slower by as much, and still win.
         fewer = best_plans(programs, fewer_ranks, top, slowest_s / share, studies)
     except RequestError:  # none can be run
         return search
@@ -99,6 +101,7 @@ def _share(programs: Programs, request: PlanRequest, planes: int, best: StepFore
     # Of a size that has been captured: another capture takes seconds.
     images = request.batch // best.plan.replicas // best.plan.microbatches
     program, crowded = programs(images), request.ranks > 1 and request.machine.devices_per_node > 1
+    # Without the overhead of starting operators, which planes may save altogether.
     bare: MachineModel = replace(request.machine, kernel_s=0.0)
     costs = zip(program.operators, operator_costs(program, request.machine, request.dtype), strict=True)
     seconds = {op.name: cost.forward_s(bare, 1.0, crowded) + cost.backward_s(bare, 1.0, crowded) for op, cost in costs}
@@ -113,6 +116,7 @@ def _share(programs: Programs, request: PlanRequest, planes: int, best: StepFore
             for plane in (branches.owners[name],) if name in branches.owners else range(planes):
                 loads[plane] += seconds[name]
         least_s += max(loads)
+    # Not even with exchanges that take no time.
     if request.batch / images * least_s * planes / request.ranks >= best.step_s:
         return None
     return least_s / whole_s

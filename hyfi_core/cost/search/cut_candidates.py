@@ -38,6 +38,7 @@ def cut_candidates(program: Program) -> list[CutCandidate]:
         if index < len(program.operators) and (index not in ends or module.count(".") < ends[index].count(".")):
             ends[index] = module
     depth = max((module.count(".") for module in ends.values()), default=0)
+    # The innermost modules go first.
     while len(ends) > MOST_CANDIDATES and depth > 0:
         depth -= 1
         ends = {index: module for index, module in ends.items() if module.count(".") <= depth}

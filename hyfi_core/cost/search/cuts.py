@@ -121,6 +121,9 @@ class _Search:
             for end in range(stage + 1, places - (stages - 1 - stage)):
                 for start in range(end - 1, stage - 1, -1):  # the stage grows
                     own_s = self._stage_s(stage, start, end)
+                    # A longer stage takes longer. One without room is no reason to stop: if it recomputes, it may need
+                    # less
+                    # with an earlier beginning, where fewer values cross.
                     if row[end] <= own_s < float("inf"):
                         break
                     if max(best[start], own_s) < row[end]:
@@ -130,6 +133,7 @@ class _Search:
         if best[-1] == float("inf"):
             raise RequestError(self._no_room())
         cut, cuts = places - 1, []
+        # The first stage begins at 0, whatever its choice.
         for choice in reversed(choices[1:]):
             cut = choice[cut]
             cuts.append(self._names[cut - 1])

@@ -121,6 +121,7 @@ def _reshape(
     before, after = single[batched[0]].shape, tuple(values[batched[0]].shape)
     if after[0] != 2 * before[0] or after[1:] != before[1:] or not isinstance(sizes[0], int):
         raise _UnclearError
+    # -1 is computed from the other sizes.
     first = sizes[0] if sizes[0] == -1 else 2 * sizes[0]
     return replace(op, args=(op.args[0], [first, *sizes[1:]], *op.args[2:]))
 
@@ -138,9 +139,11 @@ def _run(op: Operator, values: dict[str, torch.Tensor], single: Mapping[str, Val
     for name, result in zip(op.outputs, (results,) if isinstance(results, torch.Tensor) else results, strict=False):
         if name is None:
             continue
+        # One dim may double, the batch: more would be a product of batches.
         longer = [(a, b) for a, b in zip(single[name].shape, result.shape, strict=True) if a != b]
         if longer and (len(longer) > 1 or longer[0][1] != 2 * longer[0][0]):
             raise _UnclearError
+        # As the others, see ``_empty``.
         values[name] = result.float() if result.is_floating_point() else result
 
 

@@ -171,6 +171,7 @@ class FittingCuts:
     def beside(self) -> tuple[tuple[str, ...], ...]:
         """Return the fastest cuts that fit of those with one cut at the next place; with halos they may be faster."""
         best, cuts = self._best, self.stages.plan.stages - 1
+        # Each cut one place later, and each one earlier.
         rows = best + np.concatenate([np.eye(cuts, dtype=np.int64), -np.eye(cuts, dtype=np.int64)])
         rows = rows[self._in_order(rows)]
         rows = rows[self.stages.needed(rows) <= self.room_bytes]
@@ -198,6 +199,7 @@ class FittingCuts:
             seconds = np.maximum(seconds, rounds * each_s.sum(0))
         elif plan.directions == 1:  # every stage waits for those before it
             seconds = (rounds - 1) * each_s.max(0) + each_s.sum(0)
+        # The last key counts first: bytes beyond the room, then seconds.
         return np.lexsort((seconds, np.maximum(0, self.stages.needed(rows) - self.room_bytes)))
 
     def _by_stages(self) -> CutRows:
@@ -207,6 +209,7 @@ class FittingCuts:
         slowest_s, row = shortest(seconds, np.maximum)
         if slowest_s == np.inf:
             return shortest([table.astype(np.float64) for table in self.stages.bytes], np.maximum)[1][None]
+        # Of the cuts whose slowest stage is the shortest, those with the shortest sum.
         even = [np.where(table <= slowest_s, table, np.inf) for table in seconds]
         return np.array([row, shortest(even, np.add)[1], shortest(seconds, np.add)[1]])
 
@@ -221,6 +224,7 @@ class FittingCuts:
             rows = best + step * _neighbours(cuts)
             rows = rows[self._in_order(rows)]
             first = self._order(rows)[0]
+            # The first row is no step at all: if it is the best, steps become shorter.
             best, step = rows[first], step if first else step // 2
         return np.array(best)[None]
 

@@ -28,6 +28,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 
 _MORE = 0.02
 """Fraction of the least memory that is allowed in addition, so that the last piece can be larger."""
+# A quarter of the largest int64: sums of two do not overflow.
 _NO_ROOM = np.iinfo(np.int64).max // 4
 
 
@@ -100,6 +101,7 @@ class PieceCuts:
         Args:
             more: fraction of it that is allowed in addition.
         """
+        # With the upper limit, any cuts are enough.
         low, high = 0, int(self.peaks.max() + self.taken.max() * self.count)
         while low < high:
             middle = (low + high) // 2

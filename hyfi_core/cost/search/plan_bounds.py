@@ -145,6 +145,7 @@ class PlanBounds:
         if plan.directions == 2 or plan.divides_backwards:
             return plan.microbatches * total_s / sum(sizes)
         weights = 0.0
+        # yₛ of the class's docstring, from the last stage: as small as the condition allows.
         for size in reversed(sizes):
             weights += max(0.0, size - weights) / plan.microbatches
         return total_s / weights

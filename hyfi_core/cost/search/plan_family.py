@@ -61,6 +61,7 @@ def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
             continue
         for grids in _arrangements(request.ranks // replicas):
             for rounds in divisors(request.batch // replicas):
+                # Of one stage, any number: it has no bubble.
                 if rounds > _MOST_ROUNDS * len(grids) > _MOST_ROUNDS:
                     continue  # the bubble is small already
                 for schedule in _schedules(grids):

@@ -119,6 +119,7 @@ class PlanMemory:
         if alike not in self._bounds_of:
             room = self._request.memory_bytes - self._request.held_bytes
             least = int(self._off * average_bytes(plan, self._programs(self._images(plan)), self._table(plan)))
+            # The tables of all stages take longer: only where the average would fit.
             least = least if least > room else max(least, self._anywhere(plan).least_bytes())
             self._bounds_of[alike] = self._request.held_bytes + least
             if least > room:
@@ -162,9 +163,11 @@ class PlanMemory:
     def _seconds(self, plan: ParallelPlan) -> tuple[SecondsTable, ...]:
         """Return the time of each stage from any place to any other, and of what it sends, forward and backward."""
         table = self._table(plan)
+        # What is received at a place is sent by the stage that ends there; cotangents come back.
         travels_s = 2 * np.asarray(table.maps.taken)[:, -1] / self._request.machine.node.bytes_per_s
         travels_s[[0, -1]] = 0.0  # nothing is sent after the last stage
         each = zip(map(np.asarray, self._bounds.before(plan, table.places)), plan.grids, strict=True)
+        # Of cumulative times, the difference between end (column) and beginning (row).
         return tuple(times - times[:, None] + travels_s / prod(grid) for times, grid in each)
 
     def _table(self, plan: ParallelPlan) -> StageTable:

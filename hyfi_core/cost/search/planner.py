@@ -135,6 +135,7 @@ def _searched(model: StudiedModel, request: PlanRequest, top: int, below_s: floa
     search = _PlanTrials(model, request)
     plans = list(candidates(request))
     fastest = search.best(plans, top, below_s)
+    # Cells that spill are slow: only where nothing else fits.
     if not fastest and request.spill is not None:
         plans = list(by_cells(request))
         fastest = search.best(plans, top, below_s)
@@ -188,6 +189,7 @@ class _PlanTrials:
         fastest: list[tuple[float, tuple[int, int], ParallelPlan]] = []
         while queue:
             examined = heapq.heappop(queue)
+            # No bound behind it is lower, and none is above the time of its step.
             if examined.bound_s >= (fastest[-1][0] if len(fastest) == top else below_s):
                 break
             if examined.costs is None:
@@ -197,6 +199,7 @@ class _PlanTrials:
             self.simulated += 1
             seconds = step_s(examined.plan, examined.costs)
             if seconds < below_s:
+                # Equal times in the order of the family, so that the result does not depend on the queue.
                 fastest = sorted([*fastest, (seconds, examined.number, examined.plan)])[:top]
         return [self._forecast(plan) for _, _, plan in fastest]
 
@@ -217,6 +220,7 @@ class _PlanTrials:
                 return list(self._that_fit(examined))
             if not examined.known and not self._memory.fits(examined.plan):
                 return []
+            # One stage at a time: the first may show already that the plan is not among the best.
             if examined.known + 1 < examined.plan.stages:
                 (stage,) = self._costs(examined.plan, examined.known).stages
                 examined.each_s[examined.known] = stage.forward_s + stage.backward_s
@@ -314,6 +318,7 @@ class _PlanTrials:
         if sizes not in self._cut:
             free = replace(plan, memory_bytes=None)
             try:
+                # Of the whole batch of a replica, so that plans with other micro-batches share the cuts.
                 program = self._programs(self._request.batch // plan.replicas)
                 self._cut[sizes] = with_cuts(free, program, self._request.machine, self._measured).cuts
             except RequestError as error:

@@ -103,6 +103,7 @@ def _on_line(single: Any, two: Any, images: int) -> Any:
     """Return an argument with every whole number extrapolated to ``images`` images."""
     if type(single) is not type(two):
         raise _DiffersError
+    # Not isinstance: True is an int, too.
     if type(single) is int:
         return single + (two - single) * (images - 1)
     if isinstance(single, (list, tuple)) and len(single) == len(two):

@@ -97,6 +97,7 @@ class PartlyLowered:
             RequestError: as ``lower``.
         """
         grids = self._fine.grids * self._fine.interleave
+        # In order: how a stage is divided depends on what it receives of earlier ones.
         while len(self._each) <= index:
             at = len(self._each)
             piece, entries = self._pieces[at], entries_of(self._pieces[at], self._splits, grids[at])
@@ -281,6 +282,7 @@ def _lower_stage(
     """
     exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
     program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
+    # The rank in the middle has the most neighbours.
     middle = grid[0] // 2 * grid[1] + grid[1] // 2
     target = Target(grid, middle, entries=entries, gather_bytes=fine.gather_bytes)
     program, branches = divide_stage(program, piece.outputs, exits, fine.branches, grid)

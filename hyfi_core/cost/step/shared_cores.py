@@ -63,6 +63,7 @@ def _shares(
 ) -> Iterator[tuple[float, float, float]]:
     """Yield (start, end, part of a core that a rank takes), from the intervals in which it computes."""
     free_s = 0.0
+    # With an empty interval at the end, so that the last wait is yielded, too.
     for start_s, end_s in (*busy, (makespan_s, makespan_s)):
         yield free_s, start_s, waiting
         yield start_s, end_s, 1.0
@@ -74,6 +75,7 @@ def _busy(run: Simulation, rank: int) -> list[tuple[float, float]]:
     intervals: list[tuple[float, float]] = []
     events = (event for event in run.events if event.rank == rank and event.kind in _COMPUTES)
     for event in sorted(events, key=lambda event: event.start_s):
+        # A reduction may overlap a backward: together they take one core.
         if intervals and event.start_s <= intervals[-1][1]:
             intervals[-1] = intervals[-1][0], max(intervals[-1][1], event.end_s)
         elif event.end_s > event.start_s:

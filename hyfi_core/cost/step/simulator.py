@@ -109,6 +109,7 @@ def forecast_step(
     """
     costs = StageCosts(program, plan, machine, dtype, lowered_plans, spills=spills)
     run = _dry_run(plan, costs)
+    # Once more with messages that take no time: the difference is what they cost.
     quick = _dry_run(plan, costs, free_messages=True) if any(costs.edges.values()) else run
     step_s = run.makespan_s + _update_s(plan, costs)
     rounds = plan.microbatches
@@ -157,6 +158,7 @@ def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -
     """
     rounds = plan.microbatches // plan.directions
     busy_s = max(sum(rounds * each_s[stage] for stage, _ in hosted) for hosted in fullest_moments(plan))
+    # A stage begins after those before it, and they end their last backward after it.
     if plan.directions == 1 and plan.interleave == 1 and not plan.divides_backwards:
         before = accumulate(each_s, initial=0.0)
         busy_s = max(first_s + rounds * own_s for first_s, own_s in zip(before, each_s, strict=False))
@@ -168,6 +170,7 @@ def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -
 def _update_s(plan: ParallelPlan, costs: StageCosts) -> float:
     """Return the time of the end of a step on the rank with the most weights to update."""
     placement = Placement.of(_collapsed(plan))
+    # Point to point, the second direction gets its weights from the owner, and updates none.
     hosted = [
         {stage for stage, direction in placement.hosted(rank) if direction == 0 or plan.mirror == "all_reduce"}
         for rank in range(placement.size)

@@ -171,11 +171,13 @@ class StageCosts:
         index, divided = stage.number, stage.divided
         way = stage.dtype, self._cells, self._crowded  # all but the stage that its clock depends on
         clock = self._known.derived(divided, way, lambda: self._clock(stage))
+        # Planes wait for each other in each region: the slowest one counts for all.
         waits = max((self._waits(plane, clock.each_s, index) for plane in divided.planes), key=lambda w: w.total_s)
         waits.branch_s = self._branch_s(divided)
         recompute_s = clock.forward_s if recomputes(self._plan, index) else 0.0
         scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
         weight_s = clock.weight_s if self._plan.divides_backwards else clock.backward_s  # in which gradients are made
+        # In two parts, the gradients of weights are made in the second alone, in the same order.
         quicker = weight_s / (clock.backward_s or 1.0)
         gradients = [(quicker * ready_s, scale * length) for ready_s, length in clock.gradients]
         group = GradientHolders.of(self._plan, index, self.machine.devices_per_node)
@@ -242,6 +244,7 @@ class StageCosts:
                 if name in gradients:
                     clock.gradients.append((max(loads[plane] for plane in planes), gradients[name]))
             clock.backward_s = max(loads)
+        # Planes make theirs at the same time: buckets go by time.
         clock.gradients.sort(key=lambda gradient: gradient[0])
         of_weights_s = sum(costs[name].of_weights * seconds for name, seconds in backward.items())
         clock.weight_s = clock.backward_s * of_weights_s / (sum(backward.values()) or 1.0)
@@ -296,6 +299,7 @@ class StageCosts:
         sent_px = sum(strip.box.area for strip in transfer.sends)
         length = pixel_bytes * max(transfer.received_px, sent_px)
         if hasattr(call.operator, "halo"):
+            # Half of both ways: these waits are counted once forward and once backward.
             waits.strips_s += self._cells * len(transfer.receives) * sum(self.machine.strip_s) / 2
         if self._cells > 1:  # a copy within the process
             waits.halo_s += self._cells * (self.machine.kernel_s + 2 * length / self.machine.memory_bytes_per_s)
@@ -304,6 +308,7 @@ class StageCosts:
         ways = self._ways(ranked.splits[name].held.grid, transfer.receives, pixel_bytes)
         back = self._ways(ranked.splits[name].held.grid, transfer.sends, pixel_bytes)
         kinds = (*self._links.halo_s(stage, ways), *self._links.halo_s(stage, back))
+        # The kind of rank that waits longest, on its way or on the way back.
         waits.halo_s += self._turn_s + max(software_s + max(0.0, wire_s - overlapped_s) for software_s, wire_s in kinds)
         waits.halo_bytes += length
 
