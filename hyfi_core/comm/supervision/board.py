@@ -73,7 +73,7 @@ class Board:
 
     def claim_failure(self) -> bool:
         """Return whether this rank is the first to fail."""
-        # ``add`` is atomic: one rank only is told 1.
+        # ``add`` is atomic: it returns 1 to one rank only.
         return int(self._store.add("failures", 1)) == 1
 
     @property

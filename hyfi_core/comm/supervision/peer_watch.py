@@ -183,7 +183,7 @@ class PeerWatch:
             self._tell_stalled(stall)
         for rank in stall.ranks:
             if rank != self._rank:
-                # Only a process of its host can kill it, so everybody is told.
+                # To all ranks, because only a process of its host can kill it.
                 self._send(_KILL + struct.pack("!I", rank))
                 self._kill(rank)
         self._send(_END)

@@ -108,16 +108,20 @@ def load_optimizer_state(
                 continue
             name = names[id(parameter)]
             state = dict(saved_group["values"].get(name, {}))
-            for key in entries.get(name, ()):  # only these are read
-                state[key.rpartition("/")[2]] = _like(parameter, saved["tensors"][key])
+            for entry in entries.get(name, ()):  # only these are read
+                key = entry.rpartition("/")[2]
+                # As in torch: kernels that count the steps themselves read them on the device, others on the host.
+                on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+                value = saved["tensors"][entry]
+                state[key] = value.clone() if on_host else _like(parameter, value)
             if state:
                 optimizer.state[parameter] = state
 
 
 def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``value`` on its parameter's device and with its strides."""
-    if value.shape != parameter.shape:
-        return value.clone()  # counters stay on the host
+    """Return a copy of ``value`` on its parameter's device, with its strides if it has its shape."""
+    if value.shape != parameter.shape:  # as Adafactor's moments of rows and columns
+        return value.to(parameter.device, copy=True)
     if is_shard(parameter):
         return shard_like(parameter, value)
     # In the parameter's strides: optimizers are slower if the two differ. The moments may have a dtype of their own.
