@@ -27,6 +27,7 @@ def _relu_conv_norm(
     kernel: tuple[int, int] = (1, 1),
     stride: tuple[int, int] = (1, 1),
 ) -> list[nn.Module]:
+    # "same" for odd kernels, also for 1 x 7.
     padding = (kernel[0] // 2, kernel[1] // 2)
     return [
         nn.ReLU(),
@@ -52,6 +53,8 @@ class FactorizedReduction(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the halved map, a new tensor."""
         x = self.relu(x)
+        # Without its first row and column, the odd pixels become the even ones; zeros at the end make their number
+        # equal.
         both = torch.cat([self.even(x), self.odd(self.shift(x[:, :, 1:, 1:]))], dim=1)
         return self.norm(both)  # type: ignore[no-any-return]
 
@@ -147,6 +150,7 @@ class AmoebaCell(nn.Module):
         self._sources = tuple(source for source, _ in wiring)
         self._concat = _REDUCTION_CONCAT if reduction else _NORMAL_CONCAT
         self.outputs = channels * len(self._concat)
+        # Only the cell's inputs are halved: later states are small already.
         self.operations = nn.ModuleList(
             operation(channels, 2 if reduction and source < 2 else 1) for source, operation in wiring
         )
@@ -198,6 +202,7 @@ class AmoebaNetD(nn.Module):
         """Return logits ``(B, classes)``."""
         newer = older = self.stem(images)
         for cell in self.cells:
+            # The right side first: the old ``newer`` becomes the older input.
             newer, older = cell(newer, older), newer
         return self.fc(newer.mean((2, 3)))  # type: ignore[no-any-return]
 

@@ -71,6 +71,7 @@ def call_of(
 def _parameters(factory: Callable[..., Any]) -> set[str] | None:
     """Return the parameter names of ``factory``, None if it takes any."""
     parameters = inspect.signature(factory).parameters.values()
+    # With **kwargs it takes any name.
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return {p.name for p in parameters}

@@ -56,6 +56,7 @@ class Residual(nn.Module):
         """Return the linear head, after giving every convolution its initial values (He et al., 2015b)."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
+                # As torchvision: gradients keep their size through the layers.
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         head = nn.Linear(self._channels, classes)
         nn.init.normal_(head.weight, std=0.01)  # the first loss is about ln(classes), regardless of the pooled values
@@ -105,6 +106,7 @@ class ResNet(Residual):
         """Return logits ``(B, classes)`` of images ``(B, in_channels, H, W)``, any H and W."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for name in self._layers:
+            # By name: torchvision's weights know ``layer1`` and so on.
             x = self.get_submodule(name)(x)
         return self.fc(pool_map(x, self.pool))  # type: ignore[no-any-return]
 

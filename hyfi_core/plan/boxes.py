@@ -118,6 +118,7 @@ class Boxes(Sequence[Box]):
 
     def transposed(self) -> Boxes:
         """Return the boxes with y and x exchanged."""
+        # One rank has one row and one column of ranks, turned or not: equal boxes must compare so.
         return Boxes(self.columns, self.rows, not self.turned and len(self) > 1)
 
     def within(self, box: Box) -> Boxes:
@@ -144,6 +145,7 @@ class Boxes(Sequence[Box]):
     def cover(self, need: Boxes, map_box: Box) -> bool:
         """Whether each rank's box contains the pixels of ``map_box`` that the rank needs."""
         needed_boxes = need.within(map_box)
+        # Rows of other grids do not correspond: rank by rank.
         if not self.alike(need):
             return all(has.contains(box) for has, box in zip(self, needed_boxes, strict=True))
         along_y, along_x = (
@@ -152,6 +154,7 @@ class Boxes(Sequence[Box]):
         )
         if not along_y or not along_x:  # all needed boxes are empty
             return True
+        # Each row that needs something meets each such column in some rank, so both hold or fail by themselves.
         return all(has[0] <= part[0] and part[1] <= has[1] for has, part in (*along_y, *along_x))
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
@@ -159,6 +162,7 @@ class Boxes(Sequence[Box]):
         along_y = list(meeting(self.rows, (box.y0, box.y1)))
         along_x = list(meeting(self.columns, (box.x0, box.x1)))
         width = self.grid[1]
+        # In rank order: rows of ranks lie along x then.
         if self.turned:
             yield from ((row * width + column, Box(*y, *x)) for row, x in along_x for column, y in along_y)
         else:

@@ -54,6 +54,7 @@ def gpu_index(environment: Mapping[str, str], count: int) -> int | None:
         count: GPUs that it sees. A rank that sees exactly one uses it.
     """
     number = local_rank(environment)
+    # The launcher has chosen: in this process, its only GPU has the number 0.
     if count == 1 and "CUDA_VISIBLE_DEVICES" in environment:
         return 0
     return number if number < count else None
@@ -83,6 +84,7 @@ def assign_devices(
         key = (trainer.host, trainer.visible)
         devices.append(f"cuda:{users.get(key, 0)}")
         users[key] = users.get(key, 0) + 1
+    # All or none: ranks on different kinds of devices would wait for the slowest.
     lacking = next((t for t in trainers if users[t.host, t.visible] > t.count), None)
     if lacking is None:
         return devices

@@ -72,6 +72,7 @@ def _layout(rows: tuple[int, ...], columns: tuple[int, ...]) -> Layout:
 
 
 def _even(length: int, count: int) -> tuple[int, ...]:
+    # Products rounded down: parts differ by one at most, and meet exactly.
     return tuple(length * index // count for index in range(count + 1))
 
 
@@ -81,5 +82,6 @@ def _through(cuts: tuple[int, ...], window: AxisWindow, outputs: int) -> tuple[i
     inner = [window.cut(cut, cuts[-1], outputs, even) for cut, even in zip(cuts[1:-1], balanced[1:-1], strict=True)]
     result = [0]
     for cut in inner:
+        # Small maps may have more cuts than rows: equal cuts make an empty part, falling ones none at all.
         result.append(max(cut, result[-1]))
     return (*result, outputs)

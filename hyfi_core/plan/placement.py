@@ -60,6 +60,7 @@ class Placement:
         forward = tuple(groups) * plan.interleave
         directions = [forward]
         if plan.directions == 2:
+            # Counted from the other end, see the picture above.
             directions.append(tuple(tuple(size - 1 - rank for rank in group) for group in forward))
         return cls(plan.grids * plan.interleave, tuple(directions))
 
@@ -76,6 +77,7 @@ class Placement:
 
         def group(ranks: tuple[int, ...], high: int, wide: int) -> tuple[int, ...]:
             return tuple(
+                # The rank that has this cell, then the cell within it.
                 ranks[y // rows * wide + x // columns] * rows * columns + y % rows * columns + x % columns
                 for y in range(high * rows)
                 for x in range(wide * columns)

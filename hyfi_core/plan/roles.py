@@ -57,6 +57,7 @@ def assign_roles(hosts: Sequence[str], trainers: int, loaders: HostChoice, valid
     validate = _matching(hosts, validators, "roles.validators")
     load, validate = _alternating(hosts, load, validate)
     if isinstance(validators, int):
+        # The last ones: ranks of a node are consecutive, so that validators are near each other.
         validate = _without(hosts, load)[len(_without(hosts, load)) - validators :]
     if isinstance(loaders, int):
         load = _spread(hosts, _without(hosts, validate), loaders)
@@ -130,6 +131,7 @@ def _alternating(hosts: Sequence[str], load: list[int], validate: list[int]) -> 
     turns: dict[str, int] = {}
     for rank in common:
         turn = turns[hosts[rank]] = turns.get(hosts[rank], -1) + 1
+        # Turns begin with loading: the first of a host leaves the validators.
         (validate if turn % 2 == 0 else load).remove(rank)
     return load, validate
 
@@ -142,6 +144,7 @@ def _spread(hosts: Sequence[str], ranks: Sequence[int], count: int) -> list[int]
     sizes = {host: len(of) for host, of in by_host.items()}
     chosen: list[int] = []
     while len(chosen) < min(count, len(ranks)):
+        # The host with the most ranks for each loader that it would then have, as in ``plan.apportion``.
         host = max(by_host, key=lambda h: sizes[h] / (sizes[h] - len(by_host[h]) + 1) if by_host[h] else 0.0)
         chosen.append(by_host[host].pop())
     return sorted(chosen)

@@ -37,6 +37,7 @@ def plan_for(strategy: Strategy, ranks: int, batch: int) -> ParallelPlan:
     if strategy == "model":
         return ParallelPlan(grids=((1, 1),) * ranks, microbatches=batch)
     if strategy == "hybrid":
+        # A grid and a pipeline behind it need three.
         if ranks < 3:
             return ParallelPlan(grids=(squarest(ranks),))
         # As many ranks as possible share the large maps of the first layers, unless their parts would be long strips:

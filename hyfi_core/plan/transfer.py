@@ -46,6 +46,7 @@ class Transfer:
     @property
     def idle(self) -> bool:
         """Whether this rank has exactly what it needs and sends nothing."""
+        # Empty boxes may lie anywhere: their tensors are the same if their sizes are.
         same = self.have == self.need or (self.have.empty and self.have.shape == self.need.shape)
         return same and not self.sends and not self.receives
 
@@ -64,6 +65,7 @@ def plan_transfer(have: Sequence[Box], need: Sequence[Box], map_box: Box, rank: 
         map_box: the map.
         rank: of the result.
     """
+    # Both ends go through the ranks in the same order, by the same boxes: messages need no description.
     sends = tuple(Strip(peer, box) for peer, box in _meeting(need, have[rank]) if peer != rank)
     receives = tuple(Strip(peer, box) for peer, box in _meeting(have, need[rank]) if peer != rank)
     return Transfer(have[rank], need[rank], map_box, sends, receives, have[rank].intersect(need[rank]))

@@ -43,6 +43,7 @@ class AxisWindow:
         if stop <= start:
             return start, start
         first = start * self.stride - self.padding
+        # From the first tap of the first output to the last tap of the last one.
         return first, (stop - 1) * self.stride - self.padding + self.extent
 
     def cut(self, cut: int, inputs: int, outputs: int, balanced: int) -> int:
@@ -57,11 +58,13 @@ class AxisWindow:
             outputs: output positions.
             balanced: where an even division would cut.
         """
+        # A part that is empty in the input stays so.
         if cut <= 0 or cut >= inputs:
             return 0 if cut <= 0 else outputs
         # The taps of output `near` begin at the cut; outputs that straddle it are just before.
         near = (cut + self.padding) // self.stride
         reach = self.extent // self.stride + 1
+        # Outputs further away read one side only: cutting there moves more.
         candidates = {min(max(near + step, 0), outputs) for step in range(-reach, 2)}
         target = cut if self.stride == 1 and outputs == inputs else balanced
         return min(sorted(candidates), key=lambda out: (self._crossing(out, cut, inputs, outputs), abs(out - target)))

@@ -71,12 +71,14 @@ def _strip_along(window: AxisWindow, strip: Interval, outputs: Interval) -> tupl
     """Return (outputs, taps, inputs) along one axis."""
     # -(-a // b) rounds up: the first output whose last tap reaches the strip.
     first = max(outputs[0], -((window.extent - 1 - window.padding - strip[0]) // window.stride))
+    # Rounded down: the last output whose first tap is not behind the strip.
     last = min(outputs[1] - 1, (strip[1] - 1 + window.padding) // window.stride)
     taps = [tap for tap in range(window.kernel) if _is_read(window, tap, strip, (first, last + 1))]
     if not taps:
         return None
     begin = first * window.stride - window.padding
     end = last * window.stride - window.padding
+    # Only between the taps that read it: others would read pixels of other calls.
     inputs = (begin + taps[0] * window.dilation, end + taps[-1] * window.dilation + 1)
     return (first, last + 1), (taps[0], taps[-1] + 1), inputs
 
@@ -93,6 +95,7 @@ def _own_along(window: AxisWindow, have: Interval, outputs: Interval) -> tuple[i
     count = outputs[1] - outputs[0]
     before = have[0] - outputs[0] * window.stride + window.padding  # positions of the first window before the part
     start, padding = max(0, -before), max(0, before)
+    # As PyTorch counts outputs: (length + 2 padding - extent) // stride + 1.
     room = have[1] - have[0] - start + 2 * padding - window.extent
     return (start, padding) if count > 0 and room >= 0 and room // window.stride + 1 == count else None
 

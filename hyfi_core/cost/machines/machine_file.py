@@ -107,6 +107,7 @@ def _section(tree: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any
 def _number(tree: Mapping[str, Any], key: str, source: str) -> float:
     value = tree.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isinf(value):
+        # YAML 1.1 reads 1e9 and 1.5e9 as texts: a number needs a point, and a sign in its exponent.
         raise RequestError(f"machine {source}: {key}: given {value!r}; allowed: a number greater than 0, as in 1.5e+9")
     return float(value)
 

@@ -34,6 +34,7 @@ class Dsmil(nn.Module):
         """Return logits ``(K,)`` and attention ``(N,)``, the mean of the classes', of tiles ``(N, D)``."""
         best, critical = self.tile_classifier(bag).max(0)
         queries = self.query(bag)
+        # Over tiles, for each class by itself.
         similar = (queries @ queries[critical].mT / queries.shape[1] ** 0.5).softmax(0)
         seen = similar.mT @ self.information(bag)
         return (best + self.bag_classifier(seen.flatten())) / 2, similar.mean(1)

@@ -75,5 +75,6 @@ class GatedAttention(nn.Module):
 
     def forward(self, bag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits ``(K,)`` and attention ``(N,)``, the mean of the heads', of tiles ``(N, D)``."""
+        # Over tiles, the second last dim: (1, N, D) works as well.
         attention = self.score(bag).softmax(-2)
         return self.classifier((attention.mT @ bag).flatten(-2)), attention.mean(-1)

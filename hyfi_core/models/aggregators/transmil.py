@@ -44,6 +44,7 @@ class TransMil(nn.Module):
         """
         tiles = self.compress(bag)
         side = math.ceil(math.sqrt(len(tiles)))
+        # The end of the square is filled with the first tiles, at most 2 * side - 2 of them.
         square = torch.cat([tiles, tiles[: side * side - len(tiles)]])
         x = self.first(torch.cat([self.token, square]))
         x = self.positions(x, side)
@@ -57,6 +58,7 @@ def _of_tiles(attention: torch.Tensor, tiles: int) -> torch.Tensor:
     once, again = attention[1 : tiles + 1], attention[tiles + 1 :]
     positive = (once + F.pad(again, (0, tiles - len(again)))).clamp(min=0)
     total = positive.sum()
+    # If nothing is positive, all tiles alike.
     return torch.where(total > 0, positive / total.clamp(min=torch.finfo(total.dtype).tiny), 1.0 / tiles)
 
 
@@ -116,6 +118,7 @@ def _padding(tokens: int, landmarks: int) -> int:
 def pseudo_inverse(x: torch.Tensor, iterations: int = 6) -> torch.Tensor:
     """Return an approximate Moore-Penrose inverse of matrices ``(…, m, m)``: equation 11 of the Nyströmformer."""
     rows, columns = x.abs().sum(-1).amax(), x.abs().sum(-2).amax()
+    # With this beginning the iteration converges: the norm of x z is at most 1.
     z, one = x.mT / (rows * columns), torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     for _ in range(iterations):
         xz = x @ z
