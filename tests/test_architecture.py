@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parent.parent
 
 # A package may import itself and everything to its right.
@@ -285,7 +287,7 @@ def test_long_unexplained_and_repeated_things_are_seen(tmp_path: Path, monkeypat
 def loaded_by(code: str) -> set[str]:
     """Return the top-level modules in memory after ``code`` ran in a fresh interpreter."""
     program = f"import sys\n{code}\nprint('\\n' + ' '.join({{name.split('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())
 

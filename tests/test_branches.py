@@ -23,6 +23,7 @@ from hyfi_core.models.amoebanet import AmoebaCell
 from hyfi_core.plan.branches import Branches
 from tests.conftest import MPIEXEC, ROOT
 from tests.harness import Result, compare, identity, one_process, parallel, run_copies
+from tests.patience import PATIENCE_S
 from tests.steps import (
     assert_equal_steps,
     assert_plan_equals_one_process,
@@ -337,7 +338,7 @@ for plan in (ParallelPlan(((1, 1),), replicas=2, branches=2), ParallelPlan(((2, 
 def test_processes_train_as_one() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [str(MPIEXEC), "-n", "4", sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["equal", "equal"]
 

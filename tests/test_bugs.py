@@ -26,6 +26,7 @@ from hyfi_core.rules.moves.axis import Selection
 from hyfi_core.runtime import executor
 from hyfi_core.runtime.mirror import finish_all
 from tests.harness import OffsetImages, assert_equal_to_one_process, run_copies
+from tests.patience import PATIENCE_S
 
 
 def test_channels_last_is_still_recognised_behind_the_entry_of_a_segment() -> None:
@@ -156,7 +157,9 @@ for _ in range(4):
     engine.accumulate(images, torch.zeros(1, dtype=torch.long))
 """
     environment = {**os.environ, "MALLOC_CHECK_": "3", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
 
 

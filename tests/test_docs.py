@@ -23,6 +23,7 @@ import pathology
 from pathology.pages import FLAG_MEANINGS
 from pathology.tissue.quality import BLURRED_SHARE, PEN_SHARE
 from tests.conftest import ROOT, Hyfi
+from tests.patience import PATIENCE_S
 from tests.workflows.archive import make_store
 from workflows.cli import app
 from workflows.config.load import load_config
@@ -181,7 +182,7 @@ def test_flags_and_metrics_are_all_explained() -> None:
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "parallelize" in (tmp_path / "api" / "index.html").read_text("utf-8")
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import MPIEXEC, ROOT
+from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")]
 
@@ -56,6 +57,6 @@ for plan in (first, second):
 def test_processes_train_as_one(ranks: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["equal gems_master", "equal chimera"]

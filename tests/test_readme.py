@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MPIEXEC, ROOT
+from tests.patience import PATIENCE_S
 
 HEADING = "Bring your own model"
 
@@ -55,5 +56,7 @@ def test_bring_your_own_model_runs(block: Path, monkeypatch: pytest.MonkeyPatch)
 def test_bring_your_own_model_runs_on_two_ranks(block: Path) -> None:
     command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "doctest", block.name]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=block.parent, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=block.parent, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr

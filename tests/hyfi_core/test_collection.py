@@ -9,6 +9,7 @@ from threading import Barrier
 import pytest
 
 from hyfi_core.collection import collection_paused
+from tests.patience import PATIENCE_S
 
 
 def test_the_last_of_nested_pauses_ends_it_also_after_an_error() -> None:
@@ -22,7 +23,7 @@ def test_the_last_of_nested_pauses_ends_it_also_after_an_error() -> None:
 
 
 def test_the_last_of_several_threads_ends_it() -> None:
-    both_inside, one_outside = Barrier(2, timeout=30), Barrier(2, timeout=30)
+    both_inside, one_outside = Barrier(2, timeout=PATIENCE_S), Barrier(2, timeout=PATIENCE_S)
 
     def first() -> bool:
         with collection_paused():

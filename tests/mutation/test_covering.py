@@ -12,6 +12,7 @@ import pytest
 from tests.mutation.covering import Covering, _text_hash, record
 from tests.mutation.mutants import mutant
 from tests.mutation.survivors import outcomes
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 MODULE = "def double(x):\n    if x < 0:\n        raise ValueError(x)\n    return 2 * x\n\n\nLIMIT = 3\n"
@@ -80,7 +81,7 @@ def test_recorded_tests_run_alone_also_if_one_was_renamed(project: Path) -> None
     code = "from pathlib import Path, PosixPath; from tests.mutation.mutants import Mutant; import pytest\n"
     code += "from tests.mutation.survivors import _exit_code\n"
     code += f"print([_exit_code({project!r}, {fault!r}, tests, 60) for tests in {[tests for tests, _ in asked]}])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout.strip() == str([code for _, code in asked]), done.stderr
 
 

@@ -13,6 +13,7 @@ import pytest
 from pathology import claims
 from pathology.claims import Claim, ClaimLostError, is_held, remove_ended
 from tests.conftest import ROOT
+from tests.patience import PATIENCE_S
 
 
 def backdate(path: Path, seconds: float) -> None:
@@ -113,7 +114,7 @@ def test_the_heartbeat_keeps_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(claims, "BEAT_S", 0.02)
     with Claim.take(tmp_path, "a"):  # type: ignore[union-attr]
         backdate(tmp_path / "a.0", claims.STALE_AFTER_S + 1)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while not is_held(tmp_path, "a"):
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -19,6 +19,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.models.by_name import build_model
 from tests.conftest import ROOT
 from tests.pathology.slides import draw_slide, write_slide
+from tests.patience import PATIENCE_S
 from tests.workflows.predictions import MODEL, save
 
 CALLABLE = "assert callable(pathology.ingest_slides) and callable(pathology.predict_slides)\n"
@@ -32,14 +33,14 @@ def slide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_functions_are_there_whatever_is_imported_between() -> None:
     between = "import pathology.ingest.discover, pathology.predict.colors; from pathology import ingest, predict\n"
     program = f"import sys\nimport pathology\n{CALLABLE}{between}{CALLABLE}"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
 
 
 def test_asking_for_the_functions_is_light() -> None:
     names = "pathology.ingest_slides, pathology.predict_slides, pathology.open_slide"
     program = f"import pathology, sys\n{names}\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert not set(done.stdout.split()) & {"torch", "numpy", "zarr", "tifffile", "openslide", "mpi4py"}
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
+from tests.patience import PATIENCE_S
 from workflows import signals
 from workflows.commands import train
 from workflows.config.load import load_config
@@ -103,7 +104,7 @@ def assert_plans_agree(config: Path, plans: Sequence[Sequence[str]], *overrides:
         assert losses(folder) == pytest.approx(expected, rel=1e-8), plan
 
 
-def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False, timeout_s: float = 240.0) -> list[int]:
+def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False, timeout_s: float = PATIENCE_S) -> list[int]:
     """Train on thread-ranks of this process; return their exit codes.
 
     Threads share one random generator: only one of them may draw a model's first weights at a time.

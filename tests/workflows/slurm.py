@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 CONFIGURATION = """\
@@ -110,7 +112,7 @@ class Slurm:
 
     def run(self, *words: str) -> str:
         """Return what one of Slurm's commands prints."""
-        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S).stdout
 
     def state(self, job: str) -> tuple[str, int]:
         """Return (state, how often it was started again) of a job."""
@@ -190,7 +192,7 @@ def _free_ports(nodes: int) -> tuple[int, int]:
             return int(alone.getsockname()[1]), first
 
 
-def _wait_for(ready: object, what: str, timeout_s: float = 60) -> None:
+def _wait_for(ready: object, what: str, timeout_s: float = PATIENCE_S) -> None:
     assert callable(ready)
     deadline_s = time.monotonic() + timeout_s
     while not ready():

@@ -13,6 +13,7 @@ import pytest
 
 from hyfi_core.errors import RequestError
 from tests.conftest import ROOT, Hyfi
+from tests.patience import PATIENCE_S
 from workflows.cli import app
 from workflows.console import emit_json, progress, say
 from workflows.exit_codes import exit_code_of
@@ -103,7 +104,7 @@ def body():
     return 0
 sys.exit(exit_code_of(body))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (3, "hyfi: stopped on request\n")
 
 
@@ -120,7 +121,7 @@ def test_a_signal_in_the_first_lines_is_a_stop(tmp_path: Path, module: str, name
     (tmp_path / "typer.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.SIG{name})\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     words = [sys.executable, "-m", module, "train", "run.yaml"]
-    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (3, "hyfi: stopped on request\n")
 
 
@@ -151,7 +152,7 @@ def test_a_command_runs_with_closed_streams(closed: str, tmp_path: Path) -> None
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     (tmp_path / "labels.csv").write_text("slide_id,label\n" + "".join(f"s{n},{n % 2}\n" for n in range(20)))
     words = shlex.join([sys.executable, "-m", "workflows", "split", "labels.csv", "--out", "splits.csv"])
-    done = subprocess.run(["bash", "-c", f"exec {words} {closed}"], env=environment, cwd=tmp_path, timeout=60)
+    done = subprocess.run(["bash", "-c", f"exec {words} {closed}"], env=environment, cwd=tmp_path, timeout=PATIENCE_S)
     assert done.returncode == 0
     assert (tmp_path / "splits.csv").read_text().startswith("slide_id")
 

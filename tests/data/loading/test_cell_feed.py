@@ -77,7 +77,7 @@ def job(trainers: int, loaders: int, layout: BatchLayout, images: Images, microb
         assert len(feed.reports) == loaders
         return received
 
-    return run_ranks(trainers + loaders, body, timeout_s=60)
+    return run_ranks(trainers + loaders, body)
 
 
 @pytest.mark.parametrize("loaders", [1, 2, 3])
@@ -117,7 +117,7 @@ def test_only_the_boxes_are_read_and_held() -> None:
             read_all(feed, spec.parts, turn)
         feed.close(stopped=False)
 
-    run_ranks(2, body, timeout_s=30)
+    run_ranks(2, body)
     largest = max(part_bytes(part.box) for part in parts_of(0, 1))
     assert slots == [3 * largest]  # two ahead, and one that is read
     assert len(images.reads) == 6 and {box.shape for _, box in images.reads} == {(14, 27), (15, 27)}
@@ -146,7 +146,7 @@ def test_no_more_is_requested_than_may_be_ahead(boxes: int) -> None:
                 ahead.append(len(images.reads) - read)
         feed.close(stopped=False)
 
-    run_ranks(2, body, timeout_s=30)
+    run_ranks(2, body)
     assert max(ahead) == boxes == ahead[0]  # it reads ahead, across turns, too
 
 
@@ -170,7 +170,7 @@ def test_any_order_of_reading_gives_the_same(seed: int) -> None:
                 assert torch.equal(given, wanted.read(part.box, part.first, part.stop))
         feed.close(stopped=False)
 
-    run_ranks(4, body, timeout_s=60)
+    run_ranks(4, body)
 
 
 def test_leaving_early_ends_loaders_and_trainers_that_read_on() -> None:
@@ -188,7 +188,7 @@ def test_leaving_early_ends_loaders_and_trainers_that_read_on() -> None:
                 read_all(feed, spec.parts, turn)
         feed.close(stopped=comm.rank == 0)
 
-    run_ranks(3, body, timeout_s=30)
+    run_ranks(3, body)
 
 
 def test_what_loaders_do_not_send_is_refused() -> None:

@@ -20,6 +20,7 @@ from data.loading.sample_cache import SampleCache
 from hyfi_core.plan.box import Box
 from tests.data.loading.thread_worker import ThreadWorker
 from tests.data.numbered_images import HEIGHT, WIDTH, BrokenImages, Images
+from tests.patience import PATIENCE_S
 
 WHOLE = Box.of_size(HEIGHT, WIDTH)
 BOXES = (Box(0, 20, 0, 53), Box(17, 37, 5, 50))
@@ -34,7 +35,7 @@ def pool_of(images: Images, workers: int, slots: int, cached: int = 0) -> Decode
 def run_through(pool: DecodePool, count: int, between: Callable[[int], None] = lambda done: None) -> int:
     """Ask for samples as slots come free and compare each with what it has to be; return how many were right."""
     images, asked, done = Images(), 0, 0
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while done < count:
         assert time.monotonic() < deadline
         while pool.has_free_slot and asked < count:
@@ -126,7 +127,7 @@ class SlowImages(Images):
 
     def read_plain(self, index: int, box: Box) -> np.ndarray:
         if SlowImages.together is not None:
-            SlowImages.together.wait(10)
+            SlowImages.together.wait(PATIENCE_S)
         return super().read_plain(index, box)
 
 
@@ -152,7 +153,7 @@ def test_memory_stays_when_descriptors_are_closed() -> None:
     pool.close()
     assert np.array_equal(part, Images().read(0, BOXES[0], 0))
     del part, pool
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while open_files() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert open_files() <= before

@@ -78,7 +78,7 @@ def job(loaders: int, bags: NumberedBags) -> None:
         assert service._pool._memory.slots.array.size == 2 * (AHEAD + 1) * slot  # of two trainers
         return None
 
-    run_ranks(2 + loaders, body, timeout_s=60)
+    run_ranks(2 + loaders, body)
 
 
 @pytest.mark.parametrize("loaders", [1, 2])

@@ -82,7 +82,7 @@ def served(
         assert feed.reports[1]["workers"] >= 1
         return received
 
-    received, workers = run_ranks(2, body, timeout_s=60)
+    received, workers = run_ranks(2, body)
     return received, workers
 
 

@@ -14,6 +14,7 @@ from data.store.layout import LevelSize, pyramid_levels
 from data.store.slide_store import SlideStore, slide_path
 from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
+from tests.patience import PATIENCE_S
 
 SIZES = [LevelSize(1101, 4301), LevelSize(551, 2151), LevelSize(276, 1076)]
 LEVELS = pyramid_levels(SIZES, 1.0)
@@ -201,7 +202,7 @@ def test_publishing_again_replaces_the_slide(tmp_path: Path) -> None:
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     child = multiprocessing.get_context("fork").Process(target=_die_while_writing, args=(tmp_path,))
     child.start()
-    child.join(30)
+    child.join(PATIENCE_S)
     assert len(list(tmp_path.iterdir())) == 1
     write_store(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["s.zarr"]

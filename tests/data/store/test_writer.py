@@ -20,6 +20,7 @@ from data.store.verify import verify_slide
 from data.store.writer import SlideWriter
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
+from tests.patience import PATIENCE_S
 
 STRIP = [LevelSize(90, 9000), LevelSize(45, 4500)]
 """Three shards and two: thin, so that tests are quick."""
@@ -190,7 +191,7 @@ def _killed(store: Path, levels: list[np.ndarray], shards: int = 2) -> Path:
     store.mkdir(exist_ok=True)
     child = multiprocessing.get_context("fork").Process(target=_write_and_wait, args=(store, levels, shards, {"a": 1}))
     child.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         found = list(store.glob(f".s.zarr.part-*/{JOURNAL}"))
         if found and found[0].read_text().count("name") == shards:
@@ -279,7 +280,7 @@ def test_blocks_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     disk, sync = threading.Event(), os.fsync
 
     def slow(handle: int) -> None:
-        assert disk.wait(60)
+        assert disk.wait(PATIENCE_S)
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", slow)
@@ -287,7 +288,7 @@ def test_blocks_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     with SlideWriter(tmp_path, "s", pyramid_levels(STRIP, 1.0)) as writer:
         caller = threading.Thread(target=write_levels, args=(writer, levels))
         caller.start()
-        caller.join(30)
+        caller.join(PATIENCE_S)
         taken = not caller.is_alive()
         assert not list((tmp_path).rglob("c/0/0/0"))  # none has its name before it is on the disk
         disk.set()

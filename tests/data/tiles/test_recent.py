@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from data.tiles.recent import Recent
+from tests.patience import PATIENCE_S
 
 
 def test_values_stay_within_the_limit_and_the_last_used_are_kept() -> None:
@@ -32,4 +33,4 @@ def test_a_value_that_another_thread_drops_is_returned_all_the_same() -> None:
 
         recent: Recent[str] = Recent(0, size)
         assert recent.get(0, lambda: "own") == "own"
-        assert others[0].result(10) == "other"
+        assert others[0].result(PATIENCE_S) == "other"

@@ -130,7 +130,7 @@ def test_what_a_forward_keeps_is_the_same_in_all_cells_and_ranks(scale: Any, pla
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ((losses, logits, programs), *_) = run_ranks(plan.ranks, body, timeout_s=120)
+        ((losses, logits, programs), *_) = run_ranks(plan.ranks, body)
         wanted = F.cross_entropy(model(images), labels)
         model(images)
     assert losses == pytest.approx([float(wanted)] * 2, abs=1e-12)
@@ -219,7 +219,7 @@ def test_a_cache_that_one_rank_alone_has_filled_changes_nothing(
         losses.append(engine.accumulate(images, labels))
         return losses, engine.predict(images), len(engine._subject.programs)
 
-    ((losses, logits, programs), *_) = run_ranks(2, body, timeout_s=240)
+    ((losses, logits, programs), *_) = run_ranks(2, body)
     wanted = [float(F.cross_entropy(model(images), labels)) for _ in range(2)]
     assert losses == pytest.approx(wanted, abs=1e-12)
     assert programs == 2

@@ -29,7 +29,7 @@ def on_two_processes(body: Any) -> list[Any]:
         comms = cell_communicators(comm, baton, MEMBERS)
         return baton.run(lambda cell: body(comms[cell]))
 
-    found = run_ranks(2, process, timeout_s=60)
+    found = run_ranks(2, process)
     return [found[process][cell] for process, cell in MEMBERS]
 
 
@@ -90,7 +90,7 @@ def everything(comm: CellCommunicator) -> list[Any]:
 
 @pytest.mark.parametrize("run", [lambda body: on_cells(4, body), on_two_processes])
 def test_cells_are_ranks_of_a_group_wherever_they_are(run: Any) -> None:
-    wanted = run_ranks(4, everything, timeout_s=60)
+    wanted = run_ranks(4, everything)
     found = run(everything)
     for ours, theirs in zip(found, wanted, strict=True):
         assert [ours[n] for n in (1, 2, 3, 4, 5)] == [theirs[n] for n in (1, 2, 3, 4, 5)]

@@ -15,6 +15,7 @@ from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.comm.waits import Driver, OwnThread, Waits, within
+from tests.patience import PATIENCE_S
 
 
 def on_cells(cells: int, body: Any) -> list[Any]:
@@ -55,7 +56,7 @@ def test_cells_run_until_they_wait_in_the_thread_of_the_caller() -> None:
 
 
 def test_the_same_computation_is_that_of_a_rank_in_its_own_thread() -> None:
-    wanted = run_ranks(3, lambda comm: OwnThread().run(ring(comm, [])), timeout_s=60)
+    wanted = run_ranks(3, lambda comm: OwnThread().run(ring(comm, [])))
     assert on_cells(3, lambda comm, driver: driver.run(ring(comm, []))) == wanted
 
 
@@ -95,8 +96,8 @@ def test_cells_of_two_processes_wait_for_each_other_in_their_tapes() -> None:
         comms = cell_communicators(comm, baton, members)
         return baton.run(lambda cell: Lockstep(baton).run(ring(comms[cell], [])))
 
-    found = run_ranks(2, process, timeout_s=60)
-    wanted = run_ranks(4, lambda comm: OwnThread().run(ring(comm, [])), timeout_s=60)
+    found = run_ranks(2, process)
+    wanted = run_ranks(4, lambda comm: OwnThread().run(ring(comm, [])))
     assert [found[process][cell] for process, cell in members] == wanted
 
 
@@ -137,14 +138,14 @@ def test_a_cell_sleeps_while_its_tape_runs(monkeypatch: pytest.MonkeyPatch) -> N
     def late(self: Baton, cell: int) -> None:
         taken.append(cell)
         if cell == 1 and taken.count(1) == 2:  # first to begin, then to wait for its tape
-            assert begun.wait(60)
+            assert begun.wait(PATIENCE_S)
             asleep.set()
         take(self, cell)
 
     def steps(comm: CellCommunicator) -> Waits[int]:
         if comm.rank == 1:
             begun.set()
-            assert asleep.wait(60)
+            assert asleep.wait(PATIENCE_S)
             time.sleep(0.02)  # a cell that did not sleep would go on now, without a result
         yield comm.start_all_reduce(torch.ones(1))
         return comm.rank

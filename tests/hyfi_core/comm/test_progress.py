@@ -14,6 +14,7 @@ from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.progress import OWN_CORE, SHARED_CORE, Patience, backed_off, polled, set_patience
 from hyfi_core.comm.replay import RecordingCommunicator
+from tests.patience import PATIENCE_S
 
 
 class Slow:
@@ -38,7 +39,7 @@ class Slow:
 
 
 def until(ready: object) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not ready() and time.monotonic() < deadline:  # type: ignore[operator]
         time.sleep(1e-3)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.workflows.slurm import Slurm, slurm
 
 __all__ = ["slurm"]
@@ -38,7 +39,7 @@ def test_ranks_find_each_other_when_memory_was_used_before(slurm: Slurm, tmp_pat
     environment = slurm.environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=-1, stderr=-1, text=True)
     try:
-        out, err = done.communicate(timeout=60)
+        out, err = done.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         slurm.run("scancel", "--full", "--signal=KILL", "-u", "root")
         done.kill()

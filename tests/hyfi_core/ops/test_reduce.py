@@ -20,6 +20,7 @@ from hyfi_core.comm.base import Communicator
 from tests.conftest import ROOT
 from tests.harness import run_copies
 from tests.hyfi_core.comm.supervision.failing_ranks import launchers
+from tests.patience import PATIENCE_S
 
 SHAPE = (2, 3, 13, 11)
 PLACES = [(0, 0, 0, 0), (0, 1, 12, 10), (1, 2, 6, 5), (1, 2, 7, 5)]
@@ -135,6 +136,6 @@ def test_nan_and_types_on_processes(launcher: str, ranks: int, tmp_path: Path) -
     words, settings = launchers()[launcher]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | settings
     command = [*words, str(ranks), sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == ranks

@@ -34,7 +34,7 @@ def refusals(ranks: int, body: Callable[[Communicator], Any]) -> set[str]:
             body(comm)
         return str(told.value)
 
-    return set(run_ranks(ranks, refused, timeout_s=60))
+    return set(run_ranks(ranks, refused))
 
 
 def made(comm: Communicator, **given: Any) -> hyfi_core.Engine:
@@ -224,7 +224,7 @@ def test_a_model_that_scales_bytes_itself_equals_one_process(grid: tuple[int, in
         with pytest.raises(RequestError, match="float32, but the engine was created with image_dtype"):
             engine.predict(images.float())
 
-    run_ranks(plan.ranks, body, timeout_s=120)
+    run_ranks(plan.ranks, body)
 
 
 def test_another_call_is_another_thing() -> None:

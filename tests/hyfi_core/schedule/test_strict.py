@@ -114,7 +114,7 @@ def check(case: Case, schedule: Schedule, one_stream: bool = False) -> None:
     def body(comm: Communicator) -> dict[int, int]:
         return StrictRank(case, comm if one_stream else with_pair_channels(comm)).run(schedule.actions[comm.rank])
 
-    shares = run_ranks(case.placement.size, body, timeout_s=60, strict=True)
+    shares = run_ranks(case.placement.size, body, strict=True)
     for stage, wanted in reference(case).items():
         assert wrapped(sum(share.get(stage, 0) for share in shares)) == wrapped(wanted)
 

@@ -30,6 +30,7 @@ from pathology.memory import WORKER_BYTES, parse_bytes, worker_count
 from pathology.readers.facts.pictures import Pick
 from tests.conftest import ROOT
 from tests.pathology.tiffs import MakeSlide, stained, write_slide
+from tests.patience import PATIENCE_S
 
 AT_HALF = IngestOptions(mpp=0.5)
 
@@ -50,7 +51,7 @@ def test_two_runs_at_once_do_each_slide_once_and_both_end_with_all(tmp_path: Pat
     words = ["ingest", str(folder), "--out", str(store), "--mpp", "0.5", "--workers", "1", "--json"]
     command, environment = [sys.executable, "-m", "workflows.cli", *words], os.environ | {"PYTHONPATH": str(ROOT)}
     started = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in "12"]
-    ended = [process.communicate(timeout=120) for process in started]
+    ended = [process.communicate(timeout=PATIENCE_S) for process in started]
     told = [json.loads(out.splitlines()[-1]) for out, _ in ended]
     done = Counter(name for one in told for name in one["done"])
     assert done == {str(k): 1 for k in range(5)}, [error for _, error in ended]
@@ -218,7 +219,7 @@ def test_each_damage_is_named_and_the_good_ones_are_done(tmp_path: Path, hyfi: C
     unreadable = folder / "locked.tiff"
     shutil.copy(folder / "good.tiff", unreadable)
     unreadable.chmod(0)
-    told = hyfi("ingest", folder, "--out", "store", "--mpp", "0.5", "--workers", "2", "--json", timeout=200)
+    told = hyfi("ingest", folder, "--out", "store", "--mpp", "0.5", "--workers", "2", "--json")
     assert told.returncode == 1 and "Traceback" not in told.stderr, told.stderr  # type: ignore[attr-defined]
     records = load_records(store)
     good = {"good", "gut, schön – 良い"} | ({"locked"} if os.access(unreadable, os.R_OK) else set())
@@ -300,7 +301,7 @@ def test_a_shard_that_is_finished_is_not_written_again(tmp_path: Path, make_slid
     def stop_late(share: float) -> None:
         if share > 0.98:
             part = next(store.glob(".a.zarr.part-*"))
-            ended = time.monotonic() + 60
+            ended = time.monotonic() + PATIENCE_S
             while not times and time.monotonic() < ended:
                 time.sleep(0.01)  # the disk may take its time; nobody waits for it
                 lines = (part / "journal.jsonl").read_text().split("\n")[:-1]

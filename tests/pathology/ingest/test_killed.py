@@ -19,6 +19,7 @@ from data.store.manifest import DONE, load_manifest, load_records
 from data.store.slide_store import SlideStore, slide_path
 from tests.conftest import ROOT
 from tests.pathology.tiffs import stained, write_slide
+from tests.patience import PATIENCE_S
 
 
 def archive(folder: Path, sizes: list[tuple[int, int]]) -> Path:
@@ -57,7 +58,7 @@ class Ingest:
             start_new_session=True,
         )
         try:
-            deadline_s = time.monotonic() + 200
+            deadline_s = time.monotonic() + PATIENCE_S
             while process.poll() is None and len(self._finished_shards()) < shards and time.monotonic() < deadline_s:
                 time.sleep(0.01)
             time.sleep(delay_s)

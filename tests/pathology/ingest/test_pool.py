@@ -16,6 +16,7 @@ from pathology.ingest.discover import SlideJob
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pool import SlidePool
 from tests.conftest import ROOT
+from tests.patience import PATIENCE_S
 
 _SCRIPT = """
 from pathlib import Path
@@ -51,7 +52,7 @@ def starting(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]
     command = [sys.executable, str(tmp_path / "pool.py"), str(tmp_path / "store")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + PATIENCE_S
     while len(found := workers_of(process.pid)) < 2:
         assert process.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.002)
@@ -69,7 +70,7 @@ def test_workers_that_lose_their_parent_while_they_start_leave(
     time.sleep(0.1)  # they have their orders, and import what these name
     process.kill()
     process.wait()
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + PATIENCE_S
     while any(map(is_at_work, workers)):
         assert time.monotonic() < deadline_s, "they wait for jobs for ever"
         time.sleep(0.05)
@@ -82,7 +83,7 @@ def test_workers_that_are_interrupted_while_they_start_say_nothing(
     time.sleep(0.1)
     for pid in workers:
         os.kill(pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0 and "Traceback" not in said
 
 

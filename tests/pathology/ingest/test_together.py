@@ -17,6 +17,7 @@ from pathology.ingest import together
 from pathology.ingest.archive import IngestOptions, IngestReport, Request, compare_with_store, ingest
 from pathology.ingest.together import ingest_together
 from tests.pathology.tiffs import stained, write_slide
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -95,12 +96,12 @@ def test_a_store_that_cannot_be_written_is_refused_on_all_ranks(slides: Path, tm
 def test_ranks_of_mpiexec_share_an_archive(slides: Path, tmp_path: Path) -> None:
     mpiexec = Path(sys.executable).parent / "mpiexec"
     words = [mpiexec, "-n", "3", sys.executable, "-m", "workflows.cli", "ingest", slides, "--out", "store", "--json"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     told = json.loads(line)
     assert told["done"] == list("abdefg") and [one["slide_id"] for one in told["failed"]] == ["c"]
     assert done.stdout.count("6 done, 1 failed") == 1 and done.stderr.count("failed: ") == 1
     assert len(load_manifest(tmp_path / "store")) == 7
-    refused = subprocess.run([*words, "--mpp", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    refused = subprocess.run([*words, "--mpp", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert refused.returncode == 2 and refused.stderr.count("hyfi: store has slides") == 1

@@ -25,6 +25,7 @@ from pathology.readers.source_level import BadTile
 from pathology.readers.sources import open_source
 from pathology.readers.threads import decode_threads, run_in_pool, set_decode_threads
 from tests.pathology.readers.scanners import jpeg, smooth, write_encoded, write_leica
+from tests.patience import PATIENCE_S
 
 
 def bad_reads(sources: list[SlideSource], whole: list[np.ndarray], seed: int, count: int) -> int:
@@ -63,7 +64,7 @@ def in_children(sources: list[SlideSource], whole: list[np.ndarray], workers: in
     wrong = [bad_reads(sources, whole, 99, reads)]
     wrong += [result.get() for result in results for _ in range(workers)]
     for process in running:
-        process.join(60)
+        process.join(PATIENCE_S)
         assert process.exitcode == 0
     return wrong
 

@@ -14,6 +14,7 @@ import typer.main
 from data.store.manifest import load_manifest
 from tests.conftest import ROOT, Hyfi
 from tests.pathology.tiffs import stained, write_slide
+from tests.patience import PATIENCE_S
 from workflows.cli import app
 from workflows.commands.ingest import Pace, _of_manifest, duration
 
@@ -169,7 +170,7 @@ def test_sigterm_ends_cleanly_and_the_same_command_goes_on(tmp_path: Path) -> No
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3, said
     assert [p.name for p in store.iterdir() if ".tmp-" in p.name] == []
     finished = {row["slide_id"] for row in load_manifest(store)}

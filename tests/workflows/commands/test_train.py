@@ -7,9 +7,8 @@ import os
 import shutil
 import signal
 import socket
-import threading
-import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from data.samples.trained.trained_slides import TrainedSlides
 from hyfi_core.errors import RequestError
 from hyfi_core.models.by_name import build_model
 from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint, read_model_json
+from hyfi_core.runtime.engine import Engine
 from tests.workflows.archive import make_config
 from tests.workflows.runs import assert_same_run, losses, run_here, run_on, weights_of
 from workflows.commands import split, validate
@@ -81,25 +81,24 @@ def test_six_steps_are_three_and_three_more(tmp_path: Path, store: Path, factory
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_stopped_run_goes_on_as_if_nothing_had_been(tmp_path: Path, store: Path, optimizer: str) -> None:
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
     config = make_config(tmp_path, store, optimizer={"name": optimizer, "accumulate": 2}, run={"steps": 16})
     assert run_here(config, f"run.dir={tmp_path / 'straight'}") == 0
-    stopper = threading.Thread(target=_signal_after, args=(tmp_path / "run" / "metrics.jsonl", 4))
-    stopper.start()
+    whole, update = Engine.update_unread, count(1)
+
+    def signalled(self: Engine, *args: Any, **kwargs: Any) -> None:
+        if next(update) == 5:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        whole(self, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "update_unread", signalled)
     assert run_here(config) == 3
-    stopper.join()
-    stopped_at = max(r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    assert 3 <= stopped_at < 16
-    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step-{stopped_at:08d}"
+    assert max(r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")) == 5
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == "step-00000005"
     assert run_here(config, resume=True) == 0
     assert_same_run(tmp_path / "straight", tmp_path / "run", 16)
-
-
-def _signal_after(metrics: Path, lines: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < lines):
-        time.sleep(0.002)
-    os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path, store: Path) -> None:

@@ -16,13 +16,14 @@ import pytest
 from hyfi_core.errors import RequestError
 from tests.conftest import Hyfi
 from tests.pathology.tiffs import stained, write_slide
+from tests.patience import PATIENCE_S
 from tests.workflows.commands.serving import serving
 from workflows.commands import view
 
 
 def status_of(address: str) -> int:
     try:
-        with urllib.request.urlopen(address, timeout=20) as answer:
+        with urllib.request.urlopen(address, timeout=PATIENCE_S) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -37,7 +38,7 @@ def test_the_first_line_is_the_address_and_a_request_to_stop_ends_it(tmp_path: P
         assert status_of(f"{address}slide/a/tile/0/0/0.jpg") == 200
         assert status_of(f"{base}/") == status_of(f"{base}/{token[1:]}/slides.json") == 403
         process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=30)
+        out, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3 and out == ""
     assert "b.svs: the file is empty" in errors and "1 of 2 slides" in errors and "Traceback" not in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tiff", "b.svs"]
@@ -70,18 +71,21 @@ def test_annotations_never_go_where_slides_lie(tmp_path: Path) -> None:
 
 
 def test_tiles_do_not_wait_for_receipts(tmp_path: Path) -> None:
-    """With the sum of small waits gone (Nagle's, of 40 ms a tile), twenty answers of few bytes take no second."""
+    """With the small waits gone (Nagle's, of 40 ms a tile), an answer of few bytes takes less."""
     write_slide(tmp_path / "a.tiff", stained(300, 300))
     with serving(tmp_path / "a.tiff") as (_, address):
         parts = urllib.parse.urlsplit(address)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
-        taken = []
-        for _ in range(20):
-            start = time.perf_counter()
+
+        def seconds() -> float:
+            start_s = time.perf_counter()
             connection.request("GET", f"{parts.path}static/page.js")
             assert connection.getresponse().read()
-            taken.append(time.perf_counter() - start)
-    assert min(taken[2:]) < 0.03  # the first few are answered at once in any case
+            return time.perf_counter() - start_s
+
+        for _ in range(3):
+            seconds()  # these are answered at once in any case
+        assert any(seconds() < 0.03 for _ in range(300))  # one of them, however busy the machine is
 
 
 def test_without_a_web_server_the_command_that_installs_it_is_named(

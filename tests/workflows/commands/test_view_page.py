@@ -12,6 +12,7 @@ import pytest
 
 from tests.pathology.tiffs import stained, write_slide
 from tests.pathology.view.predictions import SLIDE_ID, make_predictions
+from tests.patience import PATIENCE_S
 from tests.workflows.commands.serving import serving
 from tests.workflows.evaluation.test_cohort_page import READOUT, TASK, slide_of
 from workflows.evaluation.cohort_page import write_cohort_page
@@ -50,10 +51,16 @@ def address(results: Path) -> Iterator[str]:
         yield found
 
 
+def new_page(browser: Any, width: int = 1280, height: int = 720) -> Any:
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.set_default_timeout(1000 * PATIENCE_S)
+    return page
+
+
 @pytest.fixture
 def page(browser: Any, address: str) -> Iterator[Any]:
     """A page on the predicted slide; whatever it says on its console, or fails to load, fails the test."""
-    page = browser.new_page(viewport={"width": 1200, "height": 800})
+    page = new_page(browser, width=1200, height=800)
     said: list[str] = []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
@@ -81,7 +88,7 @@ def at_of(page: Any, x: float, y: float) -> tuple[float, float]:
 
 
 def test_the_table_opens_the_slide_with_its_heatmap(browser: Any, address: str) -> None:
-    page = browser.new_page()
+    page = new_page(browser)
     page.goto(address)
     assert page.url.endswith("/cohort/0/")
     page.click(".space .row a")
@@ -97,7 +104,7 @@ def test_the_table_sorts_and_slides_without_a_value_come_last(browser: Any, tmp_
     slides = [slide_of("a", 0.3), slide_of("b", 0.0, status="failed", prediction="", values=(), coverage=None)]
     flagged = {"flags": ("outside_training", "cropped"), "reason": "only a part; outside_training: 18 times the area"}
     slides += [slide_of("c", 0.9, **flagged), slide_of("d", 0.1)]
-    page = browser.new_page()
+    page = new_page(browser)
     page.goto(write_cohort_page(tmp_path, slides, TASK, READOUT, "Cohort").as_uri())
     flags = page.locator(".space .row").nth(2).locator("> div").last.inner_text().split()
     assert " ".join(flags) == "outside_training cropped only a part; 18 times the area"
@@ -114,7 +121,7 @@ def test_the_table_sorts_and_slides_without_a_value_come_last(browser: Any, tmp_
 
 
 def test_the_table_of_slides_is_as_high_as_its_rows_up_to_a_part_of_the_window(browser: Any, tmp_path: Path) -> None:
-    page = browser.new_page(viewport={"width": 1400, "height": 800})
+    page = new_page(browser, width=1400, height=800)
     slides = [slide_of(f"{kind}{k}", 0.3) for kind, count in (("a", 3), ("b", 41)) for k in range(count)]
     page.goto(write_cohort_page(tmp_path, slides, TASK, READOUT, "Cohort").as_uri())
 
@@ -154,6 +161,7 @@ def test_magnification_is_true_to_the_slides_micrometres(page: Any) -> None:
 
 def test_wheel_and_drag_move_the_slide_under_the_pointer(page: Any) -> None:
     page.keyboard.press("3")
+    page.wait_for_function(SETTLED)
     before = view_of(page)
     page.mouse.move(600, 400)
     page.mouse.down()
@@ -196,9 +204,7 @@ def test_a_region_of_the_list_is_flown_to(page: Any) -> None:
     ring = page.evaluate("() => viewer.active.regions[0].geometry.coordinates[0]")
     middle = [(min(p[k] for p in ring) + max(p[k] for p in ring)) / 2 for k in (0, 1)]
     page.click("#regions button >> nth=0")
-    page.wait_for_function(
-        "([x, y]) => Math.hypot(viewer.active.view.x - x, viewer.active.view.y - y) < 8", arg=middle, timeout=5000
-    )
+    page.wait_for_function("([x, y]) => Math.hypot(viewer.active.view.x - x, viewer.active.view.y - y) < 8", arg=middle)
     page.keyboard.press("n")
     assert page.get_attribute("#regions button >> nth=1", "aria-current") == "true"
 
@@ -225,8 +231,7 @@ def test_annotations_are_drawn_saved_and_there_again(page: Any, results: Path) -
         page.mouse.move(*at_of(page, x, y), steps=3)
     page.mouse.up()
     page.wait_for_function("() => document.getElementById('saving').textContent.startsWith('Saved in')")
-    page.wait_for_function("() => !viewer.annotations.unsaved")
-    page.wait_for_timeout(100)
+    page.wait_for_function("() => viewer.annotations.collection.features.length === 3 && !viewer.annotations.unsaved")
     written = json.loads(path.read_text())["features"]
     assert [one["geometry"]["type"] for one in written] == ["Polygon"] * 3
     ring = written[0]["geometry"]["coordinates"][0]

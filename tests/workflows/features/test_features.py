@@ -27,6 +27,7 @@ from data.tiles.tissue_tiles import TissueTiles, tissue_tiles
 from hyfi_core.plan.box import Box
 from tests.conftest import ROOT, Hyfi
 from tests.data.tiles.stored import write_slide
+from tests.patience import PATIENCE_S
 
 MINE = f"{__name__}:mean_colour"
 PLAIN = ("--encoder", MINE, "--mean", "0,0,0", "--std", "1,1,1", "--tile-px", "96", "--batch-size", "50")
@@ -260,7 +261,7 @@ def test_a_request_to_stop_leaves_nothing_half_done(store: Path, tmp_path: Path)
     wait_for(lambda: any((tmp_path / "out").glob(".a.h5.tmp-*")), process)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3 and "stopped on request" in stderr, stderr
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"features.csv", "features.json", ".hyfi", ".owner"}

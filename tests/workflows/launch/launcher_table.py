@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.launch.test_launchers import HYFI, OPEN_MPI, ROOT, ranks_of
 from tests.workflows.runs import losses
@@ -108,7 +109,7 @@ class LaunchedRuns:
     def straight(self) -> tuple[str, str]:
         """Run to the end; return two cells."""
         run = self._folder / "straight"
-        code, _, said = self._end(self._begin("run.yaml", TWO, f"run.dir={run}"), 120)
+        code, _, said = self._end(self._begin("run.yaml", TWO, f"run.dir={run}"))
         if code != 0:
             return f"code {code}: {said[-200:]}", "no"
         return "yes", "equal" if self._equal(run) else "DIFFERENT"
@@ -120,7 +121,7 @@ class LaunchedRuns:
         self._wait_for_step(job, run, 2)
         (pid, *_) = ranks_of(self._folder, f"{self._launcher.rank}=1")
         os.kill(pid, signal.SIGKILL)
-        code, seconds, said = self._end(job, 60)
+        code, seconds, said = self._end(job)
         logs = "".join(path.read_text() for path in (run / "logs").iterdir())
         named = "rank 1 was killed or crashed" in said or "rank      : 1 " in said
         where = "named" if named else "NOT NAMED"
@@ -134,7 +135,7 @@ class LaunchedRuns:
         time.sleep(2)  # a heartbeat
         for pid in ranks_of(self._folder, f"{self._launcher.rank}=1"):
             os.kill(pid, signal.SIGSTOP)
-        code, seconds, said = self._end(job, 90)
+        code, seconds, said = self._end(job)
         named = "rank 1 on" in said and "no sign of life" in said
         return f"{seconds:.1f} s, {'named' if named else said[-300:]}, code {code}"
 
@@ -144,7 +145,7 @@ class LaunchedRuns:
         job = self._begin_slow(run, seconds=2.0)
         self._request_stop(job)
         os.kill(ranks_of(self._folder, f"{self._launcher.rank}=1")[0], signal.SIGKILL)
-        code, seconds, _ = self._end(job, 60)
+        code, seconds, _ = self._end(job)
         saved = "a checkpoint" if (run / "checkpoints" / "latest").exists() else "no checkpoint"
         return f"{seconds:.1f} s, {saved}, code {code}"
 
@@ -171,11 +172,11 @@ class LaunchedRuns:
         run = self._folder / "run"
         job = self._begin_slow(run)
         self._request_stop(job)
-        code, seconds, said = self._end(job, 60)
+        code, seconds, said = self._end(job)
         saved = (run / "checkpoints" / "latest").resolve().name
         if code != 3:
             return f"code {code}: {said[-200:]}", "no"
-        again, _, said = self._end(self._begin("run.yaml", TWO, "--resume"), 120)
+        again, _, said = self._end(self._begin("run.yaml", TWO, "--resume"))
         resumed = f"code {again}: {said[-200:]}" if again else "equal" if self._equal(run) else "DIFFERENT"
         return f"{seconds:.1f} s, code 3, {saved}", resumed
 
@@ -200,20 +201,20 @@ class LaunchedRuns:
         )
 
     def _wait_for_step(self, job: subprocess.Popen[str], run: Path, step: int) -> None:
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + PATIENCE_S
         while max((r["step"] for r in read_metrics(run / "metrics.jsonl")), default=0) < step:
             assert time.monotonic() < deadline_s and job.poll() is None, job.communicate()[1]
             time.sleep(0.05)
 
-    def _end(self, job: subprocess.Popen[str], timeout_s: float) -> tuple[int, float, str]:
+    def _end(self, job: subprocess.Popen[str]) -> tuple[int, float, str]:
         """Return code, seconds until all processes were gone, and what was said."""
         begun_s = time.monotonic()
         try:
-            said = job.communicate(timeout=timeout_s)[1]
+            said = job.communicate(timeout=PATIENCE_S)[1]
         except subprocess.TimeoutExpired:
             job.kill()
-            said = f"still running after {timeout_s:.0f} s"
-        while ranks_of(self._folder) and time.monotonic() - begun_s < timeout_s:
+            said = f"still running after {PATIENCE_S:.0f} s"
+        while ranks_of(self._folder) and time.monotonic() - begun_s < PATIENCE_S:
             time.sleep(0.05)
         seconds = time.monotonic() - begun_s
         for pid in ranks_of(self._folder):
@@ -229,7 +230,7 @@ def rows(folder: Path, slurm: Slurm | None, wanted: Callable[[str], bool]) -> di
     config = make_config(folder, store, **train)
     alone = [sys.executable, *HYFI, "train", str(config), f"run.dir={folder / 'alone'}"]
     settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(alone, cwd=folder, env=settings, check=True, capture_output=True, timeout=120)
+    subprocess.run(alone, cwd=folder, env=settings, check=True, capture_output=True, timeout=PATIENCE_S)
     found = {}
     for name, launcher in launchers(slurm).items():
         if wanted(name):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hyfi_core.errors import RequestError
+from tests.patience import PATIENCE_S, SOON_S
 from workflows.launch import mpiexec
 from workflows.launch.launch import inside_launcher, own_rank, run_as_rank
 from workflows.launch.processes import kill_session, session_members
@@ -127,20 +128,20 @@ class Job:
 
     def run(self, what: str, ranks: int = 2, **environment: str) -> tuple[int, str, str]:
         process = self.start(what, ranks, **environment)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_S)
         return process.returncode, out, err
 
-    def run_within(self, what: str, seconds: float) -> tuple[int, str, str]:
-        """Run; all must end within some seconds after the ranks are up."""
+    def run_soon(self, what: str) -> tuple[int, str, str]:
+        """Run; all must end soon after the ranks are up."""
         process = self.start(what)
         self.pids()
-        out, err = process.communicate(timeout=seconds)
+        out, err = process.communicate(timeout=SOON_S)
         return process.returncode, out, err
 
     def pids(self, ranks: int = 2) -> list[int]:
         """The ranks' process ids, once all of them are up."""
         files = [self.folder / f"pid-{rank}" for rank in range(ranks)]
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + PATIENCE_S
         while not all(file.exists() and file.read_text() for file in files):
             assert time.monotonic() < deadline_s, "ranks did not come up"
             time.sleep(0.05)
@@ -156,7 +157,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     assert left_running(tmp_path) == []
 
 
-def left_running(folder: Path, seconds: float = 5.0) -> list[str]:
+def left_running(folder: Path, seconds: float = SOON_S) -> list[str]:
     """Return command lines that name ``folder`` and still run after ``seconds``."""
     deadline_s = time.monotonic() + seconds
     while (found := list(_commands_with(str(folder)))) and time.monotonic() < deadline_s:
@@ -190,7 +191,7 @@ def test_a_refusal_is_told_once(job: Job) -> None:
 
 
 def test_a_failing_rank_ends_all_and_is_named(job: Job) -> None:
-    code, out, err = job.run_within("fail", seconds=30)
+    code, out, err = job.run_soon("fail")
     assert (code, out) == (70, "")
     assert err.count("rank 1 failed") == err.count("ValueError: one bad part") == err.count("Traceback") == 1
     assert "BAD TERMINATION" not in err
@@ -221,7 +222,7 @@ def test_a_rank_that_a_full_shared_memory_ended_is_told_with_what_to_do(job: Job
 
 
 def test_a_killed_rank_ends_all_and_is_named(job: Job) -> None:
-    code, out, err = job.run_within("killed", seconds=30)
+    code, out, err = job.run_soon("killed")
     assert (code, out) == (70, "")
     assert "rank 1 ended with signal 9" in err
     assert len(err.splitlines()) == 1
@@ -232,7 +233,7 @@ def test_a_request_to_stop_reaches_every_rank(job: Job, number: signal.Signals) 
     process = job.start("loop")
     job.pids()
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3
     assert "Traceback" not in err
 
@@ -242,7 +243,7 @@ def test_a_request_that_comes_as_soon_as_ranks_have_begun_is_theirs(job: Job) ->
     process = job.start("loop", POLL_SECONDS="2", SAVING_S="3")
     job.pids()
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (3, "")
 
 
@@ -251,7 +252,7 @@ def test_a_rank_that_dies_after_a_request_to_stop_has_not_saved(job: Job) -> Non
     process = job.start("dies-saving")
     job.pids()
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 70 and "rank 1 ended with signal 9" in err
 
 
@@ -261,7 +262,7 @@ def test_a_second_request_stops_at_once_and_says_that_nothing_was_saved(job: Job
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.5)  # two at the same time would count as one
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 70
     assert err == "hyfi: stopped at once, by a second request; what was not saved is lost\n"
 
@@ -271,7 +272,7 @@ def test_ranks_end_with_a_killed_launcher(job: Job) -> None:
     job.pids()
     process.kill()
     process.wait()
-    assert left_running(job.folder, seconds=10) == []
+    assert left_running(job.folder) == []
 
 
 def test_cores_are_shared_out_unless_the_user_says_how(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from data.cores import usable_cores
+from tests.patience import PATIENCE_S, SOON_S
 from tests.workflows.archive import make_config, make_store
 from workflows.launch.mpiexec import MpiExec
 from workflows.training.metrics_log import read_metrics
@@ -90,7 +91,11 @@ def test_open_mpi_gives_each_rank_all_cores(ranks: int) -> None:
     command = MpiExec(Path(words[0]), "Open MPI").command(ranks)
     shown = "import os; print(f' {len(os.sched_getaffinity(0))} ', flush=True)"  # lines of ranks may be joined
     done = subprocess.run(
-        [*command, sys.executable, "-c", shown], env=os.environ | library, capture_output=True, text=True, timeout=60
+        [*command, sys.executable, "-c", shown],
+        env=os.environ | library,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert [int(count) for count in done.stdout.split()] == [usable_cores()] * ranks
@@ -107,7 +112,7 @@ def test_the_mpiexec_of_another_mpi_is_named_once_with_the_one_to_use(
         job = begin(*words, sys.executable, *HYFI, "train", "run.yaml", OMPI_ALLOW_RUN_AS_ROOT="1")
     else:
         job = begin(hydra, "-n", "2", sys.executable, *HYFI, "train", "run.yaml", **settings)
-    said = job.communicate(timeout=120)[1]
+    said = job.communicate(timeout=PATIENCE_S)[1]
     use = f"use `{hydra} -n 2 …`" if library == "MPICH" else "use `mpiexec.openmpi -n 2 …`"
     assert said.count(f"its MPI library is {library}") == 1, said
     assert use in said and "MPI_Init" not in said and "start 2" not in said
@@ -124,16 +129,16 @@ def train_under_open_mpi(begin: Begin, folder: Path) -> subprocess.Popen[str]:
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    deadline_s = time.monotonic() + 240
+    deadline_s = time.monotonic() + PATIENCE_S
     while max((r["step"] for r in read_metrics(folder / "run" / "metrics.jsonl")), default=0) < step:
         assert time.monotonic() < deadline_s and process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
 
 
-def end(process: subprocess.Popen[str], folder: Path, within_s: float) -> str:
+def end(process: subprocess.Popen[str], folder: Path, within_s: float = SOON_S) -> str:
     """Wait for the launcher and every rank to end; return its standard error."""
     began_s = time.monotonic()
-    err = process.communicate(timeout=120)[1]
+    err = process.communicate(timeout=PATIENCE_S)[1]
     while ranks_of(folder) and time.monotonic() - began_s < within_s:
         time.sleep(0.05)
     assert ranks_of(folder) == []
@@ -146,7 +151,7 @@ def test_a_killed_rank_under_torchrun(begin: Begin, tmp_path: Path) -> None:
     job = begin(TORCHRUN, "--standalone", "--nproc-per-node=2", *HYFI, "train", "run.yaml")
     wait_for_step(job, tmp_path, 2)
     os.kill(ranks_of(tmp_path, "LOCAL_RANK=1")[0], signal.SIGKILL)
-    said = end(job, tmp_path, 10)
+    said = end(job, tmp_path, 25)
     assert re.search(r"^\d{4}-\d\d-\d\d \S+ \S+ rank 0 ERROR hyfi: rank 1 was killed or crashed", said, re.MULTILINE)
     assert "rank 1 was killed or crashed" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
@@ -155,13 +160,13 @@ def test_a_killed_rank_under_torchrun(begin: Begin, tmp_path: Path) -> None:
 def test_a_killed_rank_under_open_mpi(begin: Begin, tmp_path: Path) -> None:
     job = train_under_open_mpi(begin, tmp_path)
     os.kill(ranks_of(tmp_path, "OMPI_COMM_WORLD_RANK=1")[0], signal.SIGKILL)
-    assert "rank 1 was killed or crashed" in end(job, tmp_path, 10)
+    assert "rank 1 was killed or crashed" in end(job, tmp_path)
 
 
 def test_a_request_to_stop_under_open_mpi(begin: Begin, tmp_path: Path) -> None:
     job = train_under_open_mpi(begin, tmp_path)
     job.send_signal(signal.SIGUSR1)
-    end(job, tmp_path, 30)
+    end(job, tmp_path)
     assert job.returncode == 3
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
     assert not list(tmp_path.glob(".*.code"))
@@ -180,11 +185,11 @@ def test_the_script_around_a_launcher_stops_with_a_checkpoint(
     """Torchrun itself and Open MPI's mpiexec ended with 1 by SIGTERM, and torchrun by SIGUSR1 left its ranks behind."""
     more = open_mpi()[1] | {"PATH": f"/usr/bin:{os.environ['PATH']}"} if by == "Open MPI" else {}
     written = begin(sys.executable, *HYFI, "launch", "torchrun" if by == "torchrun" else "mpiexec", "run.yaml")
-    assert written.wait(timeout=60) == 0
+    assert written.wait(timeout=PATIENCE_S) == 0
     job = begin("bash", "run.sh", **more)
     wait_for_step(job, tmp_path, 2)
     job.send_signal(signal.Signals[number])
-    end(job, tmp_path, 30)
+    end(job, tmp_path)
     assert job.returncode == 3
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
     assert not list(tmp_path.glob(".*.code"))

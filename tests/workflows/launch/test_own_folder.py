@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.patience import PATIENCE_S
 from workflows.launch.own_folder import PREFIX, own_folder
 
 KILLED = """
@@ -25,7 +26,7 @@ with own_folder(Path(sys.argv[1])) as folder:
 
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(tmp_path: Path) -> None:
     words = [sys.executable, "-c", KILLED, str(tmp_path)]
-    subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False, timeout=60)
+    subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False, timeout=PATIENCE_S)
     (left,) = tmp_path.iterdir()
     with own_folder(tmp_path) as folder:
         assert not left.exists()

@@ -12,6 +12,7 @@ import pytest
 
 from hyfi_core.errors import RequestError
 from tests.conftest import Hyfi
+from tests.patience import PATIENCE_S
 from tests.workflows.archive import make_config
 from workflows.launch.scripts import Resources, Site, _seconds_of, script_of
 
@@ -151,12 +152,12 @@ def test_code_3_is_that_of_ranks_that_stopped(tmp_path: Path, by: str, rank: str
     script.write_text(text.replace(f"cd {Path.cwd()}", f"cd {tmp_path}").replace("pkill -USR1 -P", "kill -USR1"))
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     job = subprocess.Popen(["bash", script], cwd=tmp_path, env=os.environ | {"PATH": path, "RANK_CODE": rank})
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + PATIENCE_S
     while not (tmp_path / "ready").exists():
         assert time.monotonic() < deadline_s and job.poll() is None
         time.sleep(0.01)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=20) == code
+    assert job.wait(timeout=PATIENCE_S) == code
     assert not list(tmp_path.glob(".*"))
 
 
@@ -180,7 +181,7 @@ def test_a_preempted_job_requeues_itself(tmp_path: Path, code: int, preempted: b
     text = script_of("slurm", Path("job.sh"), ["train", "run.yaml"], 2, resources, Site(setup=[f"cd {tmp_path}"]))
     (tmp_path / "job.sh").write_text(text.replace(f"cd {Path.cwd()}", f"cd {tmp_path}"))
     environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=20, check=False)
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=PATIENCE_S, check=False)
     assert done.returncode == code
     assert (tmp_path / "requeued").exists() == requeued
 
@@ -250,7 +251,7 @@ def test_nodes_are_asked_only_while_the_job_goes_on(tmp_path: Path, state: str, 
     text = script_of("slurm", Path("job.sh"), ["train", "run.yaml"], 2, resources, Site(setup=[f"cd {tmp_path}"]))
     (tmp_path / "job.sh").write_text(text.replace(f"cd {Path.cwd()}", f"cd {tmp_path}"))
     environment = os.environ | path | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
-    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=60, check=False)
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=PATIENCE_S, check=False)
     assert done.returncode == 137
     assert ((tmp_path / "asked").exists(), (tmp_path / "requeued").exists()) == (asked, requeued)
     if requeued:
@@ -262,5 +263,7 @@ def test_torchrun_on_several_nodes_asks_for_the_node_that_all_meet_on(hyfi_here:
     told = hyfi_here("launch", "torchrun", "run.yaml", "--nodes", "2")
     assert "on each of the 2 nodes with HEAD_NODE=NODE bash run.sh" in told.stdout
     environment = {name: value for name, value in os.environ.items() if name != "HEAD_NODE"}
-    done = subprocess.run(["bash", "run.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        ["bash", "run.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 2 and "HEAD_NODE is not set" in done.stderr

@@ -10,6 +10,7 @@ import pytest
 
 from data.cores import usable_cores
 from tests.conftest import MPIEXEC, ROOT
+from tests.patience import PATIENCE_S
 
 PROGRAM = """
 import sys, torch, hyfi_core
@@ -28,7 +29,7 @@ def threads_of(ranks: int, *words: str, **environment: str) -> tuple[list[int], 
         env=env | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -15,6 +15,7 @@ import pytest
 
 from hyfi_core.comm.supervision.rendezvous import Expected, joined
 from hyfi_core.errors import RendezvousError
+from tests.patience import PATIENCE_S
 from tests.workflows.archive import make_config, make_store
 
 ROOT = Path(__file__).parents[3]
@@ -89,7 +90,7 @@ def test_variables_left_by_torchrun_are_named_and_signals_end_the_wait(
     assert "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT" in said
     assert "torchrun --nproc-per-node 2" in said and "1800 s (HYFI_TIMEOUT_S)" in said
     process.send_signal(number)
-    rest = process.communicate(timeout=60)[1]  # a few seconds; it would wait for half an hour
+    rest = process.communicate(timeout=PATIENCE_S)[1]  # a few seconds; it would wait for half an hour
     if command == "init":  # a program of one's own: the interpreter's handlers
         assert process.returncode == -number
     else:
@@ -118,7 +119,7 @@ def test_any_rank_says_why_it_cannot_start(tmp_path: Path, begin: Begin, variabl
     if "MASTER_PORT" in given:
         given["MASTER_PORT"] = free_port()
     process = begin([*HYFI, "train", str(config)], **given)
-    said = process.communicate(timeout=120)[1]
+    said = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 2, said
     assert words in said and "Traceback" not in said
     assert "HYFI_TIMEOUT_S is" in said or "env -u " in said
@@ -143,7 +144,7 @@ def test_a_process_manager_that_does_not_start_ranks_is_named(
     assert f"`{broken} -n 2 hostname`" in said
     if number is not None:
         process.send_signal(number)
-    rest = process.communicate(timeout=60)[1]
+    rest = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == (70 if number is None else 3), rest
     assert number is not None or "no rank has begun within 1 s (HYFI_TIMEOUT_S)" in rest
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S, SOON_S
 from tests.workflows.archive import make_config, make_store
 from workflows.training.metrics_log import read_metrics
 
@@ -40,13 +41,13 @@ class TrainingRun:
         wanted = [f"{MARK}={self.mark}".encode()] + ([f"PMI_RANK={rank}".encode()] if rank is not None else [])
         return [pid for pid in _pids() if set(wanted) <= _environment(pid)]
 
-    def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
         while max((r["step"] for r in read_metrics(self.run / "metrics.jsonl")), default=0) < step:
             assert time.monotonic() < deadline and self.process.poll() is None, self.process.communicate()[1]
             time.sleep(0.02)
 
-    def end(self, timeout_s: float) -> tuple[int, str]:
+    def end(self, timeout_s: float = PATIENCE_S) -> tuple[int, str]:
         """Return (exit code, standard error); all processes must be gone then."""
         try:
             errors = self.process.communicate(timeout=timeout_s)[1]
@@ -98,11 +99,11 @@ def start(tmp_path: Path, store: Path) -> Iterator[object]:
 
 
 def ended_together(job: TrainingRun) -> tuple[int, str]:
-    """Return how a job ended that must end within ten seconds of its last recorded step."""
+    """Return how a job ended that must end within seconds of its last recorded step."""
     job.wait_for_step(1)
     metrics = job.run / "metrics.jsonl"
-    code, errors = job.end(timeout_s=60)
-    assert time.time() - metrics.stat().st_mtime < 10
+    code, errors = job.end()
+    assert time.time() - metrics.stat().st_mtime < SOON_S
     assert code not in (0, 1, 2, 3)
     return code, errors
 
@@ -137,7 +138,7 @@ def test_a_rank_that_cannot_write_its_part(start) -> None:
     assert re.search(r"model-00002-of-00002\.safetensors cannot be written .*--resume continues after step 50", errors)
     assert not list((job.run / "checkpoints").glob(".*"))
     again = start(*TWO_STAGES, "run.steps=105", "--resume")
-    assert again.end(timeout_s=120)[0] == 0
+    assert again.end()[0] == 0
     assert (job.run / "checkpoints" / "latest").resolve().name == "step-00000105"
 
 
@@ -147,7 +148,7 @@ def test_a_loader_that_meets_a_damaged_chunk(start, store: Path) -> None:
     middle = len(content) // 2
     content[middle : middle + 64] = bytes(64)
     shard.write_bytes(content)
-    code, errors = start(*A_LOADER).end(timeout_s=90)
+    code, errors = start(*A_LOADER).end()
     assert code == 70
     assert errors.count("rank 1 failed") == 1
     assert "slide-03.zarr" in errors
@@ -161,8 +162,8 @@ def test_a_rank_that_is_killed(start, rank: int) -> None:
     killed_s = time.monotonic()
     (pid,) = job.pids(rank)
     os.kill(pid, signal.SIGKILL)
-    code, errors = job.end(timeout_s=60)
-    assert time.monotonic() - killed_s < 10
+    code, errors = job.end()
+    assert time.monotonic() - killed_s < SOON_S
     assert code == 70
     assert "signal 9" in errors
     log = (job.run / "logs" / f"rank-{rank}.log").read_text()  # it could not write this itself
@@ -175,8 +176,8 @@ def test_sigterm_saves_and_ends(start, roles: list[str], validator: int) -> None
     job.wait_for_step(6)
     stopped_s = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
-    code, errors = job.end(timeout_s=60)
-    assert time.monotonic() - stopped_s < 20
+    code, errors = job.end()
+    assert time.monotonic() - stopped_s < SOON_S
     assert code == 3, errors
     step = max(r["step"] for r in read_metrics(job.run / "metrics.jsonl") if r["kind"] == "train")
     assert (job.run / "checkpoints" / "latest").resolve().name == f"step-{step:08d}"
@@ -187,6 +188,6 @@ def test_a_signal_that_reaches_a_loader_alone(start) -> None:
     job.wait_for_step(2)
     (pid,) = job.pids(1)
     os.kill(pid, signal.SIGUSR1)
-    code, errors = job.end(timeout_s=60)
+    code, errors = job.end()
     assert code == 3, errors
     assert (job.run / "checkpoints" / "latest").exists()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.workflows.runs import assert_same_run
 from tests.workflows.training.test_failures import TWO, TrainingRun, start, store  # noqa: F401 (fixtures)
 from workflows.training.metrics_log import read_metrics
@@ -26,7 +27,7 @@ def saved_step(run: Path) -> int:
 
 
 def wait_for_checkpoint(job: TrainingRun, step: int) -> None:
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + PATIENCE_S
     while saved_step(job.run) < step:
         assert time.monotonic() < deadline_s and job.process.poll() is None, job.process.communicate()[1]
         time.sleep(0.01)
@@ -38,7 +39,7 @@ def end_by(job: TrainingRun, number: signal.Signals) -> None:
     victims = [job.process.pid] if asked else job.pids(random.choice((0, 1)))
     for pid in victims:
         os.kill(pid, number)
-    code, errors = job.end(timeout_s=60)
+    code, errors = job.end()
     assert code == (3 if asked else 70), errors
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hyfi_core.errors import RequestError
+from tests.patience import PATIENCE_S
 from tests.workflows.archive import SIZE_PX, make_config, make_store
 from tests.workflows.runs import assert_same_run, losses, run_on
 from tests.workflows.training.test_failures import TrainingRun, start  # noqa: F401 (a fixture)
@@ -53,7 +54,7 @@ def _command(pid: int) -> bytes:
 
 def kill_children(job: TrainingRun, kills: int, pause_s: tuple[float, float]) -> None:
     """Kill one child of the job after the other, at random moments."""
-    rng, deadline_s = random.Random(kills), time.monotonic() + 120
+    rng, deadline_s = random.Random(kills), time.monotonic() + PATIENCE_S
     while kills and job.process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(rng.uniform(*pause_s))
         if found := children(job):
@@ -63,7 +64,7 @@ def kill_children(job: TrainingRun, kills: int, pause_s: tuple[float, float]) ->
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -83,11 +84,11 @@ def test_killed_children_and_a_killed_loader_change_nothing(start: Any, tmp_path
     job.wait_for_step(8)
     wait_for((tmp_path / "run" / "checkpoints" / "latest").exists)  # written while the run goes on
     os.kill(loader_of(job), signal.SIGKILL)
-    code, errors = job.end(timeout_s=60)
+    code, errors = job.end()
     assert code == 70, errors
     last = int((tmp_path / "run" / "checkpoints" / "latest").resolve().name.removeprefix("step-"))
     resumed = start(*LOADED, "--resume", steps=last + 4)
-    code, errors = resumed.end(timeout_s=120)
+    code, errors = resumed.end()
     assert code == 0, errors
     undisturbed(tmp_path, store, last + 4)
     assert_same_run(tmp_path / "inline", tmp_path / "run", last + 4)
@@ -98,7 +99,7 @@ def test_twenty_killed_children_change_nothing(start: Any, tmp_path: Path, store
     job = start(*LOADED, steps=500)
     job.wait_for_step(2)
     kill_children(job, 20, (0.05, 0.4))
-    code, errors = job.end(timeout_s=200)
+    code, errors = job.end()
     assert code == 0, errors
     undisturbed(tmp_path, store, 500)
     assert_same_run(tmp_path / "inline", tmp_path / "run", 500)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.workflows.training.test_failures import (  # noqa: F401 (fixtures)
     A_LOADER,
     A_VALIDATOR,
@@ -25,7 +26,7 @@ SOON, SAVES = "run.stall_s=10", "run.checkpoint_every_steps=2"
 def freeze(job: TrainingRun, rank: int) -> None:
     """Stop all processes of a rank, as a node that hangs does."""
     job.wait_for_step(3)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + PATIENCE_S
     while not (job.run / "checkpoints" / "latest").exists():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -47,7 +48,7 @@ def test_a_frozen_rank_ends_the_run_and_is_named(start: Any, roles: list[str], r
     """It was never noticed; with validation after every step, most of the time is spent there."""
     job = start(*roles, SOON, SAVES)
     freeze(job, rank)
-    code, errors = job.end(timeout_s=60)
+    code, errors = job.end()
     assert code == 70, errors
     assert f"rank {rank} on {os.uname().nodename} has shown no sign of life for" in errors
     assert ("last seen in loading images" if roles is A_LOADER else "last seen in step ") in errors
@@ -61,7 +62,7 @@ def test_a_frozen_rank_ends_the_run_and_is_named(start: Any, roles: list[str], r
 def test_a_validator_that_is_frozen_does_not_hold_the_run_for_ever(start: Any) -> None:
     job = start(*A_VALIDATOR, SOON, "validation.every_steps=1")
     freeze(job, 1)
-    code, errors = job.end(timeout_s=60)
+    code, errors = job.end()
     assert code == 70 and "rank 1 on" in errors
 
 
@@ -72,7 +73,7 @@ def test_one_term_is_enough(start: Any) -> None:
     freeze(job, 1)
     time.sleep(0.5)
     job.process.send_signal(signal.SIGTERM)
-    code, errors = job.end(timeout_s=60)
+    code, errors = job.end()
     assert code == 70, errors
     assert "rank 1 on" in errors and "are allowed after a request to stop" in errors
 
@@ -80,6 +81,6 @@ def test_one_term_is_enough(start: Any) -> None:
 @pytest.mark.soak
 def test_a_rank_that_hangs_in_a_call_ends_the_run(start: Any) -> None:
     job = start(*TWO, SOON, fault="1:5:update:hang")
-    code, errors = job.end(timeout_s=60)
+    code, errors = job.end()
     assert code == 70, errors
     assert "rank 1 on" in errors and "has made no progress for" in errors

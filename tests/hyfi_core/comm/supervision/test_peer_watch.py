@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hyfi_core.comm.supervision.peer_watch import allow_files, is_lost_peer
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[4]
 RANK = """
@@ -27,7 +28,7 @@ if rank == int(what.partition("-")[2]):
         os.kill(os.getpid(), signal.SIGKILL)
     watch.fail() if what.startswith("fails") else watch.leave()
     sys.exit(5)
-time.sleep(3)  # a call that knows nothing of the others
+time.sleep(3 if what.startswith('leaves') else 99)  # a call that knows nothing of the others
 watch.leave()
 sys.exit(0)
 """
@@ -52,7 +53,7 @@ def ranks(what: str) -> tuple[list[int], list[str], float]:
     for pair in pairs.values():
         for end in pair:
             end.close()
-    said = [process.communicate(timeout=60)[1] for process in processes]
+    said = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
     return [process.returncode for process in processes], said, time.monotonic() - began_s
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hyfi_core.comm.supervision.shared_memory import ranks_here
+from tests.patience import PATIENCE_S
 from tests.workflows.archive import make_config, make_store
 
 ROOT = Path(__file__).parents[4]
@@ -33,7 +34,7 @@ def under_shared_memory(size: str, folder: Path, words: list[str], **more: str) 
     mount = f"mount -t tmpfs -o size={size} none /dev/shm || exit 77; head -c 300000 /dev/zero > /dev/shm/left; exec "
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
     words = ["unshare", "-m", "bash", "-c", f'{mount}"$@"', "bash", *words]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     if done.returncode == 77 or "unshare failed" in done.stderr:
         pytest.skip(f"no file system may be mounted here: {done.stderr}")
     return done

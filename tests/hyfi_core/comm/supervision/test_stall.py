@@ -13,6 +13,7 @@ import pytest
 from hyfi_core.comm.activity import Activity
 from hyfi_core.comm.supervision.heartbeat import Beat, Heart
 from hyfi_core.comm.supervision.stall import Place, StallRule
+from tests.patience import PATIENCE_S
 
 PLACES = {rank: Place(f"node{rank}", 100 + rank) for rank in range(3)}
 
@@ -131,7 +132,7 @@ def test_a_child_that_computes_is_progress_and_one_that_is_stopped_is_named() ->
         try:
             activity.helpers.add(child.pid)
             heart.beat()
-            deadline_s = time.monotonic() + 30
+            deadline_s = time.monotonic() + PATIENCE_S
             while not heart.beat().moved:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.3)

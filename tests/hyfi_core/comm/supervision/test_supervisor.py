@@ -28,6 +28,7 @@ from tests.hyfi_core.comm.supervision.failing_ranks import (
     check,
     run,
 )
+from tests.patience import PATIENCE_S, SOON_S
 
 QUICK = {
     # not "killed" with MPICH: its mpiexec ends all ranks at once, on a busy machine before any of them can say why
@@ -61,7 +62,7 @@ def openmpi() -> None:
         env=os.environ | OPEN_MPI_SETTINGS,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     if "2 Open MPI" not in done.stdout:
         pytest.skip(f"mpi4py does not load Open MPI here: {done.stderr.strip()[-200:]}")
@@ -96,7 +97,7 @@ def test_a_child_that_outlives_its_rank_does_not_hide_its_end(tmp_path: Path) ->
     MPICH's mpiexec itself ends with the last process that holds its pipes, which is that child.
     """
     script = tmp_path / "program.py"
-    child = "if os.fork() == 0: time.sleep(30); os._exit(0)"
+    child = "if os.fork() == 0: time.sleep(99); os._exit(0)"
     script.write_text(f"{START}if odd:\n    {child}\n    os.kill(os.getpid(), signal.SIGKILL)\nstep()")
     with subprocess.Popen(
         [str(MPIEXEC), "-n", "2", sys.executable, str(script)],
@@ -114,7 +115,7 @@ def test_a_child_that_outlives_its_rank_does_not_hide_its_end(tmp_path: Path) ->
             said += piece.decode()
         seconds = time.time() - began_s
         process.kill()
-    assert said.startswith("hyfi: rank 1 was killed") and seconds < 10
+    assert said.startswith("hyfi: rank 1 was killed") and seconds < SOON_S
 
 
 class TwoQuietRanks:

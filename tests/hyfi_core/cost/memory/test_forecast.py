@@ -25,6 +25,7 @@ from hyfi_core.cost.memory.forecast import (
 from hyfi_core.plan.parallel_plan import ParallelPlan, ScheduleName
 from hyfi_core.schedule.in_flight import Moment
 from tests.harness import captured_once
+from tests.patience import PATIENCE_S
 from workflows.launch.launch import RANK_SETTINGS
 
 ROOT = Path(__file__).parents[3]
@@ -154,7 +155,7 @@ print((status("VmHWM") - before + weights) / peak, least / peak)
 def test_a_real_step_takes_about_what_was_forecast() -> None:
     command = [sys.executable, "-c", MEASURE, "768"]
     environment = os.environ | RANK_SETTINGS  # of the allocator, as hyfi train starts its ranks
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     real, least = map(float, done.stdout.splitlines()[-1].split())
     assert 0.95 < real < 1.45 and least < real

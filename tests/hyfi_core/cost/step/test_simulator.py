@@ -140,9 +140,9 @@ def test_directions_that_share_ranks_in_part_are_simulated_whole() -> None:
 
 def test_thousands_of_ranks_take_no_longer_to_simulate() -> None:
     grids = ((1, 3), (1, 1))  # a replica fills a node, so all have the same links
-    begin = time.perf_counter()
+    begin = time.process_time()
     found = forecast("v100-lassen", grids=grids, cuts=("first",), replicas=640, microbatches=4)
-    assert time.perf_counter() - begin < 30
+    assert time.process_time() - begin < 30
     alone = forecast("v100-lassen", grids=grids, cuts=("first",), microbatches=4)
     assert found.plan.ranks == 2560
     assert found.step_s - alone.step_s == pytest.approx(found.exposed_s["reduce"] - alone.exposed_s["reduce"])

@@ -22,6 +22,7 @@ from hyfi_core.models.aggregators.gated_attention import GatedAttention
 from hyfi_core.models.aggregators.max import MaxAggregator
 from hyfi_core.models.aggregators.mean import MeanAggregator
 from hyfi_core.models.aggregators.transmil import NystromLayer, TransMil, pseudo_inverse
+from tests.patience import PATIENCE_S
 
 D, K = 12, 3
 SMALL = {name: {"hidden": 16} for name in AGGREGATORS if name not in ("mean", "max")}
@@ -203,5 +204,5 @@ def test_names_are_light_and_refused() -> None:
             build_aggregator(aggregator, D, K, options)
     assert isinstance(build_aggregator(f"{__name__}:own", D, K, {"scale": 2.0}), MeanAggregator)
     names = "from hyfi_core.models.aggregators.by_name import AGGREGATORS; import sys; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert done.stdout.strip() == "False"

@@ -25,6 +25,7 @@ from hyfi_core.runtime.saving import checkpoint_writer
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
 from hyfi_core.runtime.saving.kept_checkpoints import saved_steps, step_folder
 from tests.conftest import ROOT
+from tests.patience import PATIENCE_S
 
 
 def part_of(rank: int, value: float) -> CheckpointPart:
@@ -76,7 +77,7 @@ def slow_on(rank: int, goes_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 
     def waits(temporary: Path, weights: Any, *others: Any, **number: Any) -> Any:
         if f"layer{rank}.weight" in weights:
-            assert goes_on.wait(30)
+            assert goes_on.wait(PATIENCE_S)
         return write(temporary, weights, *others, **number)
 
     monkeypatch.setattr(checkpoint_writer, "write_tensors", waits)
@@ -94,7 +95,7 @@ def test_it_appears_when_the_last_rank_has_written(tmp_path: Path, monkeypatch: 
         assert saved_steps(tmp_path) == [] and writer.open_step == 7
         comm.barrier()
         goes_on.set()
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + PATIENCE_S
         while writer.open_step is not None:
             assert time.monotonic() < deadline_s
             steps.append(agreed(comm, writer))
@@ -213,7 +214,7 @@ def test_a_rank_that_cannot_write_removes_what_others_wrote(tmp_path: Path, monk
         if number[0] == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         if number[0] == 2:
-            assert discarded.wait(60)
+            assert discarded.wait(PATIENCE_S)
         return write(temporary, *tensors)
 
     monkeypatch.setattr(checkpoint_writer, "write_tensors", full)

@@ -188,7 +188,7 @@ def test_a_stop_ends_between_two_forwards_and_the_next_run_predicts_the_slide(
         show = lambda slides, note: seen.append(note)  # noqa: E731
         return predict_slides(members, find_inputs([store]), tmp_path, comm, asked, progress=show, stop_wanted=wanted)
 
-    reports = run_ranks(ranks, body, timeout_s=120)
+    reports = run_ranks(ranks, body)
     assert all(report.stopped and not report.done for report in reports)
     assert [note for note in notes if "occlusion" in note] == [
         f"one: occlusion {n} of {notes[0].split()[-1]}" for n in range(4)

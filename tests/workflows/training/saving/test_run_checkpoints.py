@@ -10,6 +10,7 @@ import pytest
 
 from hyfi_core.runtime.saving import checkpoint_writer
 from hyfi_core.runtime.saving.kept_checkpoints import saved_steps
+from tests.patience import PATIENCE_S
 from tests.workflows.archive import make_config
 from tests.workflows.runs import assert_same_run, run_here, run_on
 from workflows.interruption import RunInterruptedError
@@ -44,7 +45,7 @@ class SlowWriter:
 
     def _write(self, temporary: Path, *tensors: Any, **number: Any) -> Any:
         if self._step in temporary.name:
-            assert self._trained.wait(60), "training waits for the checkpoint"
+            assert self._trained.wait(PATIENCE_S), "training waits for the checkpoint"
         return write_tensors(temporary, *tensors, **number)
 
 
