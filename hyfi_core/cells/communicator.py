@@ -41,6 +41,7 @@ class _Group:
     def __init__(self, comm: Communicator, baton: Baton, members: Sequence[tuple[int, int]]) -> None:
         self.comm, self.baton, self.members = comm, baton, tuple(members)
         self.here = [rank for rank, (process, _) in enumerate(self.members) if process == comm.rank]
+        # (from, to, tag) -> copies not yet received; (from, to) -> tensors shown by reference, with their versions.
         self.lanes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
         self.shown: dict[tuple[int, int], deque[tuple[torch.Tensor, int | None]]] = {}
         self._calls: dict[int, _Call] = {}

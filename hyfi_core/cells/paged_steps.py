@@ -146,6 +146,7 @@ class PagedSteps:
         recomputes: bool = True,
     ) -> None:
         self._pager, self._order, self._context, self._recomputes = pager, order, context, recomputes
+        # Inputs of the running step, by which its recomputation is found when it has ended.
         self._taken: dict[str, torch.Tensor] = {}
         self._backward_use = -1  # of the running step: when its saved tensors are used
 

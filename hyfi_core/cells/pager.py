@@ -61,6 +61,7 @@ class Pager:
         self._cell = cell
         self._fixed: set[int] = set()
         self._pages: dict[int, Page] = {}
+        # Cell -> the inputs of its current step: it needs them again when its turn comes back.
         self._pinned: dict[int, list[Page]] = {}
         self._order = PageOrder()
         self._memory_bytes = 0

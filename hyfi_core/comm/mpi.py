@@ -127,6 +127,7 @@ class _Requests:
         self._stream = torch.cuda.current_stream() if any(part.pinned for _, part in self._landing) else None
         self._requests = requests
         self._what = describe
+        # None once all is over, which also lets the memory go.
         self._keep: Sequence[Any] | None = keep
         self._finish = finish
 

@@ -115,6 +115,7 @@ class TorchCommunicator:
         self._name = name
         self._members = members
         self._store = dist.distributed_c10d._get_default_store()
+        # Tag -> how many values this rank has taken: the next one has the number after it (see ``send_object``).
         self._taken: dict[int, int] = {}
         self._aside: dict[int, deque[tuple[int, Any]]] = {}
         self._splits = 0

@@ -125,6 +125,7 @@ class NarrowCommunicator(ForwardingCommunicator):
         parts = list(flat.tensor_split(self.size))
         peers = [peer for peer in range(self.size) if peer != self.rank]
         own = parts[self.rank]
+        # One for each peer, added at the end: adding as they arrive would round in another order in each run.
         received = {peer: torch.empty_like(own) for peer in peers}
         yield self._scatter.exchange(
             [Message(peer, parts[peer]) for peer in peers if parts[peer].numel()],

@@ -110,7 +110,7 @@ def _uses_of_weights(program: Program) -> float:
         if not facts_of(op).kind.endswith("convolution"):
             continue
         image, weight, output = (program.values[name].shape for name in (*op.inputs[:2], op.first_output))
-        # Dense ones: without groups, and larger than 1 × 1.
+        # Without groups, and larger than 1 × 1.
         if weight[1] == image[1] and prod(weight[2:]) > 1:
             weights += prod(weight)
             uses += prod(weight) * output[0] * prod(output[2:])

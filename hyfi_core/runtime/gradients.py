@@ -265,7 +265,9 @@ def clip(
 class _Bucket:
     parameters: list[nn.Parameter]
     flat: torch.Tensor
+    # Ids of parameters whose gradients this rank has not completed yet.
     open: set[int] = field(default_factory=set)
+    # The message of a pending reduction: ``flat`` itself, or a copy in fewer bits.
     wire: torch.Tensor | None = None
     pending: Pending | None = None
 

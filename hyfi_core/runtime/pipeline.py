@@ -231,9 +231,9 @@ class Pipeline:
         flight.memory.stay(entries)
         values.update(entries)
         self._begin_s = time.perf_counter()  # a forward begins when its inputs have arrived
-        # Recomputed forwards send nothing twice: what they received is recorded now and replayed in backward.
         executor, trains = self._executor(stage, key, flight), self._gradients is not None
         if trains and recomputes:
+            # Messages are not sent again: what is received now is recorded, and replayed in backward.
             recorder = RecordingCommunicator(self._groups[key])
             copies, peers = (RecordingCommunicator(c, recorder.log) for c in (self._copies[key], self._peers))
             # A copy: the forward removes values from its own dict as soon as no step needs them.

@@ -75,6 +75,7 @@ class Bindings:
     def __init__(self, model: nn.Module, random: RandomKey) -> None:
         self._model = model
         self._random = random
+        # Of released tensors, and which stages use what is left: empty unless ``share`` has released any.
         self._former: Former = []
         self._stages: Mapping[str, Set[int]] = {}
         self._read()

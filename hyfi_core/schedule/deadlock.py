@@ -31,6 +31,7 @@ def find(run: DryRun) -> FaultFound | None:
     waits = {number: list(_waits(run, number)) for number, rank in enumerate(run.ranks) if rank.current}
     if waits:
         return FaultFound("deadlock", _cycle(run, waits))
+    # Ranks have ended all else: what is left can only be reductions that were started in different orders.
     blames = [
         Blame(number, rank.reduces[0][1], f"waits for {_reduce_waits(run, rank.reduces[0][0])}")
         for number, rank in enumerate(run.ranks)

@@ -171,6 +171,7 @@ class DryRun:
         self.spans: list[tuple[int, Action, float, float]] = []
         self._durations = durations
         self._in_gang: dict[Action, int] = {}
+        # Ranks that may be able to go on: at first all, later those for which data has arrived or a gang has ended.
         self._ready = list(range(len(self.ranks)))
         directions = range(placement.directions if sum_directions else 1)
         self.owners = [

@@ -54,6 +54,7 @@ class PlanSchedules:
         if key not in self._recomputed:
             actions = self.training(key[0]).actions[rank]
             forwards = frozenset(a for a in actions if a.verb is Verb.F and self._plan.recomputes(a.stage))
+            # Recomputing what backward needs next would cost a forward and free nothing.
             at_once = frozenset() if in_turn else followed_at_once(actions, self._plan.stages - 1)
             self._recomputed[key] = forwards - at_once
         return self._recomputed[key]

@@ -63,6 +63,7 @@ def draw(events: Iterable[TraceEvent], title: str, width_px: int = 1200) -> str:
 
 
 def _event(event: TraceEvent, x: float, px_per_s: float) -> str:
+    # At least half a pixel, so that short messages can be seen.
     width = max((event.end_s - event.start_s) * px_per_s, 0.5)
     y = _TOP_PX + event.rank * _ROW_PX
     hint = f"{event.name}: {event.start_s:g} to {event.end_s:g} s"

@@ -41,6 +41,7 @@ def to_chrome(events: Iterable[TraceEvent], names: Mapping[int, str] | None = No
         events: of all ranks; kinds other than gang actions, ``update`` and ``data`` are communication.
         names: rank -> name of its process; by default ``rank 3``.
     """
+    # Of equal begins the longer event first: viewers nest the shorter one into it.
     events = sorted(events, key=lambda event: (event.rank, event.start_s, -event.end_s))
     rows: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in events}):

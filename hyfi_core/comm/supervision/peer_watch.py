@@ -87,6 +87,7 @@ class PeerWatch:
     ) -> None:
         self._rank, self._peers, self._tell, self._tell_stalled = rank, peers, tell, tell_stalled
         self._places, self._ends_with_dead = tuple(places), ends_with_dead
+        # Ranks that take no more heartbeats: a partial one would shift all later words of their connection.
         self._leaving, self._full = False, set[int]()
         self.rule = StallRule(dict(enumerate(self._places)))
         self._heart = Heart(stops)
@@ -292,7 +293,7 @@ def _accept(listener: socket.socket, address: _Address, count: int) -> dict[int,
             peer, _ = listener.accept()
             peer.settimeout(_CONNECT_S)
             hello = _read(peer, _TOKEN_BYTES + 4)
-            # Anybody on the network may connect; a rank knows the token, which it was sent by MPI.
+            # Anybody on the network may connect; only ranks have got the token, by a broadcast.
             if len(hello) == _TOKEN_BYTES + 4 and hmac.compare_digest(hello[:_TOKEN_BYTES], address.token):
                 peers[struct.unpack("!I", hello[_TOKEN_BYTES:])[0]] = _kept_alive(peer)
             else:

@@ -81,6 +81,7 @@ class RankSupervisor:
         self._comm, self._board, self._peers, self._limit_s = comm, board, peers, limit_s
         self._process = os.getpid()
         self._leaving = threading.Event()
+        # The states when the job last went on, and the time.
         self._unchanged: tuple[list[RankStatus], float] = ([], 0.0)
 
     def install(self) -> None:

@@ -45,6 +45,7 @@ class TrainingLoss:
         self._subject, self._settings, self._plan, self._groups = subject, subject.settings, plan, groups
         self._shapes: list[tuple[LoweredModel, tuple[int, ...] | None]] = []
         self._computed = False
+        # Digests of labels and loss that were found to fit: labels of an epoch come again in the next one.
         self._checked: set[bytes] = set()
         self._tried: dict[KnownMean, bool] = {}
 

@@ -33,7 +33,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
 def remove_leftovers(checkpoints: Path) -> None:
     """Remove what killed writers left behind, links included; only while nobody writes."""
     for leftover in checkpoints.glob(".*.tmp-*"):
-        # Asked first: ``is_dir`` follows links, and a complete checkpoint would be removed through one.
+        # Asked first: ``is_dir`` follows links, and ``rmtree`` refuses them, so that the link would stay.
         if leftover.is_symlink():
             leftover.unlink()
         elif leftover.is_dir():
