@@ -274,8 +274,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
             row = torch.stack([zeros, zeros])
         else:
             variance, mean = torch.var_mean(tensor.reshape(own_shape), dims, correction=0, keepdim=keepdim)
-            # float64 for the sum over ranks.
-            variance, mean = variance.double(), mean.double()
+            variance, mean = variance.double(), mean.double()  # for the sum over ranks
             row = torch.stack([mean, variance if apart else variance + mean * mean])
             row = row if apart else row * own_count
         if not apart:
@@ -287,8 +286,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     def together(rows: torch.Tensor) -> torch.Tensor:
         if not apart:
             mean = rows[0] / count
-            # The difference of near numbers may round below zero.
-            return torch.stack([mean, (rows[1] / count - mean * mean).clamp(min=0.0)])
+            return torch.stack([mean, (rows[1] / count - mean * mean).clamp(min=0.0)])  # may round below 0
         weights = shares.like(rows).view(-1, *[1] * (rows.dim() - 2))
         means, variances = rows.unbind(1)
         first = means[0]  # means are averaged as differences from one of them

@@ -133,7 +133,7 @@ def split_of_space(builder: Builder, op: Operator, dim: int) -> None:
 def _lengths(op: Operator, size: int) -> list[int]:
     if op.text == "aten.split_with_sizes.default":
         return list(op.args[1])
-    # ``chunk`` is told a number of pieces, ``split`` their length.
+    # ``chunk`` takes a number of pieces, ``split`` their length.
     step = -(-size // op.args[1]) if op.text == "aten.chunk.default" else op.args[1]
     return [min(step, size - start) for start in range(0, size, step)]
 
