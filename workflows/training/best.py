@@ -35,12 +35,15 @@ def best_step(records: Records, metric: str, among: Iterable[int]) -> int | None
 
     Weights with outputs that are not finite have no loss, and are never the best.
     """
+    # Only steps that still have a checkpoint: `run.keep` removes others, and `best` must point at one.
     steps = [step for step in sorted(set(among)) if step in records and records[step].get("loss") is not None]
+    # −step: of equals the earliest, so a resumed run that sees all records at once chooses the same.
     return max(steps, key=lambda step: (*merit(records[step], metric), -step), default=None)
 
 
 def _higher(value: float | None, lower_is_better: bool) -> float:
     if value is None:
+        # A metric is undefined if, say, one class is missing: worse than any value, but still comparable.
         return float("-inf")
     return -float(value) if lower_is_better else float(value)
 
@@ -55,6 +58,7 @@ def last_step(records: Records, metric: str, patience: int | None) -> int | None
     """
     best: tuple[float, float] | None = None
     without_improvement = 0
+    # By step, not in order of arrival: validators may report late.
     for step in sorted(records):
         value = merit(records[step], metric)
         if best is None or value > best:

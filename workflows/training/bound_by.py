@@ -79,9 +79,13 @@ class StepTime:
     def end_step(self, seconds: float) -> Spent:
         """Return the time by kind of a step that took ``seconds`` and since the previous step; reset."""
         spent, self._now = self._now, dict.fromkeys(KINDS, 0.0)
+        # Validation and saving happen between steps: they are not within `seconds`.
         measured = spent["compile"] + spent["wait"] + spent["spill"] + sum(spent[kind] for kind in MESSAGES)
+        # Not below 0: the parts are measured by several clock readings, and may add up to a little more than the whole.
         spent["compute"] = max(0.0, seconds - measured)
         for kind in KINDS:
+            # What ran after an epoch's last step was reported with it: not again in the epoch of the step that records
+            # it.
             self._epoch[kind] += spent[kind] - self._reported[kind]
             self._interval[kind] += spent[kind]
         self._reported = dict.fromkeys(KINDS, 0.0)
@@ -93,6 +97,7 @@ class StepTime:
         Time after the last step belongs to this epoch, although it is in the next step's record.
         """
         mine = {kind: self._epoch[kind] + self._now[kind] for kind in KINDS}
+        # `_now` stays: the next step's record has it, although it is counted in the epoch before.
         self._epoch, self._reported = dict.fromkeys(KINDS, 0.0), dict(self._now)
         return trainers.gather_objects(mine)
 
@@ -136,6 +141,7 @@ def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
     ``reduce`` are those of the rank that spends least, which is the cost of the messages; the time that others spend
     beyond that is ``imbalance``. ``compute`` and ``stage`` are means.
     """
+    # A trainer without any time counts as 0 in each kind, rather than dividing by 0.
     totals = [sum(times.values()) or math.inf for times in spent]
 
     def parts(kind: str) -> list[float]:
@@ -144,6 +150,7 @@ def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
     def mean(kind: str) -> float:
         return sum(parts(kind)) / len(spent)
 
+    # All ranks of an exchange end it together: the last to arrive only transfers, the others waited for it before.
     halo, reduction = min(parts("halo")), min(parts("reduce"))
     return {
         **{kind: max(parts(kind)) for kind in OF_THE_SLOWEST},
@@ -160,6 +167,7 @@ def percentages(spent: Sequence[Mapping[str, float]]) -> dict[str, int]:
 
     Message time beyond that of the rank that spends least on messages is counted as waiting for slower ranks.
     """
+    # Mean of fractions, not fraction of sums: trainers count alike, however long each was measured.
     counted = [times for times in spent if sum(times.values())]
     if not counted:
         return dict.fromkeys(NAMES, 0)
@@ -183,12 +191,14 @@ def bound_by(spent: Sequence[Mapping[str, float]], setup: RunSetup) -> str:
     line names the trainer.
     """
     shares_of = shares(spent)
+    # Computing is what remains: it bounds only if nothing else takes much.
     most = max((kind for kind in shares_of if kind != "compute"), key=lambda kind: shares_of[kind])
     kind = most if shares_of[most] >= MIN_SHARE else "compute"
     parts = percentages(spent)
     split = ", ".join(f"{NAMES[name]} {part}%" for name, part in parts.items() if part or name == "compute")
     of = f"mean of {len(spent)} trainers: " if len(spent) > 1 else ""
     percent, who = parts[kind], ""
+    # One trainer's share may bound all, while the mean that the breakdown shows is small: name it.
     if kind in OF_THE_SLOWEST and round(100 * shares_of[kind]) != percent:
         percent, who = round(100 * shares_of[kind]), f" on trainer {_slowest(spent, kind)}"
     return f"{_verdict(kind, shares_of[kind], f'{percent}% {NAMES[kind]}{who}', setup)} [{of}{split}]".replace(

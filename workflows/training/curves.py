@@ -57,6 +57,7 @@ def write_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]], u
     Raises:
         OSError: The file cannot be written.
     """
+    # backslashreplace: a folder's name that is not UTF-8 has surrogates, which UTF-8 cannot encode.
     write_atomically(path, curves_page(title, records, unit).encode("utf-8", "backslashreplace"))
 
 
@@ -87,6 +88,7 @@ def _points(records: Iterable[Mapping[str, Any]], name: str) -> tuple[Point, ...
     """Return the defined (step, value); long curves are reduced to ``_MAX_POINTS`` means over consecutive steps."""
     points = [(float(r["step"]), float(r[name])) for r in records if isinstance(r.get(name), (int, float))]
     points = [point for point in points if math.isfinite(point[1])]
+    # `or 1`: without points, a step of 0 would be no range.
     run = -(-len(points) // _MAX_POINTS) or 1
     groups = [points[start : start + run] for start in range(0, len(points), run)]
     return tuple((sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups)
@@ -107,10 +109,12 @@ def _chart(name: str, curves: Sequence[RunCurve]) -> str:
         return ""
     (x0, x1), (y0, y1) = _range([x for x, _ in points]), _range([y for _, y in points])
     if name in _AT_MOST_1:
+        # The margin around a constant would show values beyond the metric's largest.
         y1 = min(y1, 1.0)
 
     def point_text(point: Point) -> str:
         x = _LEFT + (point[0] - x0) / (x1 - x0) * (_WIDTH - _LEFT - 8)
+        # y of SVG grows downwards.
         y = _TOP + (y1 - point[1]) / (y1 - y0) * (_HEIGHT - _BOTTOM - _TOP)
         return f"{x:.1f},{y:.1f}"
 
@@ -118,6 +122,7 @@ def _chart(name: str, curves: Sequence[RunCurve]) -> str:
     for curve, colour in zip(curves, _COLOURS, strict=False):
         drawn = " ".join(map(point_text, curve.points))
         lines.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        # Dots show single validations; on longer curves they would hide the line.
         if len(curve.points) <= 60:
             dots = (point_text(point).split(",") for point in curve.points)
             lines += [f'<circle cx="{x}" cy="{y}" r="2.4" fill="{colour}"/>' for x, y in dots]

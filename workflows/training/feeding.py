@@ -41,9 +41,11 @@ def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, d
     """Return this trainer's feed for the steps after ``start_step``."""
     assert roles.trainers is not None
     accumulate, data = job.config.optimizer.accumulate, job.config.data
+    # A turn is one forward and backward: `accumulate` of them make a step.
     turns = (start_step * accumulate, job.steps * accumulate)
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     loaders, cells = roles.loaders_of.get(roles.world.rank, ()), engine.plan.cells is not None
+    # Loaders send in this order, and a receiver takes what comes next: it must be the order in which cells read.
     parts = _in_order(engine) if cells else engine.input_parts
     spec = FeedSpec(job.stream, job.layout, replica, tuple(parts), turns)
     if loaders and cells:
@@ -58,6 +60,7 @@ def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, d
 def _in_order(engine: Engine) -> list[InputPart]:
     """Return the boxes of a turn in the order in which cells read them: micro-batch after micro-batch."""
     plan = engine.plan
+    # Each direction of a pipeline takes half of the micro-batches, with boxes of its own.
     rounds = plan.microbatches // plan.directions
     sizes = [(part, (part.stop - part.first) // rounds) for part in engine.input_parts]
     return [part.microbatch(k * size, size) for k in range(rounds) for part, size in sizes]
@@ -129,6 +132,7 @@ def most_workers(job: TrainingJob, roles: Roles, device: str) -> int | None:
     if not roles.loader_ranks or job.config.data.workers is not None:
         return None
     is_loader = roles.world.rank in roles.loader_ranks
+    # Validators count as trainers here: they compute, too.
     needs = None if is_loader else cores_of_trainer(device)
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     own = CoreUse(socket.gethostname(), cores, usable_cores(), needs)
@@ -147,6 +151,7 @@ def cores_left(own: CoreUse, uses: Sequence[CoreUse]) -> int:
     # Containers of one host may have different cores; ranks with others do not compete for these.
     mates = [use for use in uses if (use.host, use.cores) == (own.host, own.cores)]
     loaders = sum(use.needs is None for use in mates)
+    # Floor, and it may be negative: the caller takes at least what it has.
     return (own.usable - sum(use.needs or 0 for use in mates)) // max(1, loaders)
 
 
@@ -165,6 +170,7 @@ def make_loader(
     rank, data = roles.world.rank, job.config.data
     workers = data.workers or max(1, torch.get_num_threads())
     growth = None
+    # `most` is None if `data.workers` is set: a number that the user chose does not grow.
     if most is not None and most > workers:
         told = RaisedWorkers(roles.describe())
         growth = WorkerGrowth(most, told, told.failed, getattr(samples, "kept_bytes", 0))
@@ -231,6 +237,7 @@ def _lack_of_room(size_bytes: int) -> str | None:
     if cache is None:
         return None
     room, setting = cache.room(), f"data.node_cache_bytes={size_bytes:,}"
+    # Never possible: refused. Full at the moment: only noted, because others may free room while the run goes on.
     if size_bytes > room.disk_bytes:
         raise RequestError(
             f"{setting}: the disk of {cache.folder} on {socket.gethostname()} has {room.disk_bytes:,} bytes in all; "
@@ -253,6 +260,7 @@ def loading_report(trainers: Communicator, reports: Mapping[int, Any]) -> dict[s
     gathered = trainers.gather_objects(mine)
     if gathered is None or not any(gathered):
         return None
+    # By rank, because a loader that serves several trainers reports to each of them.
     loaders = {rank: report for reports in gathered for rank, report in reports}
     keys = ("samples", "cached", "read_bytes", "store_bytes", "shared_bytes", "sent_bytes", "replaced", "workers")
     return {

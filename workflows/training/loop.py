@@ -75,18 +75,21 @@ class TrainingLoop:
         self._inputs, self._world, self._trainers = inputs, roles.world, roles.trainers
         self._engine, self._model, self._recorder, self._stop = engine, model, recorder, stop
         self._replica = roles.trainers.rank // job.plan.ranks_per_replica
+        # Rates follow the slides of a whole step, however the plan divides them.
         lr = job.config.optimizer.scaled_lr(job.step_samples)
         self._rate = LearningRate(engine.optimizer, job.config.lr_schedule, job.steps, lr)
         self._freezing = freezing
         self._resumed, self._start = saved is not None, 0
         if saved is not None:
             self._start = int(saved.training.state["step"])
+            # Before `make_average`, which starts from the model's weights.
             saved.restore(engine, model)
             change = self._rate.describe_change(saved.training.state)
             if change is not None and recorder is not None:
                 say(change)
         self._average = make_average(job.config.run.ema, engine, model, saved)
         if saved is not None:
+            # Only now: the average was read from the checkpoint's files, too.
             saved.close()
         self.failure: str | None = None
         self._finite = FiniteSteps(job.config.run.on_nonfinite, roles.trainers, engine, model)
@@ -124,6 +127,7 @@ class TrainingLoop:
         step = self._start
         while step < self._job.steps and not stopped and self._validating.last is None:
             step += 1
+            # Before the forward: what is released takes part in this step's backward.
             self._release(step)
             self._trace.begin(step)
             self._step(step)
@@ -132,18 +136,24 @@ class TrainingLoop:
             if self._failed():
                 break
             with self._time.measure("save"):
+                # Saved before it is validated: results count only for a published checkpoint, and a kill while
+                # validating loses no step.
                 state = self._save(step) if self._job.saves_after(step) else None
             if self._failed():
                 break
             if self._job.validates_after(step):
                 self._validating.validate(step, state)
+            # The one vote of a step: all trainers leave the loop after the same step, or some would wait for messages
+            # forever.
             stopped = self._validating.sync()
             # In the vote of `sync`, rank 0 waits for updates of slower ranks; that counts as reducing. After a
             # checkpoint or a validation, it waits for these instead.
             self._late_s = self._compared_s + (0.0 if self._job.saves_after(step) else self._validating.voted_s)
             self._report_epoch(step)
+            # A stop on request loses no step, wherever between two checkpoints it comes.
             if stopped and not self._job.saves_after(step):
                 self._save(step)
+        # Published first: the last step's results are recorded only then (`Validating._collect`).
         self._checkpoints.finish(self._validating.open_steps)
         self._trace.close()
         stopped = self._validating.drain(stopped or self._failed())
@@ -164,11 +174,13 @@ class TrainingLoop:
         start_s, waited_s = time.perf_counter(), self._batches.wait_s
         accumulate = self._job.config.optimizer.accumulate
         losses, first = [], (step - 1) * accumulate
+        # Before the first forward, which already changes running statistics.
         self._finite.begin()
         for turn in range(first, first + accumulate):
             if turn > first:
                 self._time.add(self._engine.seconds())  # each call resets the counts
             with self._trace.span("data", "images"):
+                # Its pixels may be read later, by the engine, part by part.
                 batch = self._batches.batch(turn)
             labels = self._job.batch_labels(turn, self._replica)
             ACTIVITY.step = step - 1  # the engine adds 1 in each call; with accumulated batches, calls are not steps
@@ -185,12 +197,14 @@ class TrainingLoop:
         self._time.add({"reduce": self._late_s, "compile": self._compiled_s()})
         seconds = time.perf_counter() - start_s + self._late_s
         spent = self._time.end_step(seconds)
+        # The first step captures the model and fills caches: it would hide what bounds the others.
         if step == self._start + 1:
             self._time.discard()
         segments = self._engine.segments
         news = None if segments is None else segments.news()
         if self._recorder is not None and news is not None:
             say(f"step {step}: {news}")
+        # After the step's time is taken: what comparing costs is counted in the next step, as `_late_s`.
         late = self._compare(step)
         if self._recorder is not None:
             split = {f"{kind}_seconds": spent[kind] for kind in spent if kind != "wait"}
@@ -210,6 +224,7 @@ class TrainingLoop:
         with self._trace.span("update", "update"):
             self._engine.update_unread(self._job.config.optimizer.max_norm)
         if self._average is not None:
+            # Weights may still be on their way to this rank.
             self._engine.settle()
             self._average.update(step)
 
@@ -229,6 +244,7 @@ class TrainingLoop:
     def _compare(self, step: int) -> dict[str, Any]:
         """Compare trainers, after some steps (collective); return keys for the record of this step on trainer 0."""
         self._compared_s = 0.0
+        # Trainers agree on this without a message: it depends on the step alone.
         if not self._ends_epoch(step) and (step - self._start) % INTERVAL_STEPS:
             return {}
         start_s = time.perf_counter()
@@ -237,6 +253,7 @@ class TrainingLoop:
         if gathered is None or len(gathered) == 1:
             return {}
         spent, used_bytes = [times for times, _ in gathered], [length for _, length in gathered]
+        # Rank 0 need not be the fullest: in a pipeline it may hold a quarter of what others do.
         fullest = self._places[used_bytes.index(max(used_bytes))]
         self._fullest = {"rank": fullest.rank, "host": fullest.host, "memory_bytes": max(used_bytes)}
         return {
@@ -252,6 +269,7 @@ class TrainingLoop:
         """At the end of an epoch, print what bounded it, which ranks are slow, and which is fullest (collective)."""
         if not self._ends_epoch(step):
             return
+        # What was validated after the epoch's last step still belongs to this epoch.
         self._time.add({"validation": self._validating.new_seconds()})
         spent = self._time.end_epoch(self._trainers)
         # An epoch of the first step alone has no computing: it is not counted, because it captures the model.

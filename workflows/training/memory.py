@@ -47,6 +47,7 @@ def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], trainer_byt
         trainer_bytes: Bytes in the host's memory that each rank of a plane needs for training.
     """
     written = _written_bytes(plan, Placement.of(plan), stages)
+    # Ranks count through a plane, then the next plane, then the next replica: all planes need the same.
     return [
         PROCESS_BYTES + trainer_bytes[rank % len(trainer_bytes)] + written.get(rank, 0) for rank in range(plan.ranks)
     ]
@@ -56,6 +57,7 @@ def _written_bytes(plan: ParallelPlan, placement: Placement, stages: Sequence[Me
     """Return rank -> the bytes that it writes to a checkpoint."""
     written: dict[int, int] = defaultdict(int)
     for stage, forecast in enumerate(stages):
+        # Both directions of a stage hold its weights; each replica holds them again. They share the writing.
         holders = sorted({rank for way in range(placement.directions) for rank in placement.group(stage, way)})
         copies = [first + rank for first in range(0, plan.ranks, placement.size) for rank in holders]
         writers = sharing(forecast.weight_bytes, copies)
@@ -67,7 +69,9 @@ def _written_bytes(plan: ParallelPlan, placement: Placement, stages: Sequence[Me
 def describe_memory(trainer_bytes: Sequence[int], pools: Sequence[MemoryPool], kind: str = "memory") -> str:
     """Return one line of text: the peak of each trainer, and the total of the fullest pool."""
     totals = {pool.name: sum(trainer_bytes[rank] for rank in pool.trainers) for pool in pools}
+    # Not the pool with the largest total: a small host may be full earlier.
     fullest = max(pools, key=lambda pool: totals[pool.name] / max(1, pool.free_bytes))
+    # A range only if ranks differ by more than the forecast is accurate.
     spread = f"{_gb(min(trainer_bytes))} to " * (max(trainer_bytes) > 1.1 * min(trainer_bytes))
     return (
         f"{kind}: about {spread}{_gb(max(trainer_bytes))} GB for each trainer, {_gb(totals[fullest.name])} GB of "
@@ -126,6 +130,7 @@ def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
     """
     cheaper = {}
     group = len(plan.grids) if plan.interleave > 1 else 1  # interleaved stages of several grids need whole groups
+    # Only divisors of the batch, as micro-batches have equal sizes.
     counts = [n for n in range(plan.microbatches + 1, batch + 1) if batch % n == 0 and n % group == 0]
     for count in counts if plan.schedule in ("1f1b", "sequential") and plan.shares is None else []:
         cheaper[f"plan.microbatches={count}"] = replace(plan, microbatches=count)
@@ -133,6 +138,7 @@ def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
         cheaper |= {
             f"{change} plan.recompute=true": replace(changed, recompute=True) for change, changed in cheaper.items()
         }
+        # To the front: tried before those that change two settings.
         cheaper = {"plan.recompute=true": replace(plan, recompute=True), **cheaper}
     if plan.recompute is False and plan.stages == 1 and plan.schedule == "1f1b":
         pieces = replace(plan, interleave=_PIECES, recompute=True)
@@ -171,10 +177,12 @@ def check_memory(job: TrainingJob, roles: Roles, device: str, programs: ModelPro
         return slow  # chunks of tiles limit memory
     if job.plan.cells is not None:
         return [describe_unchecked(job.plan), *slow]
+    # From here on only rank 0: captures and forecasts take seconds, and all ranks' would be equal.
     memories = [host.memory for host in hosts]
     forecast = _Forecaster(job, bool(gpus), programs)
     pools = gpus or memories
     trainer_bytes = forecast.least_bytes(job.plan)
+    # Changes are forecast only if needed: each captures the model for another micro-batch.
     cheaper = {} if fits(trainer_bytes, pools) else cheaper_plans(job.plan, _largest_batch(job))
     check_room(trainer_bytes, pools, forecast.of_changes(cheaper))
     lines = [describe_memory(forecast.host_bytes(job.plan), memories, "host memory")] if gpus else []
@@ -227,6 +235,7 @@ class _Forecaster:
         """Return the lower bounds of the changed plans, without those that are too many pieces for a small model."""
         bounds = {}
         for change, plan in plans.items():
+            # A model with too few modules for 8 pieces: this change is no way out.
             with contextlib.suppress(RequestError):
                 bounds[change] = self.least_bytes(plan)
         return bounds
@@ -244,6 +253,7 @@ class _Forecaster:
         return rank_bytes(plan, stages, (0,))
 
     def _of_trainers(self, plan: ParallelPlan, stage_bytes: Sequence[int]) -> list[int]:
+        # On a GPU only tensors count; its process is in the host's memory.
         process = 0 if self._on_gpus else PROCESS_BYTES
         return [process + stage_bytes[rank % len(stage_bytes)] for rank in range(plan.ranks)]
 

@@ -23,6 +23,7 @@ def read_metrics(path: Path) -> list[MetricsLine]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             records.append(json.loads(line))
+        # A killed process may leave half a line.
         except json.JSONDecodeError:
             continue
     return records
@@ -62,6 +63,7 @@ class MetricsLog:
         """Drop the lines of steps after ``until_step`` (atomically)."""
         if self._file is not None:
             self._file.close()
+        # Before the file: a run that is killed here has the old file, whole.
         self.records = [record for record in self.records if record["step"] <= until_step]
         if self.path.exists():
             # Another file takes the name: open it below, because lines written to the old one would be lost.
@@ -70,6 +72,7 @@ class MetricsLog:
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one record of ``kind``."""
+        # The same values in memory as in the file: decisions of a resumed run, which reads the file, do not differ.
         record = plain_json({"kind": kind, **values})
         self.records.append(record)
         assert self._file is not None
@@ -86,9 +89,11 @@ class MetricsLog:
         assert self._file is not None
         with naming(self.path):
             self._file.flush()
+            # Before `status.json` says that the run is done.
             os.fsync(self._file.fileno())
             self._file.close()
 
 
 def _line(record: Mapping[str, Any]) -> str:
+    # JSON has no NaN: Python would write it, and other readers would refuse the line.
     return json.dumps(record, allow_nan=False) + "\n"

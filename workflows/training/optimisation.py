@@ -33,7 +33,9 @@ def optimizer_factory(
     place_of = {name: index for index, group in enumerate(groups) for name in group.names}
 
     def make(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        # By identity: tensors compare element by element.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # Empty groups stay: rates and saved states belong to a group by its position, the same on all ranks.
         members: list[list[torch.nn.Parameter]] = [[] for _ in groups]
         for parameter in parameters:
             members[place_of.get(names.get(id(parameter), ""), 0)].append(parameter)
@@ -83,9 +85,11 @@ def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
 
     def factor(step: int) -> float:
         if step < warmup:
+            # + 1: a rate of 0 would waste the first step.
             return (step + 1) / warmup
         if config.name == "step":
             return float(config.gamma ** ((step - warmup) // (config.every_steps or 1)))
+        # max: a run may end within its warm-up.
         share = min(1.0, (step - warmup) / max(1, steps - warmup))
         if config.name == "cosine":
             return config.end_factor + (1 - config.end_factor) * (1 + math.cos(math.pi * share)) / 2
@@ -128,8 +132,10 @@ class LearningRate:
         Args:
             saved: The ``state.json`` of the checkpoint.
         """
+        # Checkpoints of earlier versions hold the state of a scheduler of torch instead.
         before = saved.get("next_lr") or saved.get("lr_schedule", {}).get("_last_lr")
         step = int(saved["step"]) + 1
+        # isclose: the factor is computed anew, perhaps by another libm.
         if not before or step > self._steps or math.isclose(before[0], self.of(step)[0], rel_tol=1e-9):
             return None
         was = f" of {saved['steps']} steps" if "steps" in saved else " as it was"

@@ -64,13 +64,16 @@ def measured(trainers: Communicator, replica: int, turn: Callable[[int], None]) 
         turn: Runs the turn of a given number; called by all ranks of the replica together.
     """
     seconds = []
+    # Not timed: it compiles, and fills caches.
     turn(0)
+    # All replicas start the timed turns together: they share disk and memory bandwidth, as in training.
     trainers.barrier()
     for number in range(1, TIMED_TURNS + 1):
         start_s = time.perf_counter()
         turn(number)
         seconds.append(time.perf_counter() - start_s)
     medians = trainers.broadcast_object(trainers.gather_objects((replica, statistics.median(seconds))))
+    # A replica is as fast as its slowest rank, which the others wait for.
     count = 1 + max(index for index, _ in medians)
     return tuple(max(seconds_taken for index, seconds_taken in medians if index == number) for number in range(count))
 
@@ -90,6 +93,7 @@ def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
     """Return the function that runs a turn with this replica only (collective over it: ``roles.trainers``)."""
     single = _single_replica_job(job)
     assert roles.trainers is not None
+    # A model of its own: the turns move its running statistics, but not the run's.
     model, _ = agree(roles.trainers, lambda: start.make_model(single, loads=False))
     engine = start.make_engine(single, model, single.plan, roles.trainers, single.layout.batch_of(0))
     feed = make_feed(single, roles, engine, 0, engine.device)
@@ -108,6 +112,7 @@ def _single_replica_job(job: TrainingJob) -> TrainingJob:
     changed = {
         "data": config.data.model_copy(update={"batch_size": rounds}),
         "plan": config.plan.model_copy(update={"replicas": 1, "sync_batch_norm": False}),
+        # No loaders or validators: this rank reads for itself, so that its own speed is measured.
         "roles": RolesConfig(),
     }
     return replace(job, config=config.model_copy(update=changed))

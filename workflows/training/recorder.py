@@ -79,12 +79,14 @@ class Recorder:
         self.folder = RunFolder(config.run.dir)
         roles = {**config.roles.model_dump(exclude={"shares"}), "pace_s": job.pace_s}
         self.folder.begin(config, {**plan.to_json(), **roles})
+        # Temporary folders of an earlier process that was killed while it wrote.
         remove_leftovers(self.folder.checkpoints)
         write_coverage(config.run.dir / "coverage.csv", slides.coverage or ())
         if job.excluded:
             write_excluded(config.run.dir / "excluded.csv", job.excluded)
         self.data, self.trained_slides = slides.data, slides.trained
         if start:
+            # Checkpoints after `start` belong to a future that this run computes again, perhaps otherwise.
             self.folder.rewind(start)
         self._log = MetricsLog(config.run.dir / "metrics.jsonl", start)
         self._board = _TensorBoard(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
@@ -93,6 +95,7 @@ class Recorder:
         self.last: int | None = None
         self.loading: dict[str, Any] | None = None
         self._step_text = self._validation_text = ""
+        # A resumed run may have ended already: its records say so.
         self._update_last()
 
     def trained(
@@ -125,6 +128,7 @@ class Recorder:
 
     def metrics_of_best(self) -> Mapping[str, Any] | None:
         """Return the metrics of the best checkpoint, as ``metrics.jsonl`` has them; None: nothing was validated."""
+        # Records from the log, not from memory: a resumed run has those of earlier processes, too.
         return None if self.best is None else self._log.validations().get(self.best)
 
     def validated(self, step: int, metrics: EvaluatedMetrics, spare: Iterable[int] = ()) -> None:
@@ -136,9 +140,11 @@ class Recorder:
             return
         self._log.write("validation", step=step, **metrics)
         self._show("validation", step, metrics)
+        # Before `prune`, which may remove this checkpoint.
         self.folder.calibrate(step, {**(metrics.get("calibration") or {}), "split": self._job.config.validation.split})
         self.choose_best()
         self._update_last()
+        # After `best` points at its new target, because checkpoints with a link stay.
         prune(self.folder.checkpoints, self._job.config.run.keep, (*spare, step) if self.last == step else spare)
         chosen = self._job.config.validation.metric
         value = metrics.get(chosen)
@@ -183,6 +189,7 @@ class Recorder:
     def saved(self, step: int, spare: Iterable[int]) -> None:
         """Update the links for a new checkpoint; remove old ones, except latest, best and those of ``spare``."""
         self.folder.saved(step)
+        # Without validation, the latest is the best.
         if not len(self._job.val):
             self.folder.point_best(step)
         # A checkpoint may be published after the results by which the run ends with an earlier one.
@@ -193,6 +200,7 @@ class Recorder:
         validated = self._log.validations()
         saved = [step for step in saved_steps(self.folder.checkpoints) if step <= self._start]
         if self._job.config.validation.policy == "latest":  # earlier ones were skipped on purpose
+            # Only the latest: that is the one this policy would validate now.
             saved = [step for step in saved if step > max(validated, default=0)][-1:]
         return [step for step in saved if self._job.validates_after(step) and step not in validated]
 
@@ -208,12 +216,14 @@ class Recorder:
         folder = self.folder.folder
         names = {"metrics": "metrics.jsonl", "config": "config.yaml", "curves": "curves.html"}
         names |= {"best_checkpoint": "checkpoints/best", "latest_checkpoint": "checkpoints/latest"}
+        # Resolved: `best` names another checkpoint if the run is continued.
         paths = {name: (folder / path).resolve() for name, path in names.items() if (folder / path).exists()}
         self._loggers.end(RunOutcome(state, self.best, paths))
 
     def _write_curves(self) -> None:
         """Replace ``curves.html``; errors are ignored."""
         folder, unit = self._job.config.run.dir, unit_of(self._job.config.data)
+        # A page for people: no reason to end a run.
         with contextlib.suppress(OSError):
             write_curves(folder / "curves.html", str(folder), self._log.records, unit)
 

@@ -96,6 +96,7 @@ class Roles:
             chosen = assign_roles(hosts, config.trainers, config.roles.loaders, config.roles.validators)
         if classes is not None and not config.roles.spare:
             chosen = _in_place(world, config, classes, chosen, hosts)
+        # Every rank calls every `split`, also those of groups that it does not belong to: they are collective.
         ordered = world.split(0, chosen.order.index(world.rank))
         assert ordered is not None
         first, second = len(chosen.trainers), len(chosen.trainers) + len(chosen.loaders)
@@ -139,6 +140,7 @@ def _in_place(world: Communicator, config: Config, classes: int, chosen: RankRol
     nodes = [hosts[rank] for rank in chosen.trainers]
     if in_blocks(nodes):
         return chosen
+    # Rank 0 alone captures the model; `agree` makes its failure one of all ranks, which wait in the broadcast.
     order = world.broadcast_object(
         agree(world, lambda: _place_order(config, classes, nodes) if world.rank == 0 else None)
     )
@@ -146,6 +148,7 @@ def _in_place(world: Communicator, config: Config, classes: int, chosen: RankRol
 
 
 def _place_order(config: Config, classes: int, nodes: Sequence[str]) -> list[int]:
+    # `link_traffic` counts plans without cells only.
     plan = replace(config.plan.build(), cells=None, spill=None)
     program = ModelPrograms(config, classes).of(config.data.batch_size // plan.replicas // plan.microbatches)
     traffic = link_traffic(program, with_cuts(plan, program))
@@ -209,6 +212,7 @@ def make_model(
         drawn: Weights that ``make_engine`` draws later; the model is then on the meta device.
         tell: Called with lines about modules in evaluation mode (see `set_training`) and about frozen parts.
     """
+    # Directly before building: initial weights depend on the seed alone, not on what drew numbers before.
     torch.manual_seed(job.config.run.seed)
     model = build_model(job.model_json()["model"]) if drawn is None else drawn.model
     path = job.config.model.weights
@@ -231,6 +235,7 @@ def device_of(request: DeviceRequest, roles: Roles) -> str:
     gpus = gpus_seen(roles.world)
     trainers, validators = ([gpus[rank] for rank in ranks] for ranks in (roles.trainer_ranks, roles.validator_ranks))
     names = dict(zip(roles.trainer_ranks, assign_devices(request, trainers), strict=True))
+    # Ranks of loaders stay on the CPU: they have no entry.
     names |= dict(zip(roles.validator_ranks, spare_devices(request, trainers, validators), strict=True))
     return names.get(roles.world.rank, "cpu")
 

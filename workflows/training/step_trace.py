@@ -54,6 +54,7 @@ class StepTrace:
     def begin(self, step: int) -> None:
         """Start recording if ``step`` is the first to trace. Time 0 is the end of a barrier of all trainers."""
         if self._steps and step == self._steps[0]:
+            # Clocks of hosts have unrelated zeros; ranks leave a barrier at almost the same time, which is 0 for all.
             self._trainers.barrier()
             self._origin_s = time.perf_counter()
             self._engine.record_spans(self._spans)
@@ -80,6 +81,7 @@ class StepTrace:
         """Stop recording and write what was recorded, if anything."""
         if self._origin_s is None:
             return
+        # None already here: a second call, at the end of the run, then writes nothing.
         origin_s, self._origin_s = self._origin_s, None
         self._engine.record_spans(None)
         mine = self._named + [(kind, kind, begin, end) for kind, begin, end in self._spans]

@@ -78,6 +78,7 @@ def stragglers(spent: Sequence[Mapping[str, float]], places: Sequence[TrainerPla
     delays = []
     for kind, entry in slowest(spent, places).items():
         over = entry["over_median"]
+        # seconds − median, since over = seconds / median.
         delay_s = entry["seconds"] * (1 - 1 / over) if over is not None else entry["seconds"]
         late = delay_s >= MIN_DELAY * whole_s and (over is None or over >= MIN_OVER_MEDIAN)
         writes_for_all = kind == "save" and (over is None or over > _WRITES_FOR_ALL)

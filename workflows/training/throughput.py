@@ -60,6 +60,7 @@ def describe_speed(images_per_s: float, throughput: Mapping[str, Any], unit: str
 def describe_throughput(throughput: Mapping[str, Any]) -> str:
     """Return the values of ``Throughput.of`` as text: ``170 MP/s, 1.2 TFLOP/s (34 % of peak), 3.1 GB``."""
     share = throughput["utilisation"]
+    # Without `run.machine` the peak is unknown, and so is the share.
     peak = "" if share is None else f" ({plain_number(100 * share, 2)} % of peak)"
     pixels, flops = (
         _with_prefix(1e9 * throughput["gigapixels_per_second"]),
@@ -81,6 +82,7 @@ def memory_bytes(device: torch.device) -> int:
         return resident_bytes()
     import torch
 
+    # The peak, because the memory of a moment between two steps says little about a GPU.
     return torch.cuda.max_memory_allocated(device)
 
 

@@ -75,6 +75,7 @@ class Validating:
     @property
     def open_steps(self) -> tuple[int, ...]:
         """Steps whose checkpoints must stay because their metrics are not known yet (on rank 0)."""
+        # Results that wait for their checkpoint, weights at the validators, and steps of a resumed run that come later.
         sent = self._client.open_steps if self._client is not None else ()
         return (*(step for step, _ in self._results), *sent, *self._unvalidated)
 
@@ -95,6 +96,7 @@ class Validating:
             if not self._remote:
                 with self._average.applied() if self._average is not None else nullcontext():
                     self._validate_in_trainers(step)
+            # No weights: they were not finite, so there is no checkpoint to judge either.
             elif self._client is not None and weights is not None:
                 self._client.submit(step, weights, self._stop_requested)
 
@@ -106,14 +108,17 @@ class Validating:
         """
         with self._timed():
             self._collect()
+        # One message for four questions: each of its own would cost every step another round of all ranks.
         writing = int(self._checkpoints.busy())
         vote = torch.tensor([int(self._stop.poll(self._world)), int(self._gave_up), self._recorded_last, writing])
         start_s = time.perf_counter()
         self._trainers.all_reduce(vote, "max")
         self.voted_s = time.perf_counter() - start_s
         stopped, gave_up, self.last = bool(vote[0]), bool(vote[1]), int(vote[2]) or None
+        # No rank is writing any more, and all know it: the moment to publish together.
         if not vote[3]:
             self._checkpoints.advance(self.open_steps)
+        # Every trainer has the same votes, so all turn here, or none.
         if gave_up and self._remote and self.last is None and not stopped:
             with self._timed():
                 self._take_over()
@@ -122,6 +127,7 @@ class Validating:
 
     def catch_up(self) -> bool:
         """Validate checkpoints of a resumed run that are not validated yet; return whether a stop was requested."""
+        # Only rank 0 has the records.
         missed = self._trainers.broadcast_object(self._recorder.unvalidated() if self._recorder else None)
         self._validate_saved(missed)
         return self.sync()
@@ -132,12 +138,14 @@ class Validating:
             return stopped
         with self._timed():
             if self._client is not None and not self._client.drain(self._stop_requested):
+                # Only rank 0 knows of it: the vote in `sync` tells the others.
                 self._stop.wanted = True
         return self.sync()
 
     def close(self, stopped: bool) -> None:
         """Release the validators; after early stopping, remove everything after the last step."""
         if self._client is not None:
+            # Waits until the validators have ended: only then is it known that no result follows.
             self._client.close(stopped, discard=self.last is not None)
             if not stopped:
                 self._collect()
@@ -162,6 +170,9 @@ class Validating:
     def _collect(self) -> None:
         if self._client is not None and self._recorder is not None:
             self._results += self._client.collect()
+            # In the order of steps, and only once published: recording writes the calibration into the checkpoint, and
+            # may link
+            # to it as the best.
             while self._results and self._results[0][0] != self._checkpoints.open_step:
                 step, metrics = self._results.pop(0)
                 self._recorder.validated(step, metrics, self.open_steps)
@@ -172,9 +183,12 @@ class Validating:
         share = (replica, plan.replicas)
         try:
             mine = predict_slides(self._inference, images, samples, share, self._interrupted, plan.shares)
+        # In the same poll on all trainers, so none waits in `gather_logits`.
         except Interrupted:
             return
+        # All ranks of a replica have the same logits: one of them reports.
         logits = gather_logits(self._trainers, mine if position == 0 else None)
+        # Publish before recording, as in `_collect`; `step` must not be pruned before its metrics may make it the best.
         self._checkpoints.finish((*self.open_steps, step))
         if self._recorder is not None and logits is not None:
             self._recorder.validated(step, self._evaluation_set.metrics_of(logits), self.open_steps)
@@ -184,6 +198,7 @@ class Validating:
         self._checkpoints.finish(self.open_steps)
         self._collect()
         left = self._trainers.broadcast_object(list(self.open_steps))
+        # From now on `validate` runs in the trainers.
         self._remote = False
         if self._client is not None:
             self._client.forget()
@@ -194,12 +209,15 @@ class Validating:
         """Validate saved checkpoints; afterwards the engine has its current weights again, bitwise."""
         if not steps:
             return
+        # Weights on their way would otherwise be copied as they were, and overwrite the old ones later.
         self._engine.settle()
+        # Buffers that are not in the `state_dict` change as well when a checkpoint is loaded.
         every = {**local_state(self._model), **dict(self._model.named_buffers())}
         own = {name: tensor for name, tensor in every.items() if torch.is_tensor(tensor) and not tensor.is_meta}
         current = {name: tensor.clone() for name, tensor in own.items()}
         self._unvalidated = list(steps)
         for step in steps:
+            # From here on, the step is kept by what validates it.
             self._unvalidated.remove(step)
             saved = load_checkpoint(step_folder(self._job.config.run.dir / "checkpoints", step))
             if self._remote:
@@ -208,6 +226,7 @@ class Validating:
                 self._engine.load_state_dict(saved.inference_weights)
                 self._engine.load_buffers(saved.buffers or {})
                 self._validate_in_trainers(step)
+        # Copied back bit by bit: reading them from the latest checkpoint would lose steps after it.
         for name, tensor in own.items():
             tensor.copy_(current[name])
 

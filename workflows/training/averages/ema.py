@@ -35,8 +35,11 @@ class MovingAverage(AveragedWeights):
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average with the weights of ``step``."""
+        # From the step alone, so that a resumed run averages as one that was never interrupted.
         decay = min(self._decay, (1 + step) / (10 + step))
         weights = self._floats()
+        # average + (1 − d) · (weights − average): a few kernels for all tensors; one by one, small tensors cost a
+        # launch each.
         torch._foreach_lerp_(list(self._average.values()), [weights[name] for name in self._average], 1 - decay)
 
     @torch.no_grad()
@@ -47,6 +50,7 @@ class MovingAverage(AveragedWeights):
 
     def of(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return entries of the model's ``state_dict`` with averages in place of weights, not copied."""
+        # By memory, not by name: a tied weight has several names in the state, but is averaged once.
         averages = {value.data_ptr(): self._average[name] for name, value in self._floats().items()}
         return {name: averages.get(value.data_ptr(), value) for name, value in state.items()}
 
@@ -54,6 +58,7 @@ class MovingAverage(AveragedWeights):
     def applied(self) -> Iterator[None]:
         """Context manager in which the average replaces the weights; they are restored bitwise afterwards."""
         weights = self._floats()
+        # A copy: the weights cannot be computed back from the average.
         backup = {name: value.clone() for name, value in weights.items()}
         self._copy(self._average, weights)
         try:
@@ -72,6 +77,8 @@ class MovingAverage(AveragedWeights):
         pointers: set[int] = set()
         tensors = {}
         for name, value in local_state(self._model).items():
+            # Parameters of other stages stay on the meta device. A tied weight that is updated under each name would be
+            # averaged twice.
             if value.is_floating_point() and not value.is_meta and value.data_ptr() not in pointers:
                 pointers.add(value.data_ptr())
                 tensors[name] = value

@@ -29,6 +29,7 @@ class OptimizerAverage(AveragedWeights):
     """
 
     def __init__(self, engine: EngineState, model: nn.Module) -> None:
+        # Weights of other stages are on the meta device: other ranks hold, and switch, these.
         assert isinstance(engine.optimizer, SwitchingOptimizer)
         self._engine, self._optimizer = engine, engine.optimizer
         self._parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
@@ -41,10 +42,12 @@ class OptimizerAverage(AveragedWeights):
 
     def of(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return entries of the model's ``state_dict`` that this rank owns, with copies of averages in it."""
+        # Messages of weights may still be reading or filling these parameters, which `eval()` changes.
         self._engine.settle()
         averages = {}
         with self._switched():
             for parameter in self._parameters:
+                # A clone, because leaving the context changes the parameter back in place.
                 averages[parameter.data_ptr()] = parameter.detach().clone()
         return {name: averages.get(value.data_ptr(), value) for name, value in state.items()}
 
@@ -53,11 +56,14 @@ class OptimizerAverage(AveragedWeights):
         """Context manager in which the average replaces the weights, on all ranks that compute with them."""
         self._engine.settle()
         with self._switched():
+            # Ranks that only compute with these weights have no optimizer to switch: they are sent the average.
             self._engine.share_weights()
             yield
 
     @contextmanager
     def _switched(self) -> Iterator[None]:
+        # `train()` computes the weights back from the average, which rounds: without this copy, each validation would
+        # move them.
         training = [parameter.detach().clone() for parameter in self._parameters]
         self._optimizer.eval()
         try:

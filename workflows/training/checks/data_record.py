@@ -42,6 +42,7 @@ class RecordedSlide:
 
     def __str__(self) -> str:
         """Return one line, with the label last because it may have any character."""
+        # `of` splits at the first three tabs only.
         return "\t".join(getattr(self, field.name) for field in fields(self))
 
     @classmethod
@@ -84,6 +85,7 @@ def data_record(job: TrainingJob) -> DataRecord:
 def _facts(job: TrainingJob, dataset: SlideDataset, split: str, weights: list[str]) -> DataRecord:
     facts = {}
     for index, (sample, weight) in enumerate(zip(dataset.samples, weights, strict=True)):
+        # Sorted, because the order of keys in a file of the store says nothing about its pixels.
         shards = getattr(dataset.slide(index), "attributes", {}).get("shards", {})
         content = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()[:16]
         label = "" if sample.label is None else job.task.text(sample.label)
@@ -104,6 +106,7 @@ def check_data(job: TrainingJob, state: Mapping[str, Any], after: DataRecord, ac
         RequestError: The data have changed, and this is not accepted.
     """
     before = state.get(KEY)
+    # Checkpoints from before the record existed can still be resumed.
     if before is None:
         return "the checkpoint does not record its slides and labels: changes of them since then are not noticed"
     changes = changes_of(before, after)
@@ -135,8 +138,10 @@ def changes_of(before: DataRecord, after: DataRecord) -> list[str]:
             kinds.setdefault("relabelled", []).append(f"{slide} (from {before_slide.label} to {after_slide.label})")
         if before_slide.content != after_slide.content:
             kinds.setdefault("other content in the store", []).append(slide)
+        # A move to another split changes the weight, too, and is reported above.
         if before_slide.weight != after_slide.weight and before_slide.split == after_slide.split:
             kinds.setdefault("drawn more or less often", []).append(slide)
+    # The order of epochs is drawn over positions: the same slides in another order are another run.
     if not kinds and [*before] != [*after]:
         kinds["in another order in the store's manifest"] = [
             slide for slide, former in zip(after, before, strict=True) if slide != former

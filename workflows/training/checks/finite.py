@@ -38,6 +38,7 @@ class StepNumbers:
     """
 
     def __init__(self, losses: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
+        # One tensor, so that the host copies once: each copy from a GPU waits for it.
         self._device = torch.stack([*losses, finite.to(losses[0].dtype)])
         self._host: list[float] | None = None
 
@@ -52,6 +53,7 @@ class StepNumbers:
         *losses, finite = self._read()
         if finite:
             return None
+        # A loss that is not finite has such gradients, too: name the cause.
         return "gradient" if all(map(math.isfinite, losses)) else "loss"
 
     def _read(self) -> list[float]:
@@ -74,6 +76,7 @@ class FiniteSteps:
         self, policy: OnNonfinite, trainers: Communicator, engine: TrainingEngine, model: torch.nn.Module
     ) -> None:
         self._trainers, self._engine, self._model, self._policy = trainers, engine, model, policy
+        # On a CPU the number is there at once, so `stop` can spare the update; on a GPU it would wait before each one.
         self._reads_first = policy == "skip" or (policy == "stop" and engine.device.type == "cpu")
         self._buffers: list[torch.Tensor] = []
 
@@ -86,6 +89,7 @@ class FiniteSteps:
         """Compute whether the losses of a step and the accumulated gradients are finite (collective)."""
         parameters = [p for group in self._engine.optimizer.param_groups for p in group["params"]]
         gradients = [own_part(p.grad) for p in parameters if p.grad is not None]
+        # Over all trainers: if only some of them skipped an update, their weights would differ from then on.
         finite = finite_everywhere([*losses, *gradients], self._trainers, losses[0])
         return StepNumbers(losses, finite)
 
@@ -100,6 +104,7 @@ class FiniteSteps:
     def describe(self, job: TrainingJob, step: int, numbers: StepNumbers, lr: float) -> str:
         """Return what is not finite in a step, and its slides, as text (collective)."""
         losses, where = numbers.losses, self._gradients()
+        # A finite loss does not tell which turn's gradient is wrong: all turns are named.
         turns = [turn for turn, loss in enumerate(losses) if not math.isfinite(loss)] or [*range(len(losses))]
         finding = (
             f"the loss is {sum(losses)}" if numbers.wrong == "loss" else "the loss is finite, but not its gradient"
@@ -117,10 +122,12 @@ class FiniteSteps:
             for name, p in self._model.named_parameters()
             if p.grad is not None and not bool(own_part(p.grad).isfinite().all())
         ]
+        # Back to all: the text may end the run, and every trainer must end it alike.
         gathered = self._trainers.broadcast_object(self._trainers.gather_objects(mine))
         return list(dict.fromkeys(name for names in gathered for name in names))
 
     def _drop(self) -> None:
+        # Not the gradients alone: one forward with NaN spoils running means forever.
         self._engine.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, before in zip(self._held(), self._buffers, strict=False):
@@ -140,13 +147,16 @@ def finite_everywhere(tensors: Iterable[torch.Tensor], trainers: Communicator, l
     finite = torch.tensor([float(_finite_on_host(on_host))], dtype=torch.float64)
     finite = finite.to(like.device, non_blocking=True)
     for dtype in sorted({tensor.dtype for tensor in on_gpu}, key=str):  # one kernel for many tensors
+        # The largest absolute value of each; NaN and infinity propagate, and, unlike a sum, it cannot overflow.
         norms = torch._foreach_norm([tensor for tensor in on_gpu if tensor.dtype == dtype], float("inf"))
         finite *= torch.stack([*norms]).isfinite().all()
     if trainers.size > 1:
+        # 0 on any trainer becomes 0 on all.
         trainers.all_reduce(finite, "min")
     return finite[0]
 
 
 def _finite_on_host(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all values are finite: if their sum is, they are, and a sum takes a tenth of the time of ``isfinite``."""
+    # `or`: a sum of large finite values may overflow, which only looks like an infinity.
     return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)

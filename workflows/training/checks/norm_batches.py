@@ -39,6 +39,7 @@ def norm_batches(config: Config) -> list[list[tuple[int, ...]]]:
         [tuple(range(first, first + size)) for first in range(start, start + size * plan.microbatches, size)]
         for start in range(0, batch, batch // plan.replicas)
     ]
+    # Synchronised: the k-th micro-batches of all replicas run at the same time, and are normalised together.
     if not plan.sync_batch_norm:
         return replicas
     return [[tuple(image for part in parts for image in part) for parts in zip(*replicas, strict=True)]]
@@ -63,6 +64,8 @@ def describe_norm_change(before: Config, after: Config, step: int) -> str | None
             f"batch norm normalises {images_text} (plan.replicas, plan.microbatches, plan.sync_batch_norm): from step "
             f"{step + 1} on, this is not the run that it would have been without the change; {_ADVICE}"
         )
+    # The same groups, divided among other replicas: gradients stay, but the first replica, whose statistics count, has
+    # others.
     images = [sum(map(len, replicas[0])) for replicas in (batches_before, batches_after)]
     return (
         f"running statistics of batch norm, used in validation and prediction, are from step {step + 1} on those of "

@@ -47,6 +47,7 @@ class BagBatches:
     ) -> None:
         self._job, self._bags, self._replica, self._engine, self._feed = job, bags, replica, engine, feed
         if feed is not None:
+            # The engine then asks the feed for tiles, instead of reading them from the store.
             engine.reader = feed
 
     @property
@@ -62,8 +63,12 @@ class BagBatches:
     def batch(self, turn: int) -> list[BagSource]:
         """Return the slides of a turn."""
         numbers = self._numbers(turn)
+        # The epoch belongs to the sample, not to the turn: a turn may hold the end of one epoch and the start of the
+        # next.
         slides = [self._bags.of(index, epoch) for epoch, index in map(self._job.stream.at, numbers)]
         if self._feed is not None:
+            # Loaders get the order of the whole turn, and the next one's first pieces: else each turn would begin with
+            # a wait.
             chunks = self._engine.own_chunks([len(slide) for slide in slides])
             self._feed.begin(numbers, chunks, self._first_pieces(turn + 1))
         return slides
@@ -132,12 +137,15 @@ class BagInputs(RunInputs):
         """Try a prediction and a step for the slides with most tiles."""
         assert isinstance(engine, TilesEngine) and roles.trainers is not None
         batch = max(self.job.layout.batch_of(replica) for replica in range(self.job.plan.replicas))
+        # Counting tiles reads the masks of all slides: rank 0 does it for all.
         first = roles.trainers.rank == 0
         longest = roles.trainers.broadcast_object(
             agree(roles.trainers, lambda: self._longest(batch) if first else None)
         )
+        # `agree`: a slide that one rank cannot open must not leave the others waiting in `reserve`.
         slides = agree(roles.trainers, lambda: [self.train_bags.of(index, 0) for index in longest])
         engine.reserve(slides)
+        # Two tiles are enough to see the number of outputs; the whole slide was tried in `reserve`.
         logits, _ = engine.predict([_FirstTiles(slides[-1], 2)])
         if logits.shape[1] != self.job.task.outputs:
             raise RequestError(
@@ -151,6 +159,7 @@ class BagInputs(RunInputs):
         replica = roles.trainers.rank // self.job.plan.ranks_per_replica
         loaders, feed = roles.loaders_of.get(roles.world.rank, ()), None
         if loaders:
+            # Pinned host memory, because only from there can a GPU copy while it computes.
             pinned, ahead = engine.device.type == "cuda", self.job.config.data.prefetch * len(loaders)
             feed = TileFeed(roles.world, loaders, replica, self._row, ahead, pinned)
         return BagBatches(self.job, self.train_bags, replica, engine, feed)

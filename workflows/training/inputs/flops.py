@@ -21,11 +21,13 @@ def tile_flops(encoder: nn.Module, size_px: int) -> float:
         size_px: Height and width of a tile.
     """
     like = next(encoder.parameters(), torch.empty(0))
+    # Values do not matter: operations are counted by shapes.
     tile = torch.zeros((1, 3, size_px, size_px), dtype=like.dtype, device=like.device)
     trained = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
     with evaluating(encoder, like.device), torch.enable_grad(), FlopCounterMode(display=False) as counter:
         vectors = encoder(tile)
         if vectors.requires_grad:
+            # Not `backward()`, which would leave gradients in the model.
             torch.autograd.grad(vectors.sum(), trained, allow_unused=True)
     return float(counter.get_total_flops())
 

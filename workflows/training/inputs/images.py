@@ -73,11 +73,13 @@ class ImageInputs(RunInputs):
 
     def check(self) -> list[dict[str, Any]]:
         """Return the rows of ``coverage.csv``, see `check_images`."""
+        # Kept for `check_memory`, which needs the same captures.
         self._programs = ModelPrograms(self.job.config, self.job.task.outputs)
         return starting.check_images(self.job, self._programs)
 
     def check_memory(self, roles: Roles, device: str) -> list[str]:
         """Return messages about memory; uses, and then releases, the model that ``check`` captured."""
+        # Captures hold a model of their own: dropped before the run's model takes its memory.
         programs, self._programs = self._programs, None
         return check_memory(self.job, roles, device, programs)
 
@@ -86,6 +88,7 @@ class ImageInputs(RunInputs):
         self._drawn = starting.drawn_by_stage(self.job, device)
         model, freezing = starting.make_model(self.job, loads=loads, drawn=self._drawn, tell=tell)
         where = made_current(device)
+        # A model on the meta device has nothing to move; the engine draws each stage on its rank.
         return (model if self._drawn is not None else model.to(where)), freezing
 
     def make_engine(self, model: nn.Module, roles: Roles) -> Engine:
@@ -98,6 +101,7 @@ class ImageInputs(RunInputs):
     def reserve(self, engine: TrainingEngine, model: nn.Module, roles: Roles) -> None:
         """Reserve memory and disk for a step, and for a validation by the trainers."""
         assert isinstance(engine, Engine)
+        # A validation has other maps than a step: one image, and nothing is kept for a backward.
         engine.reserve(pixels=BatchImages.pixel_dtype)
         if not len(self.job.val) or roles.validator_ranks:
             return

@@ -39,6 +39,7 @@ class TileInputs(BagInputs):
         self._tiles = job.config.data.tiles
         self._tiling = self._tiles.build(job.train.mpp)
         augment = job.config.data.augment
+        # Validation takes all tiles, as they are: neither `most` nor `augment`.
         self.train = TileBags(job.train, self._tiling, self._tiles.most, None if augment.off else augment.build())
         self.val = TileBags(job.val, self._tiling)
         self._loaded: TileEncoder | None = None
@@ -71,6 +72,7 @@ class TileInputs(BagInputs):
         model, loaded = build_tile_model(fields, self._tiles.size_px, weights, self._given())
         model.train()
         self._loaded = loaded
+        # Before `freeze`, which leaves out what is frozen already, so `model.freeze_epochs` never releases these parts.
         parts = self._freeze_parts(model, config.encoder.train)
         freezing = freeze(model, config)
         for line in (loaded if loads else None, parts, freezing):
@@ -85,6 +87,7 @@ class TileInputs(BagInputs):
         if self.shard:  # counted before: later, every call of the encoder needs all ranks
             self._flops = tile_flops(model.encoder, self._tiles.size_px)
         engine = super().make_engine(model, roles)
+        # Vectors can be kept only if tiles, weights and dropout are the same in each epoch.
         if encoder.train == "none" and not self._why_computed_anew():
             engine.vectors = KeptVectors(encoder.keep_bytes, self.job.plan.memory_bytes)
         return engine
@@ -167,8 +170,10 @@ class TileInputs(BagInputs):
         if not patterns:
             return None
         if train == "none":
+            # Without dropout, a tile has the same vector in each epoch.
             model.encoder.eval()
         named = tuple("encoder" if pattern == "*" else f"encoder.{pattern}" for pattern in patterns)
+        # freeze_epochs=None: `model.freeze_epochs` releases what `model.freeze` names, not these parts.
         return freeze(model, self.job.config.model.model_copy(update={"freeze": named, "freeze_epochs": None}))
 
     def _why_computed_anew(self) -> str:
@@ -186,7 +191,9 @@ class TileInputs(BagInputs):
         assert encoder is not None and self._loaded is not None
         if why:
             return [f"model.encoder.train: none: vectors are computed anew in each epoch: {why}"]
+        # Validation reads each slide in every epoch, too.
         tiles = sum(self.counts) + sum(self.val.count(index) for index in range(len(self.val)))
+        # Vectors are kept in float32.
         needed = tiles * self._loaded.features * 4
         if needed <= encoder.keep_bytes:
             return []

@@ -38,10 +38,15 @@ class EventFile:
 
     def __init__(self, folder: Path, start: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files of a folder in the order of names, so the time comes first, with leading zeros.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        # "x": never an existing file, whose reader has its own position in it.
         self._file = (folder / name).open("xb")
+        # Without this version, a reader guesses from falling steps where a run was resumed, and ignores the start
+        # below.
         self._write(0, _field(_FILE_VERSION, _VERSION))
         if start:
+            # START makes TensorBoard drop this step and later ones of earlier files: a resumed run writes them again.
             self._write(start + 1, _field(_SESSION_LOG, _number(_STATUS, _START)))
 
     def add(self, tag: str, value: float, step: int) -> None:
@@ -58,10 +63,12 @@ class EventFile:
         event = time_s + _number(_STEP, step) + content
         length = struct.pack("<Q", len(event))
         self._file.write(length + _checksum(length) + event + _checksum(event))
+        # After each record, so that a reader sees it now, and a killed run loses none.
         self._file.flush()
 
 
 def _key(number: int, kind: int) -> bytes:
+    # The low three bits are the type on the wire.
     return _varint(number << 3 | kind)
 
 
@@ -84,4 +91,5 @@ def _varint(value: int) -> bytes:
 
 def _checksum(content: bytes) -> bytes:
     crc: int = google_crc32c.value(content)
+    # The mask of TFRecord, rotated and offset, because the CRC of bytes followed by their own CRC is a constant.
     return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)

@@ -15,8 +15,10 @@ _NOT_LOGGED = ("epoch", "slides", "cases")
 def scalars(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield (name, value) of a record's numbers, as in ``validation/auroc``; intervals are left out."""
     for name, value in values.items():
+        # `intervals` holds pairs under the names of metrics: no scalars, and they would repeat these names.
         if isinstance(value, Mapping) and name != "intervals":
             yield from scalars(f"{kind}/{name}", value)
+        # Counts that do not change, or that the axis shows already.
         elif isinstance(value, (int, float)) and name not in _NOT_LOGGED:
             yield f"{kind}/{name}", float(value)
 

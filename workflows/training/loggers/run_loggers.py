@@ -44,6 +44,7 @@ def check_loggers(names: Sequence[str]) -> None:
         RequestError: One is not.
     """
     for name in names:
+        # Found, not imported, which takes seconds.
         missing = [package for package in _LOGGERS[name][1] if find_spec(package) is None]
         if missing:
             raise RequestError(f"run.loggers: {name} needs {', '.join(missing)}: pip install 'hyfi[{name}]'")
@@ -60,6 +61,7 @@ class RunLoggers:
     """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: Mapping[str, Any], resumed: bool) -> None:
+        # The threads of two loggers may get their identities at the same time, and both write the whole file.
         self._path, self._lock = folder / IDENTITIES_FILE, threading.Lock()
         self._identities: dict[str, str] = self._read() if resumed else {}
         makers = [(name, _LOGGERS[name][0]) for name in names]
@@ -70,6 +72,7 @@ class RunLoggers:
     def add(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Record the numbers of a step or of a validation, later; see `scalars`."""
         if self._threads:
+            # A chart has no place for NaN; metrics.jsonl has null.
             finite = {name: value for name, value in scalars(kind, values) if math.isfinite(value)}
             record = LoggedRecord(kind, step, finite)
             for thread in self._threads:
@@ -81,6 +84,7 @@ class RunLoggers:
         for thread in self._threads:
             thread.records.put(outcome)
             thread.ending.set()
+        # One minute for all loggers together.
         until_s = time.monotonic() + _END_S
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -90,6 +94,7 @@ class RunLoggers:
     def _read(self) -> dict[str, str]:
         try:
             return {str(name): str(key) for name, key in json.loads(self._path.read_text()).items()}
+        # Without the file, the run is new for its loggers; that is no reason to end it.
         except (OSError, ValueError, AttributeError):
             return {}
 
@@ -108,6 +113,7 @@ class _LoggerThread(threading.Thread):
     """
 
     def __init__(self, logger: MetricsLogger, keep: Callable[[str, str], None]) -> None:
+        # A daemon: a request that hangs in a library must not keep the process from ending.
         super().__init__(name=logger.name, daemon=True)
         self.records: queue.SimpleQueue[LoggedRecord | RunOutcome] = queue.SimpleQueue()
         self.ending = threading.Event()
@@ -117,6 +123,7 @@ class _LoggerThread(threading.Thread):
     def run(self) -> None:
         """Write until the run has ended, or the logger fails."""
         try:
+            # Kept before the first record, so that a run killed at any moment continues under the same identity.
             self._keep(self.name, self._logger.begin())
             while (outcome := self._write()) is None:
                 self.ending.wait(_EVERY_S)

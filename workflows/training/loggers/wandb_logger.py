@@ -20,6 +20,7 @@ class WandbLogger(MetricsLogger):
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or "offline"
+        # An identity of our own: offline, no server gives one, and the resumed run needs the same.
         self.identity = self.identity or uuid.uuid4().hex[:12]
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or "hyfi",
@@ -29,6 +30,7 @@ class WandbLogger(MetricsLogger):
             dir=str(self.folder),
             config=dict(self.settings),
             mode=mode,
+            # wandb would redirect the output of the process, and copy code and the state of git.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
         # Steps of their own, because a validation may arrive after later steps, which wandb's own counter would drop.

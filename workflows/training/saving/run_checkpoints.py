@@ -39,6 +39,7 @@ class RunCheckpoints:
         self._inputs, self._engine, self._average, self._recorder = inputs, engine, average, recorder
         self._trainers = trainers
         self._writer = CheckpointWriter(trainers, bool(engine.owned_state()))
+        # A run that fails while it writes removes its part: else each failure would leave gigabytes.
         at_failure.add(self._writer.discard)
 
     @property
@@ -59,14 +60,17 @@ class RunCheckpoints:
         Returns:
             Whether the weights are saved, the same on every trainer.
         """
+        # There is one copy of the state in host memory: the previous checkpoint must be done with it.
         self.finish(spare)
         owned = self._engine.owned_state()
+        # Of the whole average only what this rank writes.
         averaged = self._average.of(owned) if self._average is not None else None
         tensors = [*owned.values(), *(averaged or {}).values()]
         if not bool(finite_everywhere(tensors, self._trainers, torch.empty(0, device=self._engine.device))):
             return False
         part = CheckpointPart(owned, self._engine.owned_optimizer(), averaged, self._engine.owned_buffers())
         folder = step_folder(self._inputs.job.config.run.dir / "checkpoints", step)
+        # Rank 0 writes `model.json`; what the others pass is not used.
         trained = {} if self._recorder is None else {"trained_on": self._recorder.trained_slides.to_json()}
         model = {**self._inputs.model_json(), **trained, "step": step}
         self._writer.begin(folder, part, step=step, model=model, state=state)
@@ -93,5 +97,6 @@ class RunCheckpoints:
         self._record(self._writer.finish(), spare)
 
     def _record(self, step: int | None, spare: Iterable[int]) -> None:
+        # Links move only now: `latest` never names a checkpoint that is not complete.
         if step is not None and self._recorder is not None:
             self._recorder.saved(step, spare)

@@ -49,6 +49,7 @@ class RunFolder:
     def calibrate(self, step: int, calibration: Mapping[str, Any]) -> None:
         """Store the calibration in the checkpoint of a step, if it exists."""
         folder = checkpoints.step_folder(self.checkpoints, step)
+        # The split alone is no calibration. The folder may be gone: `run.keep` removes old checkpoints.
         if len(calibration) > 1 and folder.is_dir():
             checkpoint.amend_model_json(folder, {"calibration": dict(calibration)})
 
@@ -63,9 +64,11 @@ class RunFolder:
             checkpoints.point_link(
                 self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, until[-1]).name
             )
+        # After `latest` points elsewhere: it never names what is being removed.
         for later_step in later:
             checkpoints.remove(checkpoints.step_folder(self.checkpoints, later_step))
         best = self.checkpoints / "best"
+        # The link names a removed checkpoint; the next choice makes a new one.
         if best.is_symlink() and not best.exists():
             best.unlink()
 
@@ -83,5 +86,6 @@ class RunFolder:
         """Point ``best`` at the checkpoint of ``step``."""
         name = checkpoints.step_folder(self.checkpoints, step).name
         link = self.checkpoints / "best"
+        # Most validations are not better: they leave the link alone.
         if not link.is_symlink() or str(link.readlink()) != name:
             checkpoints.point_link(link, name)
