@@ -95,6 +95,7 @@ class ResNet(Residual):
         super().__init__(classes, pool, norm, width, in_channels)
         self.conv1 = nn.Conv2d(in_channels, width, 7, stride=2, padding=3, bias=False)
         self.bn1 = make_norm(norm, width)
+        # In place: the norm's backward reads its input, not its result.
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
         self._layers = [f"layer{number}" for number in range(1, len(blocks) + 1)]
@@ -157,6 +158,7 @@ class PreActivationResNet(Residual):
         self.layer1 = self._stage(block, width, blocks, 1)
         self.layer2 = self._stage(block, width * 2, blocks, 2)
         self.layer3 = self._stage(block, width * 4, blocks, 2)
+        # The last block's sum has no norm and ReLU yet: they come before convolutions, not after.
         self.bn = make_norm(norm, self._channels)
         self.relu = nn.ReLU(inplace=True)
         self.fc = self._head(classes)

@@ -61,6 +61,7 @@ def dropout(builder: Builder, op: Operator) -> None:
         builder.compute(lambda tensor: tensor, (name,), op.outputs[:1], split)
         return
     numbers = _Numbers(builder, op, builder.shape(x.name), split)
+    # With 1 all are dropped, as in PyTorch: the factor does not matter, but 1 / 0 would raise.
     scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
 
     def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,7 @@ def parallelize_tiles(
     settings: dict[str, object] = {"autocast": autocast, "batch_norm": batch_norm, "chunk": chunk, "shard": shard}
     settings |= {"optimizer": "given" if optimizer is not None else "none"}
     settings |= {"loss": describe_function(loss, own), "output": describe_function(output, own)}
+    # Tiles come with each step: no shape to compare yet.
     compare_requests(comm, model, (0, 0, 0, 0), plan, settings)
     if plan.memory_bytes is not None:
         return_what_is_freed(LARGE_BLOCK_BYTES)

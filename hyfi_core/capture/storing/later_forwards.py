@@ -129,6 +129,7 @@ def put(stored: Stored) -> None:
     holder, name, value = stored
     if isinstance(holder, set):
         holder.discard(name) if value is MISSING else holder.add(name)
+    # The vars of a class are read-only.
     elif isinstance(holder, type):
         delattr(holder, name) if value is MISSING else setattr(holder, name, value)
     else:

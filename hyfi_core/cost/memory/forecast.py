@@ -128,6 +128,7 @@ def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], w
     always, totals = sum(forecast.written_bytes for forecast in forecasts), [update]
     for moment in moments:
         waits = sum(count * forecast.waiting_bytes for forecast, count in zip(forecasts, moment.waiting, strict=True))
+        # ``between`` is empty while backwards are whole.
         waits += sum(count * forecast.between_bytes for forecast, count in zip(forecasts, moment.between, strict=False))
         gradients = [has or forecast.gradients_stay for forecast, has in zip(forecasts, moment.gradients, strict=True)]
         # Gradients of other stages on this rank; those of the running one are in its own peak.
@@ -211,6 +212,7 @@ class StageMaps:
         weights = [value_bytes(program, name) for name in piece.program.parameters]
         entering = {name for names in piece.entries.values() for name in names}
         leaving = {*refs_in(piece.outputs), *(name for names in piece.exits.values() for name in names)}
+        # By name: a value that several operators keep counts once.
         saved = {name: size for op in operators for name, size in lifetimes.of(op).kept.items()}
         carried = sum(value_bytes(program, name) for name in lifetimes.carried(entering))
         return cls(

@@ -122,8 +122,7 @@ class _Search:
                 for start in range(end - 1, stage - 1, -1):  # the stage grows
                     own_s = self._stage_s(stage, start, end)
                     # A longer stage takes longer. One without room is no reason to stop: if it recomputes, it may need
-                    # less
-                    # with an earlier beginning, where fewer values cross.
+                    # less with an earlier beginning, where fewer values cross.
                     if row[end] <= own_s < float("inf"):
                         break
                     if max(best[start], own_s) < row[end]:

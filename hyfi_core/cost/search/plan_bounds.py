@@ -117,6 +117,7 @@ class PlanBounds:
     ) -> None:
         self._programs, self._batch = programs, batch
         self._machine, self._dtype = machine, dtype
+        # Without starts: the difference is what every rank of a stage does.
         self._bare = replace(machine, kernel_s=0.0)
         self._crowded = ranks > 1 and machine.devices_per_node > 1
         self._costs: dict[int, _PricedProgram] = {}
@@ -142,6 +143,7 @@ class PlanBounds:
         total_s = work_s + min(sizes) * kernels_s
         if plan.schedule in ONE_IN_FLIGHT:
             return plan.microbatches / plan.directions * (work_s / max(sizes) + kernels_s)
+        # Of the docstring's conditions only m tₛ ≤ step holds: a stage need not wait for all before it.
         if plan.directions == 2 or plan.divides_backwards:
             return plan.microbatches * total_s / sum(sizes)
         weights = 0.0

@@ -39,6 +39,7 @@ def roll(builder: Builder, op: Operator) -> None:
         builder.refuse(
             op, "rolls the flattened tensor, across all dims", "explicit dims, torch.roll(y, (1, 2), (2, 3))"
         )
+    # A dim may be given twice: its shifts add up.
     by = dict.fromkeys(range(len(shape)), 0)
     for shift, dim in zip(shifts, dims, strict=True):
         by[dim] += shift
@@ -84,6 +85,7 @@ def _elsewhere(builder: Builder, op: Operator) -> None:
 def pad_circular(builder: Builder, op: Operator, space: Sequence[tuple[int, int]]) -> None:
     """Circular padding of height and width by (before, after) each."""
     split = builder.splits[op.args[0].name]
+    # Python's remainder is not negative: -1 is the last pixel.
     tables = [
         [at % size for at in range(-before, size + after)]
         for size, (before, after) in zip(split.layout.map.shape, space, strict=True)

@@ -158,6 +158,7 @@ def _with_ends(builder: Builder, name: str, line: _Line) -> str:
 
         return parts.each(moved, lambda x0, x1: columns(x0, x1) if x0 < x1 else (0, 0))
 
+    # Of the rows above and below, only what windows at this row's ends reach: empty for parts in the middle.
     needs = (
         boxes(-1, lambda x0, x1: (min(width, width + x0 - before), width)),
         boxes(0, lambda x0, x1: (max(0, x0 - before), min(width, x1 + after))),

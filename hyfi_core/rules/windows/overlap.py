@@ -86,6 +86,7 @@ def max_pool_alone(builder: Builder, op: Operator, window: Window, split: Split)
     Unlike autograd's, its backward can overwrite the map with the cotangent.
     """
     name = op.args[0].name
+    # ``WholeMaxPool`` returns no indices.
     if builder.grid != (1, 1) or any(op.outputs[1:]):
         return False
     have = builder.splits[name].layout.map

@@ -34,6 +34,7 @@ def check_shardable(encoder: nn.Module) -> None:
     Raises:
         RequestError: a weight is a scalar or has two names, has a gradient hook, dtypes differ, or torch is too old.
     """
+    # Imported here: it takes a second, which runs without shards need not wait for.
     from torch.distributed import fsdp
 
     if not hasattr(getattr(fsdp, "FSDPModule", None), "set_force_sum_reduction_for_comms"):

@@ -44,6 +44,7 @@ class ShardedTilesEngine(TilesEngine):
 
     def _distribute(self, comm: Communicator) -> None:
         """Send the weights of rank 0 to all ranks, and keep this rank's part of the encoder's."""
+        # Before anything is sent: a refusal leaves the model as it is.
         agree(comm, lambda: check_shardable(self._model.encoder))
         super()._distribute(comm)
         ranks = self.plan.ranks // self.plan.replicas
@@ -60,6 +61,7 @@ class ShardedTilesEngine(TilesEngine):
 
     def _watched(self) -> nn.Module:
         """Return the aggregator under its names."""
+        # Shards differ between ranks by design: a comparison would report them.
         watched = nn.Module()
         watched.add_module(WATCHED.rstrip("."), self._model.aggregator)
         return watched

@@ -65,6 +65,7 @@ class ShardedPass(EncoderPass):
         again = [chunk for chunk, graph in zip(self.chunks, graphs, strict=True) if graph is None]
         read = self._read(again[::-1], True)
         for number in reversed(range(len(self.chunks))):
+            # Out of the list, so that each chunk's graph is freed after its backward.
             chunk, encoded, graphs[number] = self.chunks[number], graphs[number], None
             if encoded is None:
                 if room is not None:
