@@ -38,6 +38,7 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 def plain_number(value: float, digits: int) -> str:
     """Return a number with about ``digits`` digits; large ones have no exponent: ``0.17``, ``1.4``, ``137``."""
+    # "g" would write 1.37e+04.
     return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
@@ -124,6 +125,7 @@ def plain_json(value: Any) -> Any:
         return str(value)
     if value is None or isinstance(value, (str, bool, int)):
         return value
+    # Scalars of NumPy and torch.
     number = value.item() if hasattr(value, "item") else value
     if isinstance(number, float):
         return number if math.isfinite(number) else None
@@ -147,6 +149,7 @@ def progress(total: float | None, label: str, finished: float = 0.0, *, estimate
             yield shown
     else:
         lines = _LogLines(total, label, finished, estimate)
+        # No `finally`: after an error, a last line would look like progress.
         yield lines
         lines.finish()
 
@@ -195,6 +198,7 @@ class _LogLines:
     def advance(self, steps: float = 1, note: str = "") -> None:
         self._done, self._note = self._done + steps, note
         now_s = time.monotonic()
+        # Without a total, a line whenever a fifth of what is done is new: ever rarer.
         share = (self._total or self._done * 2) / LINES_PER_PROGRESS
         if self._done - self._printed >= share and now_s - self._printed_s >= MIN_SECONDS_BETWEEN_LINES:
             self._print()
@@ -210,6 +214,7 @@ class _LogLines:
         self._printed, self._printed_s = self._done, time.monotonic()
         of = f"/{self._total:g}" if self._total is not None else ""
         spent_s = self._printed_s - self._started_s
+        # Steps of an earlier run took no time of this one.
         left_s = (self._total - self._done) * spent_s / (self._done - self._first) if self._total is not None else 0
         left = f", {duration(left_s)} left" if left_s >= 1 and self._estimate else ""
         note = f", {self._note}" if self._note else ""

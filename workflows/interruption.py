@@ -53,6 +53,7 @@ def describe_full_disk(error: OSError, path: Path | None) -> str:
         path: The file; None: unknown.
     """
     try:
+        # The disk may be gone altogether.
         room = None if path is None else shutil.disk_usage(path if path.is_dir() else path.parent)
     except OSError:
         room = None
@@ -79,6 +80,7 @@ def _of_request(error: RequestError, config: Config) -> str:
     from data.location import is_remote, location
 
     store = location(config.data.store)
+    # A server's own message says more than that the store is not there.
     if is_remote(store) or store.exists():
         return str(error)
     return f"data.store {store} is not there any more ({error}); put it back"
@@ -89,6 +91,7 @@ def _of_file(error: OSError, run: Path) -> str | None:
     path = file_of(error)
     if is_full_disk(error):
         return describe_full_disk(error, path or run)
+    # Files of the run, such as after a change of rights: no fault of the program.
     if path is not None and path.absolute().is_relative_to(run.absolute()):
         return f"{path} cannot be written ({error.strerror}); check its folder, its rights and the disk"
     return None
@@ -99,5 +102,6 @@ def how_to_continue(run: Path) -> str:
     latest = run / "checkpoints" / "latest"
     if not latest.exists():
         return "there is no checkpoint yet: --resume begins the run again"
+    # The name that `latest` points to: nothing of a damaged checkpoint is read.
     step = int(latest.resolve().name.removeprefix("step-"))
     return f"--resume continues after step {step}, that of the latest checkpoint; later steps are computed again"

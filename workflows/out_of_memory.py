@@ -49,9 +49,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     cause: BaseException | None = error
     while cause is not None:
         no_memory = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
+        # torch's allocator for CPUs raises a plain RuntimeError; only its text tells.
         by_torch = isinstance(cause, RuntimeError) and _ALLOCATOR.search(str(cause)) is not None
         if isinstance(cause, MemoryError) or no_memory or by_torch:
             return True
+        # A library may catch the error and raise another one.
         cause = cause.__cause__ or cause.__context__
     return False
 
@@ -63,6 +65,7 @@ def message_of(error: BaseException) -> str | None:
     if isinstance(error, OSError) and is_full_disk(error):
         return describe_full_disk(error, file_of(error))
     full_disk = _full_disk(error)
+    # Before memory: the error of a full disk may have one of memory in its context.
     if full_disk is not None:
         return full_disk
     if not is_out_of_memory(error):
@@ -78,6 +81,7 @@ def _full_disk(error: BaseException) -> str | None:
         cause = current.__cause__
         if isinstance(current, RequestError) and is_full_disk(cause):
             return str(error)
+        # Only `__cause__`: what was raised `from` the full disk, not what merely happened after it.
         current = cause
     return None
 
@@ -90,6 +94,7 @@ def _amount(text: str) -> str:
 def kernel_kills() -> int:
     """Return how many processes this machine's kernel has killed for lack of memory since it booted; 0 if unknown."""
     try:
+        # The kernel counts kills of cgroups here, too, and the count needs no rights, unlike its log.
         match = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:
         return 0

@@ -30,6 +30,7 @@ def run_command(
         KeyboardInterrupt: Stopped on request; the command has ended.
     """
     text = [str(argument) for argument in arguments]
+    # Cohorts of many slides would fill the terminal.
     shown = shlex.join(text) if len(text) < 12 else f"{shlex.join(text[:3])} … {shlex.join(text[-2:])}"
     say(f"$ hyfi {shown}")
     # In a new session, so that Ctrl-C reaches only this process, which then stops the command once.
@@ -43,6 +44,7 @@ def run_command(
     except KeyboardInterrupt:
         _stop(process, seconds_to_stop)
         raise
+    # Popen's code of a process that a signal ended is negative.
     return code if code >= 0 else FAULT
 
 
@@ -59,6 +61,7 @@ def _watched(process: subprocess.Popen[bytes], watch: Callable[[], bool]) -> int
 
 def _stop(process: subprocess.Popen[bytes], seconds: float | None) -> None:
     """Ask a command to stop, and wait for its end; a second request, or too long a wait, kills it."""
+    # Else its id may be another process's.
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:

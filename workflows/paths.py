@@ -19,11 +19,13 @@ def require_writable(target: Path) -> None:
     """
     _check_accessible(target)
     folder = target if target.is_dir() else target.parent
+    # The nearest folder that exists: the missing ones will be made in it.
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir():
         raise RequestError(f"{target}: cannot be written: {folder} is a file, not a folder; choose another path")
     try:
+        # Tried, because rights alone do not tell: of root, on read-only and network file systems, `access` says yes.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -47,6 +49,7 @@ def require_readable(path: Path, advice: str) -> None:
     try:
         path.stat()
         if path.is_dir():
+            # Opening is enough to see whether it may be listed; nothing is read.
             os.scandir(path).close()
             (path / "zarr.json").exists()  # raises if the folder may be listed but not entered
     except (FileNotFoundError, NotADirectoryError) as error:

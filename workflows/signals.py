@@ -68,6 +68,7 @@ def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    # Not `print`: the handler may interrupt one, whose buffer is locked. `os._exit`, as imports may be half done.
     os.write(2, b"hyfi: stopped on request\n")
     os._exit(STOPPED)
 

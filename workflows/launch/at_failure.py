@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+# Weak, because a method that is kept here would keep its object, such as a writer with gigabytes of buffers.
 _actions: list[weakref.WeakMethod[Callable[[], Any]]] = []
 
 
@@ -24,5 +25,6 @@ def act() -> None:
     for reference in _actions:
         action = reference()
         if action is not None:
+            # The first error is reported already: another one must not keep this rank from ending the others.
             with contextlib.suppress(Exception):
                 action()

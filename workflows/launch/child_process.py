@@ -44,6 +44,7 @@ class ChildProcess:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, *program, str(theirs.fileno()), str(os.getpid())],
+                # What is typed on the terminal is for the rank.
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the run's standard output is the trainers'
                 env=child_environment(),
@@ -77,6 +78,7 @@ class ChildProcess:
                 message: ChildMessage = json.loads(self._connection.recv_bytes())
                 return message
         except (EOFError, OSError):
+            # The other end is closed as a process ends: `wait` takes a moment at most.
             return {"kind": "died", "how": _how(self._process.wait())}
         return None
 

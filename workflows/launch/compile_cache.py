@@ -35,6 +35,7 @@ def keep_compiled(folder: Path | None, warns: bool = True) -> None:
     cache_folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hyfi" / "compile"
     problem = _problem(cache_folder)
     if problem is None:
+        # Absolute, because processes that inherit it may work in another folder.
         os.environ[VARIABLE] = str(cache_folder.absolute())
     elif folder is not None:
         raise RequestError(f"run.compile_cache: {cache_folder} {problem}; give a folder of yours, or null")
@@ -48,6 +49,7 @@ def _problem(folder: Path) -> str | None:
     """Make a folder if it is missing; return why it cannot be used, None if it can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # After `mkdir`, and of what is really there: the folder, or a link of that name, may be of another user.
         status = folder.stat()
     except OSError as error:
         return f"cannot be made ({error.strerror})"
@@ -55,6 +57,7 @@ def _problem(folder: Path) -> str | None:
         return "cannot be written"
     if status.st_uid != os.getuid():
         return "belongs to another user, and code is loaded from it"
+    # Writable by the group or by others.
     if status.st_mode & 0o022:
         return "may be written by other users, and code is loaded from it"
     return None

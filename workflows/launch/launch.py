@@ -55,6 +55,7 @@ FAILED = "hyfi: rank {rank} failed, all ranks stop:\n{error}"
 
 def own_rank() -> int:
     """Return this process's rank from the environment; 0 without a launcher."""
+    # PMI's names first: in a job script, mpiexec's ranks all inherit the script's SLURM_PROCID.
     names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "RANK")
     return next((int(os.environ[name]) for name in names if name in os.environ), 0) if inside_launcher() else 0
 
@@ -166,9 +167,11 @@ class _LaunchMonitor:
         try:
             self._wait()
         finally:
+            # mpiexec has ended, but perhaps not what the ranks have started.
             kill_session(self._process.pid)
             output.finish()
             self._exits.close()
+            # Only now: a second request must still kill what hangs above.
             for number, handler in before.items():
                 signal.signal(number, handler)
         return self._code(output)
@@ -177,11 +180,13 @@ class _LaunchMonitor:
         failed_s: float | None = None
         while self._process.poll() is None:
             started = self._status.pids()
+            # Wakes as soon as a rank ends, not a poll later: the order of ends names the first.
             if started:
                 self._exits.wait(started.values(), POLL_SECONDS)
             else:
                 time.sleep(POLL_SECONDS)
                 self._check_start()
+            # A failed rank ends the others by itself; what is still there seconds later hangs, and is killed.
             if failed_s is None and (self._status.failed or self._first_lost() is not None):
                 failed_s = time.monotonic()
             if failed_s is not None and time.monotonic() - failed_s > SECONDS_TO_END_AFTER_FAILURE:
@@ -321,6 +326,7 @@ def _run_as_rank(body: Callable[[], int]) -> int:
         _fail(status, rank)
     peer_watch.leave()
     if inside_launcher():
+        # Before the exit code is left: a rank that a signal kills after it would have two outcomes.
         signals.ignore_requests()
     if status is not None:
         status.end(rank, code)
@@ -365,6 +371,7 @@ def _fail(status: RunStatus | None, rank: int) -> None:
     error = plain or trace
     if raised is not None and peer_watch.is_lost_peer(raised):
         time.sleep(PEER_LOST_S)  # most likely a peer died; that is the first error, and is reported in the meantime
+    # First, so that other ranks do not report this one as lost while it writes its error.
     peer_watch.fail()
     leave_exit_code(FAULT)
     if plain and not isinstance(raised, RunInterruptedError):

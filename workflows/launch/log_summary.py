@@ -47,6 +47,7 @@ def read_logs(run: Path) -> list[RankReport]:
     """
     parsed = (_report(path) for path in (run / FOLDER).glob("rank-*.log"))
     reports = sorted((report for report in parsed if report is not None), key=lambda report: report.rank)
+    # Without rank 0's log nothing is known of the last start, and all reports count.
     start_s = _seconds(reports[0].start_time) if reports and reports[0].rank == 0 else 0.0
     return [report for report in reports if _seconds(report.last_time) >= start_s - _STARTS_WITHIN_S]
 
@@ -55,6 +56,7 @@ def first_failed(reports: list[RankReport]) -> RankReport | None:
     """Return the rank that reported its error first; None if none did."""
     return min(
         (report for report in reports if report.error),
+        # Times are in whole seconds, and clocks of hosts differ: of equals, the lowest rank.
         key=lambda report: (report.error_time, report.rank),
         default=None,
     )
@@ -63,6 +65,7 @@ def first_failed(reports: list[RankReport]) -> RankReport | None:
 def _report(path: Path) -> RankReport | None:
     try:
         with path.open("rb") as file:
+            # From here the first line may be cut: it then does not match, and is left out.
             file.seek(max(0, os.fstat(file.fileno()).st_size - _READ_BYTES))
             text = file.read().decode("utf-8", "replace")
     except OSError:
@@ -71,6 +74,7 @@ def _report(path: Path) -> RankReport | None:
     if not lines:
         return None
     starts = [n for n, line in enumerate(lines) if line["text"].startswith(STARTS)]
+    # A run that is continued appends to the logs of its earlier starts.
     begin = starts[-1] if starts else 0
     errors = [line for line in lines[begin:] if line["level"] in ("ERROR", "CRITICAL")]
     warnings = sum(line["level"] == "WARNING" for line in lines[begin:])

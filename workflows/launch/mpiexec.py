@@ -46,6 +46,7 @@ def find() -> MpiExec:
     Raises:
         RequestError: There is none.
     """
+    # That of the environment first: it belongs to the MPI that mpi4py of this environment loads.
     own = Path(sys.executable).parent / "mpiexec"
     path = str(own) if os.access(own, os.X_OK) else shutil.which("mpiexec")
     if path is None:
@@ -81,6 +82,7 @@ class DeadProcess:
         """How it ended."""
         if self.number == 9:
             return "signal 9 (killed, for instance by the kernel because memory ran out)"
+        # Hydra prints one number for both. Ranks that fail exit with 70, so a number below 64 is a signal.
         return f"{'signal' if self.number < 64 else 'exit code'} {self.number}"
 
 
@@ -103,6 +105,7 @@ class Output:
         self._pid: int | None = None
         self._exit: int | None = None
         streams: list[tuple[IO[bytes], TextIO]] = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+        # A thread for each stream: a rank whose full pipe nobody reads would block in `print`.
         self._pumps = [threading.Thread(target=self._pump, args=pair, daemon=True) for pair in streams]
         for pump in self._pumps:
             pump.start()
@@ -126,6 +129,7 @@ class Output:
     def _pump(self, source: IO[bytes], target: TextIO) -> None:
         blank = False  # an empty line is held back: the banner starts with one
         for raw in source:
+            # Bytes of any encoding pass; the output of a rank must not end the launcher.
             line = raw.decode("utf-8", errors="replace").rstrip("\n")
             if self._is_noise(line):
                 blank = False

@@ -31,12 +31,14 @@ def own_folder(parent: Path | None = None) -> Iterator[Path]:
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
     created = _new_folder(parent)
+    # Between making and locking, another launcher may take the folder for abandoned, and remove it.
     while created is None:
         created = _new_folder(parent)
     folder, lock = created
     try:
         yield folder
     finally:
+        # Before the lock is released: an unlocked folder may be removed by others at the same time.
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
@@ -67,6 +69,7 @@ def _remove_abandoned(parent: Path) -> None:
             status = folder.lstat()
             if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
                 continue
+            # O_NOFOLLOW: if a link has taken the name since `lstat`, what it points to must not be emptied.
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 # Raises if a running launcher has the lock; its folder then stays.

@@ -42,6 +42,7 @@ class FolderOwner:
         self._folder, self._names = folder, list[str]()
         self._files: list[IO[str]] = []
         try:
+            # A part shares the lock of the whole with other parts; an owner of the whole has it alone.
             self._own(folder, NAME, remedy, shared=bool(part))
             if part:
                 self._own(folder, f"{NAME}-{part}", remedy, shared=False)
@@ -56,6 +57,7 @@ class FolderOwner:
 
     def withdraw(self) -> None:
         """Unlock the folder, and remove it if nothing else has been written there."""
+        # Locks are still held: nobody else can begin to write here meanwhile.
         if self._names and {entry.name for entry in self._folder.iterdir()} <= set(self._names):
             for name in self._names:
                 (self._folder / name).unlink(missing_ok=True)
@@ -80,6 +82,7 @@ class FolderOwner:
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get(JOB_VARIABLE)
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "job": job, "since": time.time()}
         try:
+            # "a+" never erased an entry; only now is it known that its process has ended.
             file.truncate(0)
             os.write(file.fileno(), json.dumps(owner).encode())  # unbuffered: nothing is left to write on closing
         except OSError as error:

@@ -44,6 +44,7 @@ def join() -> Communicator:
     except RendezvousError:
         _still_waits = True
         raise
+    # Only then this rank ends when another one dies; else two would report one death.
     foreign = RunStatus.from_environment() is None
     _watch = watch_peers(world, _report_lost, _report_stalled, signals.requested, ends_with_dead=foreign)
     return world
@@ -91,12 +92,14 @@ def _report_stalled(stall: Stall) -> None:
     advice = _how_to_continue()
     text = f"{stall.text}\n{advice}" if advice else stall.text
     status = RunStatus.from_environment()
+    # Before this rank is killed, too: the script that started it returns this code.
     leave_exit_code(FAULT)
     rank_log.note_error(text)
     if status is None:
         warn(f"hyfi: {text}\nhyfi: all ranks stop", "ERROR")
         return
     try:
+        # In the name of the stalled rank, which cannot report itself; only the first of several reports counts.
         status.claim_failure(stall.ranks[0], text)
     except OSError:  # a full disk
         warn(f"hyfi: {text}", "ERROR")

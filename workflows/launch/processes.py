@@ -13,6 +13,7 @@ from pathlib import Path
 
 def session_members(session: int) -> list[int]:
     """Return the ids of a session's live processes (without zombies)."""
+    # A zombie cannot be killed, only be waited for by its parent: counting it, `kill_session` would never be done.
     return [pid for pid in _pids() if _state_and_session(pid)[1:] == (session,) and _state_and_session(pid)[0] != "Z"]
 
 
@@ -36,7 +37,9 @@ def _state_and_session(pid: int) -> tuple[str, int]:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
+        # It has ended since it was listed.
         return "Z", -1
+    # After the last ")", as the name itself may have any: `1234 (my (odd) name) S 1 1234 77 …`.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[3])
 
@@ -61,6 +64,7 @@ class ExitOrder:
 
     def wait(self, pids: Iterable[int], timeout_s: float) -> None:
         """Wait until another process ends, at most ``timeout_s``; ``pids``: all processes to watch."""
+        # Each once: an id that is used again is another process.
         for pid in set(pids) - self._known:
             self._known.add(pid)
             try:
@@ -76,6 +80,7 @@ class ExitOrder:
                     continue
                 self._open[descriptor] = pid
                 self._queue.register(descriptor, select.EPOLLIN)
+        # epoll keeps a list of what became ready, in that order; poll and select would go through their own list.
         for descriptor, _ in self._queue.poll(timeout_s):
             self._queue.unregister(descriptor)
             os.close(descriptor)

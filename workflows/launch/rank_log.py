@@ -50,6 +50,7 @@ class RankLog(logging.Handler):
         self._file: TextIO | None = None
         self._held: list[tuple[str, bool]] | None = []  # lines, and whether the terminal has them already
         self._before: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
+        # `warnings.warn` then comes as a record of the logger `py.warnings`.
         logging.captureWarnings(True)
         console.keep_lines(self.keep)
         logging.getLogger().addHandler(self)
@@ -65,6 +66,8 @@ class RankLog(logging.Handler):
             (run / FOLDER).mkdir(parents=True, exist_ok=True)
             file = (run / FOLDER / f"rank-{self._rank}.log").open("a", encoding="utf-8", errors="replace")
             file.write(f"{self._began} {self._head('INFO')}{STARTS}{role}, process {os.getpid()}\n")
+            # The lines from before this run owned its folder; until then the file belonged to another process, if to
+            # any.
             file.write("".join(lines for lines, _ in self._held or ()))
             file.flush()
         except OSError as error:
@@ -89,6 +92,7 @@ class RankLog(logging.Handler):
             text += "\n" + logging.Formatter().formatException(record.exc_info)
         if record.name not in ("py.warnings", "root"):
             text = f"{record.name}: {text}"
+        # Libraries warn alike on all ranks: once on the terminal is enough, unless a rank has no file.
         shown = self._rank == 0 or (self._file is None and self._held is None)
         marked = self._written(record.levelname, text, shown)
         if shown:
@@ -99,6 +103,7 @@ class RankLog(logging.Handler):
         logging.getLogger().removeHandler(self)
         logging.captureWarnings(False)
         console.keep_lines(None)
+        # Reversed: a logger that was taken over twice gets its first handlers.
         for logger, handlers, propagate in reversed(self._before):
             logger.handlers, logger.propagate = handlers, propagate
         self._before.clear()
@@ -135,8 +140,10 @@ class RankLog(logging.Handler):
     def _take_over(self) -> None:
         """Route through this handler what libraries, such as torch, print by their own handlers."""
         for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+            # The dictionary also has placeholders, for parents of loggers that nobody has asked for.
             if isinstance(logger, logging.Logger) and any(map(_prints, logger.handlers)):
                 self._before.append((logger, logger.handlers, logger.propagate))
+                # A new list: `_before` has the old one, which is put back as it was.
                 logger.handlers = [handler for handler in logger.handlers if not _prints(handler)]
                 logger.propagate = True
 

@@ -28,12 +28,14 @@ def check_run(config: Config, resumption: Resumption) -> int:
     """
     folder = config.run.dir
     require_writable(folder / "config.yaml")
+    # A folder with nothing but these two is that of a start that was refused: no run.
     if not folder.exists() or not any(entry.name not in (OWNER, LOGS) for entry in folder.iterdir()):
         if resumption.source is not None:
             raise RequestError(f"--resume-from {resumption.source}: run.dir {folder} has no run")
         return 0
     if not (folder / "config.yaml").is_file():
         raise RequestError(f"run.dir {folder}: exists and is not a run (it has no config.yaml); use another run.dir")
+    # The words that start a run never continue one by accident, perhaps with other data.
     if not resumption.allowed:
         raise RequestError(f"run.dir {folder}: this run exists; continue it with --resume, or use another run.dir")
     refuse_changes(load_config(folder / "config.yaml"), config)
@@ -70,6 +72,7 @@ def describe_missing_run(config: Config) -> tuple[str, bool] | None:
     if (folder / "config.yaml").exists():
         return None
     parent = folder.absolute().parent
+    # Only folders of runs: others of a similar name would be no advice.
     siblings = [path.parent.name for path in parent.glob("*/config.yaml")] if parent.is_dir() else []
     like = get_close_matches(folder.name, siblings, n=1)
     if not like:
@@ -106,6 +109,7 @@ def own_run(config: Config, resumption: Resumption, start: int) -> FolderOwner:
     folder = config.run.dir
     owner = FolderOwner(folder, _OTHER)
     try:
+        # Checked again under the lock: between the first check and now, another process may have trained here.
         if check_run(config, resumption) != start:
             raise RequestError(
                 f"run.dir {folder}: another process has written to this run in the meantime; start again"
@@ -131,6 +135,7 @@ def check_ranks(config: Config, size: int) -> None:
                 "hyfi train …)"
             )
         return
+    # Roles by host are counted later, when all hosts are known.
     if size != config.ranks:
         right = config.ranks
         how = f"--ranks {right}" if inside_launcher() is None else f"`srun -n {right} …` or `mpiexec -n {right} …`"

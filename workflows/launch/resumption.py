@@ -75,9 +75,11 @@ class Resumption:
         if last is None:
             raise RequestError(f"{link}: points to {link.readlink()}, which is no checkpoint of the run")
         if self.source is None:
+            # The link outlived its checkpoint, as after an incomplete copy.
             if last and last not in saved:
                 raise RequestError(f"{link}: step {last} is not there; {_offer(saved)}")
             return last
+        # `previous` counts from the link, not from the newest folder.
         target = max((step for step in saved if step < last), default=None)
         if self.source != PREVIOUS:
             target = _step_of(self.source)

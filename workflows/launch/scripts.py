@@ -69,6 +69,7 @@ class Site:
             RequestError: It is missing, not YAML, or has an unknown key or a value of the wrong type.
         """
         is_given, path = path is not None, path or Path("site.yaml")
+        # The default file may be missing; a given one may not.
         if not is_given and not path.exists():
             return cls()
         try:
@@ -81,6 +82,7 @@ class Site:
             )
         for key, value in document.items():
             default = getattr(cls(), str(key), Site)
+            # Fields without a default, or with None, are text.
             kind = list if isinstance(default, list) else int if isinstance(default, int) else str
             if key not in _keys(cls) or not isinstance(value, kind):
                 raise RequestError(
@@ -143,11 +145,13 @@ def script_of(
         "signal_s": _signal_s(resources, site),
         "script": path.name,
         "name": path.stem,
+        # Slurm starts the script in the folder of `sbatch`; relative paths of the command belong to this one.
         "folder": shlex.quote(str(Path.cwd())),
         "log": f"{path.stem}-%j.log",
         "command": shlex.join(words),
         "ranks": ranks,
         "per_node": math.ceil(ranks / resources.nodes),
+        # -P: without it, a folder `workflows` in the working directory would be imported instead.
         "program": site.program or f"{shlex.quote(sys.executable)} -P -m workflows",
         "srun": f" {site.srun}" if site.srun else "",
         "mpi": resources.mpi or site.mpi or _pmi_of_this_mpi(),
@@ -171,6 +175,7 @@ def _signal_s(resources: Resources, site: Site) -> int:
         raise RequestError(
             f"--time {resources.time}: not a time limit; give HH:MM:SS, DAYS-HH:MM:SS, or a number of minutes"
         )
+    # A short job would otherwise be asked to stop before it has done anything.
     signal_s = int(min(site.signal_s, _MOST_OF_LIMIT * limit_s))
     if limit_s <= signal_s + SIGNAL_EARLY_S:
         raise RequestError(
@@ -214,10 +219,12 @@ def _render(template: str, site: Site, values: Mapping[str, Any]) -> str:
     folders = [*([site.templates] if site.templates else []), str(Path(__file__).parent / "templates")]
     environment = Environment(
         loader=FileSystemLoader(folders),
+        # A mistyped variable of a modified template is refused, not left out of the script.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        # Shell scripts, not HTML: `&` and quotes stay as they are.
         autoescape=False,
     )
     try:

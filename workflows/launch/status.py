@@ -32,6 +32,7 @@ def leave_exit_code(code: int) -> None:
     """Write the exit code of this rank for the script that started the launcher, if one did."""
     name = os.environ.get(EXIT_VARIABLE)
     if name:
+        # All ranks may write the same file at the same time: each renames one of its own.
         temporary = Path(f"{name}.{os.getpid()}.tmp")
         with contextlib.suppress(OSError):  # a full disk: the script returns the launcher's code
             temporary.write_text(f"{code}\n", encoding="utf-8")
@@ -95,6 +96,7 @@ class RunStatus:
         try:
             descriptor = os.open(self.folder / FAILURE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
+            # The first rank may not have written its file yet, and what this one does next, MPI_Abort, would kill it.
             deadline_s = time.monotonic() + 1.0
             while self.failure() is None and time.monotonic() < deadline_s:
                 time.sleep(0.01)
@@ -103,6 +105,7 @@ class RunStatus:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump({"rank": rank, "error": error}, file)
         except OSError:
+            # An empty file would claim the failure, and nobody could report it.
             (self.folder / FAILURE).unlink(missing_ok=True)
             raise
         return True
@@ -116,6 +119,7 @@ class RunStatus:
         """Return {"rank", "error"} of the first failure; None if there is none."""
         try:
             failure: dict[str, Any] = json.loads((self.folder / FAILURE).read_text(encoding="utf-8"))
+        # Not written completely yet.
         except (FileNotFoundError, json.JSONDecodeError):
             return None
         return failure
@@ -134,6 +138,7 @@ class RunStatus:
 
     def _write(self, name: str, text: str) -> None:
         # Atomic: the launcher may read at any time.
+        # With a dot, so that `_numbers` does not find it.
         temporary = self.folder / f".{name}.{os.getpid()}.tmp"
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(self.folder / name)

@@ -28,6 +28,7 @@ class StopFlag:
 
     def forward(self, world: Communicator) -> None:
         """Forward a request from a loader or validator to trainer 0, once."""
+        # Once: trainer 0 takes one message at each poll, and one is enough.
         if self.requested_here() and not self._forwarded:
             self._forwarded = True
             world.send_object("stop", 0, STOP_TAG)
@@ -46,6 +47,7 @@ class StopFlag:
 
     def poll(self, world: Communicator) -> bool:
         """Return whether a stop was requested on this rank; on trainer 0 also whether a request was forwarded to it."""
+        # Loaders and validators take no part in the trainers' votes: they send trainer 0 a message.
         if world.rank == 0 and world.poll_object(STOP_TAG) is not None:
             self.wanted = True
         return self.requested_here()

@@ -33,8 +33,10 @@ def submit(path: Path) -> str:
         )
     completed = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
     if completed.returncode != 0:
+        # Slurm names its program in front of each line; the message does so once.
         lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in completed.stderr.splitlines()]
         raise RequestError(f"--submit: sbatch refused {path}: {'; '.join(lines)}{_partitions_text(completed.stderr)}")
+    # --parsable prints `id`, or `id;cluster`.
     return completed.stdout.strip().partition(";")[0]
 
 

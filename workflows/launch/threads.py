@@ -25,6 +25,7 @@ def set_threads(world: Communicator, threads: int | None = None) -> None:
     """
     import torch
 
+    # Collective, so it is called whatever the configuration says.
     mates = ranks_with_these_cores(world)
     if threads is None and mates > 1 and "OMP_NUM_THREADS" not in os.environ:
         cores = usable_cores()

@@ -31,6 +31,7 @@ Draw = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 def draw_cases(cases: int, draws: int = DRAWS, seed: int = SEED) -> torch.Tensor:
     """Return (draws, cases) float64: how often each case is in each draw; depends only on the arguments."""
+    # Drawing M of M with replacement, in any order: only how often each case comes matters.
     counts = np.random.default_rng(seed).multinomial(cases, np.full(cases, 1 / cases), size=draws)
     return torch.from_numpy(counts.astype(np.float64))
 
@@ -48,6 +49,7 @@ def intervals(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor,
         counts: (draws, N) how often each sample is in each draw; equal for samples of the same case.
     """
     names = ("loss", *METRICS)
+    # Not only NaN: an infinite logit has a probability, but no loss.
     if len(targets) == 0 or not bool(logits.isfinite().all()):
         return dict.fromkeys(names)
     intervals_of = resampled(lambda part: drawn_metrics(logits, targets, losses, part), names, counts)
@@ -85,6 +87,7 @@ def wilson(share: float, cases: int) -> list[float]:
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     middle, factor = share + z**2 / (2 * cases), 1 + z**2 / cases
     half = z * math.sqrt(share * (1 - share) / cases + z**2 / (4 * cases**2))
+    # The bounds are within 0 and 1 but for rounding.
     return [max(0.0, (middle - half) / factor), min(1.0, (middle + half) / factor)]
 
 
@@ -105,8 +108,10 @@ def resampled(draw: Draw, names: Sequence[str], counts: torch.Tensor) -> Interva
         names: The metrics.
         counts: (draws, N) how often each sample is in each draw; equal for samples of the same case.
     """
+    # One case, which every draw has once: draws say nothing about others.
     if bool((counts == 1).all()):
         return dict.fromkeys(names)
+    # Draws in blocks: all at once, temporary arrays of many slides would not fit.
     parts = [draw(part) for part in counts.split(max(1, MAX_COUNTS // counts.shape[1]))]
     values = {name: torch.cat([part[name] for part in parts]).numpy() for name in names}
     return {name: _interval(value) for name, value in values.items()}
@@ -122,6 +127,7 @@ def drawn_metrics(
 
 
 def _interval(values: np.ndarray) -> list[float] | None:
+    # A draw may lack a class: it says nothing about the others, unless most draws do.
     defined = values[np.isfinite(values)]
     if 2 * len(defined) < len(values) or np.isnan(values).all():
         return None

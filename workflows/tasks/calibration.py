@@ -65,12 +65,15 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> Calibration |
     def cost(log_t: torch.Tensor) -> torch.Tensor:
         scaled = logits[None] / log_t.exp()[:, None, None]
         right = scaled.gather(2, labels[None, :, None].expand(len(log_t), -1, 1))[..., 0]
+        # A sum over slides, not a mean: the more slides, the less the prior weighs.
         return (scaled.logsumexp(2) - right).sum(1) + log_t**2 / (2 * PRIOR**2)
 
+    # In log temperature, where halving and doubling are equally far.
     low, high = -math.log(MAX_TEMPERATURE), math.log(MAX_TEMPERATURE)
     for _ in range(_REFINEMENTS):
         grid = torch.linspace(low, high, _GRID, dtype=torch.float64)
         best, step = float(grid[int(cost(grid).argmin())]), (high - low) / (_GRID - 1)
+        # The least cost lies within a step of the best point: each round divides the range by 100.
         low, high = best - step, best + step
         if step < 1e-9:
             break

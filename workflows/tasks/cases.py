@@ -66,10 +66,12 @@ def aggregated(logits: torch.Tensor, targets: torch.Tensor, of_slide: torch.Tens
     rows, classes = [], []
     for members in members_of(of_slide):
         if how == "mean":
+            # log of the mean probability, without leaving logs: a tiny p would become 0, and its log −inf.
             rows.append(log_p[members].logsumexp(0) - torch.tensor(len(members), dtype=torch.float64).log())
         elif how == "logits":
             rows.append(logits[members].double().mean(0).log_softmax(0))
         else:
+            # argmax takes the first of equals, so the order of slides decides, not their threads.
             rows.append(log_p[members[expected[members].argmax()]])
         classes.append(int(targets[members].max()))
     return Cases(of_slide, torch.stack(rows) if rows else log_p, torch.tensor(classes, dtype=torch.long))

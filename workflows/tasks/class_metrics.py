@@ -54,6 +54,7 @@ def metrics_of_probabilities(probabilities: torch.Tensor, targets: torch.Tensor)
 def log_odds(logits: torch.Tensor) -> torch.Tensor:
     """Return log(p / (1 − p)) of each class, (N, K), without computing p, which could round to 1."""
     other_classes = logits.unsqueeze(1).expand(-1, logits.shape[1], -1).clone()
+    # −inf leaves a class out of its own sum.
     other_classes.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
     return logits - other_classes.logsumexp(dim=2)
 
@@ -104,6 +105,7 @@ def weighted_metrics(
     # (draws, classes): samples of each class, samples predicted as it, and both.
     true, predicted_as, hit = confusion.sum(2), confusion.sum(1), confusion.diagonal(dim1=1, dim2=2)
     several_classes = (true > 0).sum(1) > 1
+    # 0 / 0 gives NaN where a class is absent: `mean_present` leaves it out, and torch.where below what is undefined.
     f1 = 2 * hit / (true + predicted_as)
     metrics = {
         "auroc": _areas(scores, targets, counts, true),
@@ -125,6 +127,7 @@ def confusion_of(predicted: torch.Tensor, targets: torch.Tensor, classes: int, c
 
 def _summed(counts: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
     """Return (draws, groups): the sum of ``counts`` (draws, N) over the samples of each group; ``group``: (N,)."""
+    # float64: sums of counts stay exact.
     return torch.zeros(len(counts), groups, dtype=torch.float64).index_add_(1, group, counts)
 
 
@@ -162,5 +165,6 @@ def _calibration(probabilities: torch.Tensor, right: torch.Tensor, counts: torch
     confidence = probabilities.amax(1)
     # In float32 like torchmetrics, so that a confidence on the edge of a bin falls into the same one.
     of_bin = torch.bucketize(confidence.float(), torch.linspace(0, 1, CALIBRATION_BINS + 1), right=True) - 1
+    # One more bin than there are: a confidence of exactly 1 has one of its own.
     difference = _summed(counts * (right.double() - confidence), of_bin, CALIBRATION_BINS + 1)
     return difference.abs().sum(1) / counts.sum(1)

@@ -69,6 +69,8 @@ def precision_recall_curve(score: Array, positive: NDArray[np.bool_], draws: Arr
     score, positive, draws = _by_descending_score(score, positive, draws)
     x, y = _precision_recall(score, positive, np.ones(len(score)))
     low, high = _band(lambda weights: _precision_recall(score, positive, weights), positive, draws)
+    # Steps, not trapezoids: between two points, precision does not follow the straight line, and its area would be too
+    # high.
     return RateCurve(x, y, low, high, float((np.diff(x) * y[1:]).sum()))
 
 
@@ -82,19 +84,23 @@ def _by_descending_score(
 
 def _counts(score: Array, positive: NDArray[np.bool_], weights: Array) -> tuple[Array, Array]:
     """Return the numbers of true and false positives (n,) at each distinct threshold, of slides sorted by score."""
+    # The last of equal scores: they pass a threshold together.
     last = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)
     return np.cumsum(weights * positive)[last], np.cumsum(weights * ~positive)[last]
 
 
 def _roc(score: Array, positive: NDArray[np.bool_], weights: Array) -> tuple[Array, Array]:
     true_positives, false_positives = _counts(score, positive, weights)
+    # From (0, 0), where nothing is called positive.
     return np.append(0.0, false_positives / false_positives[-1]), np.append(0.0, true_positives / true_positives[-1])
 
 
 def _precision_recall(score: Array, positive: NDArray[np.bool_], weights: Array) -> tuple[Array, Array]:
     true_positives, false_positives = _counts(score, positive, weights)
+    # A draw may lack the slides of the highest scores: precision is 0 / 0 there.
     drawn = true_positives + false_positives > 0
     precision = true_positives[drawn] / (true_positives + false_positives)[drawn]
+    # Down to recall 0 with the first precision, by convention.
     return np.append(0.0, true_positives[drawn] / true_positives[-1]), np.append(precision[0], precision)
 
 
@@ -120,6 +126,7 @@ def confusion(targets: NDArray[np.int64], predicted: NDArray[np.int64], classes:
 def reliability(probabilities: Array, targets: NDArray[np.int64]) -> tuple[Array, Array, NDArray[np.int64]]:
     """Return (mean confidence, accuracy, count) for equal bins of the highest probability; NaN for an empty bin."""
     confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == targets
+    # A probability of 1 belongs to the last bin.
     bin_of = np.minimum((confidence * RELIABILITY_BINS).astype(int), RELIABILITY_BINS - 1)
     counts = np.bincount(bin_of, minlength=RELIABILITY_BINS)
     with np.errstate(invalid="ignore"):

@@ -21,6 +21,7 @@ def number_metrics(predicted: torch.Tensor, true: torch.Tensor, counts: torch.Te
     error = predicted - true
     squares = counts @ error**2
     mean = (counts @ true) / total
+    # Not the mean of squares minus the square of the mean: far from 0, both are large, and their difference is noise.
     spread = (counts * (true - mean[:, None]) ** 2).sum(1)
     return {
         "mae": (counts @ error.abs()) / total,
@@ -34,6 +35,7 @@ def _drawn_ranks(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the rank of each sample within each draw, (draws, N); equal values have the mean of their ranks."""
     distinct, group = torch.unique(values, return_inverse=True)
     sums = torch.zeros(len(counts), len(distinct), dtype=torch.float64).index_add_(1, group, counts)
+    # Up to a constant, which a correlation ignores.
     return (sums.cumsum(1) - sums / 2)[:, group]
 
 

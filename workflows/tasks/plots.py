@@ -102,6 +102,7 @@ def _draw_curve(axes: Axes, curve: RateCurve, name: str, rgb: tuple[int, int, in
 def confusion_plot(predicted: NDArray[np.int64], targets: NDArray[np.int64], class_names: Sequence[str]) -> Plot:
     """Return the confusion matrix: counts, shaded by their fraction of the true class."""
     counts = confusion(targets, predicted, len(class_names))
+    # A class without slides has an empty row, not NaN.
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     figure, axes = _figure("predicted", "true", limits=False)
     axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
@@ -200,6 +201,7 @@ def time_plot(
 
 def _figure(x_name: str, y_name: str, limits: bool = True) -> tuple[Any, Any]:
     """Return a figure that needs no display, and its axes."""
+    # Not pyplot, which keeps every figure until it is closed, and may look for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(SIDE_INCHES, SIDE_INCHES), layout="constrained")
@@ -220,6 +222,7 @@ def _svg(figure: Any) -> str:
 
     text = io.StringIO()
     # Keep text as text: smaller, and the browser can choose the font.
+    # A fixed salt and no date: the same numbers give the same bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hyfi"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     document = text.getvalue()

@@ -29,6 +29,7 @@ def label_metrics(
     """
     columns = []
     for k in range(scores.shape[1]):
+        # Each label on its own slides: who lacks one label still counts for the others.
         labelled = (targets[:, k] != UNKNOWN).nonzero()[:, 0]
         columns.append(_of_label(scores[labelled, k], called[labelled, k], targets[labelled, k], counts[:, labelled]))
     return {name: torch.stack([column[name] for column in columns], 1) for name in MEANS}
@@ -37,6 +38,7 @@ def label_metrics(
 def macro(values: torch.Tensor) -> torch.Tensor:
     """Return the mean (draws,) over the labels (draws, labels) in which a metric is defined; NaN if it is in none."""
     is_defined = values.isfinite()
+    # 0 / 0 is NaN, as it should be. A product with `is_defined` would not do: NaN · 0 is NaN.
     return torch.where(is_defined, values, 0.0).sum(1) / is_defined.sum(1)
 
 
@@ -50,6 +52,7 @@ def _of_label(
     shape = (len(counts), len(distinct))
     hits, misses = (torch.zeros(shape, dtype=torch.float64).index_add_(1, rank, part) for part in (yes, no))
     above, false = hits.cumsum(1), misses.cumsum(1)
+    # Slides without the label that rank lower; of those with the same score, one half.
     area = (hits * (total_no[:, None] - false + misses / 2)).sum(1) / (total_yes * total_no)
     precision = torch.where(above + false > 0, above / (above + false), 0.0)
     true_positives, false_positives = (yes * called).sum(1), (no * called).sum(1)
@@ -77,12 +80,14 @@ def best_thresholds(probabilities: torch.Tensor, targets: torch.Tensor) -> list[
         if not len(yes) or not len(no):
             thresholds.append(None)
             continue
+        # All thresholds between the same two probabilities call the same slides: one of each is enough.
         values = torch.unique(torch.cat([yes, no]))
         between = (values[1:] + values[:-1]) / 2
         if not len(between):
             thresholds.append(None)
             continue
         merit = (yes[None] >= between[:, None]).double().mean(1) + (no[None] < between[:, None]).double().mean(1)
+        # Sums of means may differ in their last bits although they are equal.
         best = between[merit >= merit.max() - 1e-12]
         thresholds.append(float(best[(best - 0.5).abs().argmin()]))
     return thresholds

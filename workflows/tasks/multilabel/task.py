@@ -67,6 +67,7 @@ class Multilabel(Task):
             raise RequestError(
                 f"data.class_weights: all training slides are alike in {', '.join(absent)}, which cannot be balanced"
             )
+        # Slides with and without a label then weigh the same in all, and the mean weight is 1.
         weights = torch.stack([(yes + no) / (2 * yes), (yes + no) / (2 * no)], 1)
         return replace(task, weights=tuple((positive, negative) for positive, negative in weights.tolist()))
 
@@ -121,6 +122,8 @@ class Multilabel(Task):
 
     def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the metrics of `workflows.tasks.multilabel.metrics`, with thresholds of one half."""
+        # A logit ranks as its probability does, but does not round to 1; from 0 on, the probability is one half or
+        # more.
         metrics = label_metrics(outputs.double(), outputs >= 0, targets, counts)
         each = {f"auroc_{name}": metrics["auroc"][:, k] for k, name in enumerate(self.labels)}
         loss = counts @ self.losses(outputs.double(), targets) / counts.sum(1)
@@ -155,6 +158,7 @@ class Multilabel(Task):
             mean = yes[members].logsumexp(0) - no[members].logsumexp(0)  # exact where probabilities round to 1
             own = outputs[members].double()
             merged.append({"mean": mean, "max": own.amax(0), "logits": own.mean(0)}[how])
+            # Present > absent > unknown as numbers: one known slide is enough.
             of_any.append(targets[members].amax(0))
         return torch.stack(merged), torch.stack(of_any)
 

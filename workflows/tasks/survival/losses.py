@@ -19,13 +19,17 @@ def cox_loss(risks: torch.Tensor, times: torch.Tensor, events: torch.Tensor) -> 
     """
     ended = events > 0
     at_risk = times[None, :] >= times[:, None]
+    # Each sample is also tied with itself: a row of a censored one would else be log 0, and its gradient NaN, even
+    # times 0.
     tied = (times[None, :] == times[:, None]) & ended[None, :] | torch.eye(
         len(times), dtype=torch.bool, device=times.device
     )
     log_all = risks.expand(len(risks), -1).masked_fill(~at_risk, -torch.inf).logsumexp(1)
     log_tied = risks.expand(len(risks), -1).masked_fill(~tied, -torch.inf).logsumexp(1)
+    # Below the diagonal: how many events of the same time come before this one in the batch (Efron's l).
     left = torch.tril(tied & ended[None, :], diagonal=-1).sum(1) / tied.sum(1)
     terms = log_all + torch.log1p(-left.to(risks.dtype) * (log_tied - log_all).exp()) - risks
+    # A batch without an event has the loss 0.
     return (terms * ended).sum() / ended.sum().clamp(min=1)
 
 
@@ -44,6 +48,7 @@ def drawn_cox_losses(
     shape = (len(counts), len(distinct))
     hazard = (risks - risks.max()).exp()
     totals = torch.zeros(shape, dtype=torch.float64).index_add_(1, group, counts * hazard)
+    # Times ascend: those at risk at a time are all of this and later ones.
     all_at_risk = totals.flip(1).cumsum(1).flip(1)
     drawn = counts * events
     tied = torch.zeros(shape, dtype=torch.float64).index_add_(1, group, drawn * hazard)
@@ -71,9 +76,11 @@ def hazard_losses(
     right = torch.tensor(edges, dtype=times.dtype, device=times.device)
     left = torch.cat([torch.zeros_like(right[:1]), right[:-1]])
     ended, at = (events > 0)[:, None], times[:, None]
+    # The interval of the event itself is not survived.
     survived = torch.where(ended, at > right, at >= (left + right) / 2)
     within = (at <= right) & ((at > left) | (torch.arange(len(edges), device=times.device) == 0))
     died = ended & within
+    # With hazard h = sigmoid(o): −log(1 − h) = softplus(o), and −log h = softplus(−o).
     softplus = torch.nn.functional.softplus
     return (survived * softplus(logits) + died * softplus(-logits)).sum(1)
 
@@ -90,5 +97,6 @@ def hazard_survival(logits: torch.Tensor, edges: tuple[float, ...], times: tuple
     """
     right = torch.tensor(edges, dtype=logits.dtype)
     left = torch.cat([torch.zeros_like(right[:1]), right[:-1]])
+    # The part of each interval that lies before each time: 0, 1, or a fraction in which log survival falls linearly.
     part = ((torch.tensor(times, dtype=logits.dtype)[:, None] - left) / (right - left)).clamp(0, 1)
     return (-(torch.nn.functional.softplus(logits) @ part.T)).exp()

@@ -41,6 +41,7 @@ def survival_metrics(
     """
     times, events = targets.unbind(1)
     free = censoring_survival(times, events, counts)
+    # Who is not drawn may have a time at which nobody is free any more: 0 · (1 / 0) would be NaN.
     weights = torch.where(counts > 0, 1 / free, 0.0)
     harrell, uno = concordances(risks, times, events, weights, horizons[-1], counts)
     areas, falls = time_areas(risks, times, events, counts * weights, horizons, counts)
@@ -63,6 +64,7 @@ def kaplan_meier(times: torch.Tensor, events: torch.Tensor, counts: torch.Tensor
 def censoring_survival(times: torch.Tensor, events: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the probability not to be censored up to each sample's time, (draws, N); events come before censoring."""
     distinct, deaths, censored, at_risk = life_table(times, events, counts)
+    # Who has the event at a time is not at risk of being censored at the same time.
     left = at_risk - deaths
     free = torch.where(left > 0, 1 - censored / left, 1.0).cumprod(1)
     return free[:, torch.searchsorted(distinct, times.contiguous())]
@@ -103,10 +105,13 @@ def concordances(
     ended = events.nonzero()[:, 0]
     for rows in ended.split(max(1, PAIRS // len(risks))):
         at, risk = times[rows, None], risks[rows, None]
+        # Censored at the time of the event: lives longer, as the event comes first.
         longer = (times > at) | ((times == at) & (events == 0))
         right = (longer * ((risk > risks) + 0.5 * (risk == risks))).double()
         drawn = counts[:, rows]
+        # Squared: both members of a pair must still be followed at that time.
         weight = torch.where(times[rows] < last, weights[:, rows] ** 2, 0.0)
+        # Pairs of a draw, without a loop over draws: rows ended · those that live longer.
         pairs_of = (counts @ right.T * drawn, counts @ longer.double().T * drawn)
         sums += torch.stack(
             [(part * pair_weight).sum(1) for pair_weight in (torch.ones_like(weight), weight) for part in pairs_of]
@@ -140,6 +145,7 @@ def time_areas(
         below = alive.cumsum(1) - alive / 2
         areas.append((ended * below).sum(1) / (ended.sum(1) * alive.sum(1)))
     distinct, curve = kaplan_meier(times, events, counts)
+    # Survival is 1 before the first time, which searchsorted gives the place 0.
     curve = torch.cat([torch.ones_like(curve[:, :1]), curve], 1)
     at = curve[:, torch.searchsorted(distinct, torch.tensor(horizons, dtype=torch.float64), right=True)]
     return torch.stack(areas, 1), torch.cat([torch.ones_like(at[:, :1]), at], 1)[:, :-1] - at
@@ -165,6 +171,7 @@ def integrated_brier(
         has_known.append((counts * alive).sum(1) > 0)
     of, at = torch.stack(scores, 1), torch.tensor(horizons, dtype=torch.float64)
     wide = torch.stack(has_known, 1)
+    # Trapezoids only between horizons that somebody survives.
     widths = torch.where(wide[:, 1:] & wide[:, :-1], at.diff(), 0.0)
     length = widths.sum(1)
     middle = torch.where(wide, of, 0.0)
@@ -193,6 +200,7 @@ def log_rank(times: torch.Tensor, events: torch.Tensor, high: torch.Tensor) -> f
     groups = torch.stack([torch.ones(len(times), dtype=torch.float64), high.double()])
     _, deaths, _, at_risk = life_table(times, events, groups)
     share = at_risk[1] / at_risk[0]
+    # Of the hypergeometric distribution; with one left at risk it is 0, whatever it is divided by.
     variance = deaths[0] * share * (1 - share) * (at_risk[0] - deaths[0]) / (at_risk[0] - 1).clamp(min=1)
     if not float(variance.sum()) > 0:
         return None

@@ -72,6 +72,7 @@ def survival_section(
 
 def _by_case(risks: torch.Tensor, targets: torch.Tensor, draws: Array) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean risk and the latest target of each case; slides of a case are equally often in every draw."""
+    # A page has no names of cases here: equal columns of draws tell which slides are of one case.
     of_case = np.unique(draws, axis=1, return_inverse=True)[1].reshape(-1)
     members = members_of(torch.from_numpy(of_case))
     latest = [int(indices[targets[indices, 0].argmax()]) for indices in members]
@@ -95,6 +96,7 @@ def _curve(targets: torch.Tensor, label: str) -> GroupCurve:
     once = torch.ones(1, len(times), dtype=torch.float64)
     distinct, curve = kaplan_meier(times, events, once)
     _, deaths, censored, at_risk = (part.squeeze(0) for part in life_table(times, events, once))
+    # log(−log S) needs 0 < S < 1; the ends are replaced below.
     value = curve[0].clamp(1e-12, 1 - 1e-12)
     variance = (deaths / (at_risk * (at_risk - deaths)).clamp(min=1e-12)).cumsum(0) / value.log() ** 2
     half = _Z * variance.sqrt()

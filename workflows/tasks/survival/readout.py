@@ -57,6 +57,7 @@ class SurvivalReadout(Readout):
             return np.concatenate([[1 - float(survival.mean())], survival[0].numpy()])
         risk = float(logits[0]) - self.centre
         hazards = np.full(len(self.times), math.nan) if self.baseline is None else np.array(self.baseline)
+        # math.exp raises OverflowError above 709.
         return np.concatenate([[risk], np.exp(-hazards * math.exp(min(risk, 700.0)))])
 
     def position_scores(self, logits: torch.Tensor) -> torch.Tensor:
@@ -80,6 +81,7 @@ class SurvivalReadout(Readout):
         """Return the channel of the risk; with hazards, of the interval in which the event is most probable."""
         if not self.edges:
             return 0
+        # Survival is known at `times` only: between them, a straight line is enough to find the interval.
         at = np.concatenate([[0.0], self.times])
         survival = np.interp(np.array(self.edges), at, np.concatenate([[1.0], values[1:]]))
         return int(np.argmax(np.concatenate([[1.0], survival[:-1]]) - survival))

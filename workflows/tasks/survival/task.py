@@ -66,6 +66,7 @@ class Survival(Task):
     def fitted(cls, data: TargetKeys, labels: Labels, train: Sequence[Target]) -> Self:
         """Return the task with quantiles of the event times of the training slides."""
         pairs = [_pair(target) for target in train]
+        # Without events at time 0, so that every interval has a length.
         ended = np.array([time for time, event in pairs if event and time > 0])
         if not len(ended):
             raise RequestError(
