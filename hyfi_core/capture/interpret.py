@@ -76,7 +76,7 @@ class RepeatableDraws(TorchDispatchMode):
         # The third argument is ``train``: without it, dropout draws nothing.
         if function is aten.native_dropout.default and args[2]:
             survivors = _pattern(args[0]) < 1.0 - args[1]
-            # As PyTorch's: with p=1 all is zero, where 1 / (1 - p) would give NaN.
+            # As PyTorch's: with p=1 all is zero, where 1 / (1 - p) would raise.
             scale = 0.0 if args[1] == 1.0 else 1.0 / (1.0 - args[1])
             return args[0] * survivors * scale, survivors
         if function is aten.bernoulli_.float:

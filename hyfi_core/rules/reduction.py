@@ -173,7 +173,7 @@ def truth(builder: Builder, op: Operator) -> None:
     every = op.text.startswith("aten.all")
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
-        # Counts, because ranks can be summed and truth values cannot; ``all`` counts its counterexamples.
+        # Counts, which ranks can sum, unlike truth values; ``all`` counts its counterexamples.
         return ((tensor == 0) if every else (tensor != 0)).sum(dims, keepdim=keepdim)
 
     partial, total = (builder.fresh(op.first_output, dtype=torch.int64) for _ in range(2))

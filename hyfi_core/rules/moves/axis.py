@@ -73,7 +73,7 @@ class Axis:
         So the best cut is between them.
         """
         every_cut = range(self.outputs + 1)
-        # Both counts only grow with the cut (the second one falls), so bisection finds where they begin.
+        # With the output cut, the first count only grows and the second only falls: bisection finds the ends.
         low = bisect_left(every_cut, 1, key=lambda out: self._needed_before(out, cut, inputs)) - 1
         high = bisect_left(every_cut, 0, key=lambda out: -self._needed_behind(out, cut))
         first, last = max(0, min(low, high)), min(self.outputs, max(low, high))
