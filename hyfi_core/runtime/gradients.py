@@ -157,7 +157,6 @@ class EarlierGradients:
         """Add them to the parameters' gradients."""
         for parameter, earlier in zip(self._parameters, self._kept, strict=True):
             if earlier is not None:
-                # Added to the copy, so that the sum outlives the bucket's next use.
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._kept = []
 
