@@ -73,6 +73,7 @@ def forecast_pages(
         pixels: type of the pixels from which the image is computed when it is needed; None: the image is kept.
     """
     sizes = _Sizes(ranked, position, dtypes, pixels)
+    # A set: what an in-place step takes and makes is one map.
     working = max((sum(map(sizes.of, {*taken_by(s), *made_by(s)})) for s in tape.steps), default=0)
     weights = max((sum(map(sizes.of_weight, taken_by(s))) for s in tape.steps), default=0)
     saved = _Kept.of(tape, sizes) if trains else _Kept(frozenset(), ((),) * len(tape.steps))

@@ -271,6 +271,7 @@ class PagedSteps:
         if cheap_call is None:
             return None
         call, inputs, in_place = cheap_call
+        # Its input is gone, overwritten by the step: unless that can be computed again, neither can the result.
         if in_place and page.recomputation is None:
             return None
         calls, earlier = (
@@ -278,6 +279,7 @@ class PagedSteps:
             if in_place and page.recomputation
             else ((call,), ())
         )
+        # Only tensors with pages: all others, such as weights, stay in memory anyway.
         sources = tuple(dict.fromkeys((*earlier, *(t for t in inputs if self._pager.page_of(t) is not None))))
         depths = (
             p.recomputation.depth

@@ -267,6 +267,7 @@ class Pager:
         if storage is None or recomputation is None:
             return
         sources = self._pages_of(recomputation.sources)
+        # Found before they are loaded, after which they look like any other page in memory.
         made_for_it = [source for source in sources if not source.in_memory and source.recomputation is not None]
         self._load(sources)
         storage.resize_(page.size)

@@ -75,6 +75,7 @@ class SpillForecast:
             pages = [stages[number].times(flights) for number in numbers]
             limit = self._limit(plan, pages, sum(states[number] for number in numbers))
             for number in numbers:
+                # A stage of two directions is on ranks with different other stages: the rank that moves most counts.
                 maps = _spilled(stages[number], pages, limit, cells)
                 spilled[number] = max(
                     maps, spilled[number], key=lambda spill: spill.forward_bytes + spill.backward_bytes

@@ -170,6 +170,7 @@ class Pipeline:
         self._exchange.finish()
 
     def _do(self, action: Action, step: Step) -> None:
+        # Actions on gradients have no micro-batch, and use none.
         key, m, exchange = (action.stage, action.direction), action.microbatch or 0, self._exchange
         match action.verb:
             case Verb.F:

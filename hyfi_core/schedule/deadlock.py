@@ -63,6 +63,7 @@ def _waits(run: DryRun, number: int) -> Iterator[Wait]:
     action = rank.current
     if action is None:
         return
+    # A rank in its gang has all its data, and waits for the other ranks of the stage.
     missing = None if rank.in_gang else rank.missing()
     if missing is not None:
         for sender in senders(run.placement, number, missing):

@@ -246,6 +246,7 @@ def watch_peers(
         peers = _accept(listener, address, world.size - 1)
     elif shared_address is not None:
         peers = _connect(_Address(shared_address[0], shared_address[1], bytes.fromhex(shared_address[2])), world.rank)
+    # All watch, or none: one without a connection would look like one that has died.
     refused = world.broadcast_object(_missing(world.gather_objects(peers is not None)))
     if refused is None and peers is not None:
         if tell_stalled is None:

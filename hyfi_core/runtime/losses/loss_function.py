@@ -60,6 +60,7 @@ def checked_loss(loss: Loss, output: Any, labels: torch.Tensor) -> torch.Tensor:
     Raises:
         RequestError: it is not a scalar tensor, or has no gradient.
     """
+    # The default loss, whose own error would not say that ``output`` selects the logits.
     if loss is F.cross_entropy and not isinstance(output, torch.Tensor):
         kind = type(output).__name__
         raise RequestError(f"the model's output is a {kind}; pass output=lambda output: ... to select its logits")
