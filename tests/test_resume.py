@@ -22,6 +22,7 @@ from tests.harness import run_copies
 from tests.steps import Factory, adamw, make_batches, sgd
 
 SHAPE = (4, 3, 50, 45)
+STEPS = 2  # before, and after: the first has moments of zero, the second uses those of the first
 FIRST = ParallelPlan(((2, 2), (1, 1)), ("layer2",), 4, "1f1b")
 OTHERS = {
     "1x3": ParallelPlan(((1, 3),), microbatches=4),
@@ -40,19 +41,19 @@ def train(
     first: int,
     shape: tuple[int, ...] = SHAPE,
 ) -> list[float]:
-    """Five steps from ``first`` on; those that begin at 0 leave a checkpoint, others start from it, released."""
+    """``STEPS`` steps from ``first`` on; those that begin at 0 leave a checkpoint, others start from it, released."""
     engine = hyfi_core.parallelize(module, shape, plan, comm, optimizer=factory, release=bool(first))  # type: ignore[arg-type]
     if first:
         engine.load_state_dict(load_checkpoint(folder).weights)
         load_optimizer_state(engine.optimizer, module.named_parameters(), load_training_state(folder).optimizer)
     replica = comm.rank // plan.ranks_per_replica
     mine = slice(replica * shape[0], (replica + 1) * shape[0])
-    steps = make_batches(SHAPE, 10, 1)[first : first + 5]
+    steps = make_batches(SHAPE, 2 * STEPS, 1)[first : first + STEPS]
     losses = [engine.train_step(images[mine], labels[mine]) for ((images, labels),) in steps]
     if not first:
         share = CheckpointPart(engine.owned_state(), engine.owned_optimizer())
         writer = CheckpointWriter(comm, bool(share.weights))
-        writer.begin(folder, share, step=5, model={"step": 5}, state={"step": 5})
+        writer.begin(folder, share, step=STEPS, model={"step": STEPS}, state={"step": STEPS})
         writer.finish()
     return losses
 
@@ -69,9 +70,9 @@ def test_any_plan_goes_on_from_what_another_saved(tmp_path: Path, factory: Facto
 
     run(FIRST, 0)
     assert not list(tmp_path.glob(".*"))
-    wanted = run(FIRST, 5)
+    wanted = run(FIRST, STEPS)
     for name, plan in OTHERS.items():
-        assert run(plan, 5) == pytest.approx(wanted, abs=1e-10), name
+        assert run(plan, STEPS) == pytest.approx(wanted, abs=1e-10), name
 
 
 PLANS = {
@@ -100,9 +101,9 @@ def test_ranks_with_the_same_weights_share_the_writing_and_any_plan_goes_on(
     shares = [load_file(file) for file in sorted(folder.glob("model-*.safetensors"))]
     assert len(shares) == (2 if saved_by == "two directions" else 4)
     assert sorted(name for share in shares for name in share) == sorted(model.state_dict())
-    wanted = run(OTHERS["one process"], 5)
+    wanted = run(OTHERS["one process"], STEPS)
     for other in (plan, [*PLANS.values(), *PLANS.values()][[*PLANS].index(saved_by) + 1]):  # itself, and the next one
-        assert run(other, 5) == pytest.approx(wanted, abs=1e-10), other.describe()
+        assert run(other, STEPS) == pytest.approx(wanted, abs=1e-10), other.describe()
 
 
 def test_each_stage_writes_its_own_share(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_unequal_shares_train_as_one_process(shares: tuple[int, ...], fields: di
     model, _ = make("hourglass")
     model, plan = model.double(), plan_with(shares, sync_batch_norm=True, **fields)
     batches, loss = (
-        make_batches((sum(shares), 3, *SIZE_PX), 5, 1),
+        make_batches((sum(shares), 3, *SIZE_PX), 3, 1),
         make_loss(Multiclass(("label",), ("a", "b"), (0.4, 1.6)), 1),
     )
     found, _ = parallel_steps(model, dealt(batches, plan), plan, sgd, loss=loss)

@@ -129,7 +129,6 @@ def damaged(folder: Path, name: str) -> None:
         first.write_bytes(b"")
 
 
-@pytest.mark.timeout(60)
 def test_each_damage_is_named_and_the_good_ones_are_done(tmp_path: Path, hyfi: Callable[..., object]) -> None:
     names = ("good", "cut", "zeros", "garbage", "head", "empty")
     for k, name in enumerate(names):

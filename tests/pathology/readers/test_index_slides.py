@@ -71,7 +71,6 @@ def test_all_named_files_are_the_slide(slide: tuple[Path, RGB], tmp_path: Path) 
     assert SourceStamp.of(path) != before
 
 
-@pytest.mark.timeout(60)
 def test_each_damage_is_named_and_no_name_is_kept(tmp_path: Path) -> None:
     folder, store = tmp_path / "archive" / NAME, tmp_path / "store"
     for name in ("good", "missing", "cut"):

@@ -258,7 +258,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.timeout(60)
 def test_each_damage_is_named_and_the_good_ones_are_done(tmp_path: Path, hyfi: Callable[..., object]) -> None:
     folder = tmp_path / "archive"
     how = Mirax((4, 5), (1, 1, 2, 3), tile_px=96, levels=3)

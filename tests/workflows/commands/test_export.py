@@ -23,19 +23,19 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def test_slides_are_copied_once_and_a_damaged_one_is_named(hyfi: Hyfi, store: Path, tmp_path: Path) -> None:
+def test_slides_are_copied_once_and_a_damaged_one_is_named(hyfi_here: Hyfi, store: Path, tmp_path: Path) -> None:
     import zarr
 
     shard = store / "b.zarr/1/c/0/0/0"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    first = hyfi("export", store, "--ngff", "0.4", "--out", "copies", "--json")
+    first = hyfi_here("export", store, "--ngff", "0.4", "--out", "copies", "--json")
     assert first.returncode == 1 and "failed: b:" in first.stderr and "Traceback" not in first.stderr
     told = json.loads(first.stdout.splitlines()[-1])
     assert (told["done"], told["failed"], told["before"]) == (1, 1, 0)
     assert "b,copies/b.zarr,failed," in (tmp_path / "copies/export.csv").read_text()
     shard.write_bytes(whole)
-    second = hyfi("export", store, "--ngff", "0.4", "--out", "copies", "--json")
+    second = hyfi_here("export", store, "--ngff", "0.4", "--out", "copies", "--json")
     assert second.returncode == 0, second.stderr
     told = json.loads(second.stdout.splitlines()[-1])
     assert (told["done"], told["failed"], told["before"]) == (1, 0, 1)

@@ -68,8 +68,8 @@ def test_an_mpp_that_is_not_used_is_named(
     assert "was not used" not in capsys.readouterr().err
 
 
-def test_a_dry_run_writes_nothing(hyfi: Hyfi, archive: Path, tmp_path: Path) -> None:
-    told = hyfi("ingest", archive, "--out", "store", "--dry-run", "--json")
+def test_a_dry_run_writes_nothing(hyfi_here: Hyfi, archive: Path, tmp_path: Path) -> None:
+    told = hyfi_here("ingest", archive, "--out", "store", "--dry-run", "--json")
     assert told.returncode == 1 and "unknown.tiff" in told.stderr
     numbers = json.loads(told.stdout.splitlines()[-1])
     assert numbers["slides"] == 2 and numbers["source_px"] == 2 * 500 * 500 and numbers["store_bytes"] > 0

@@ -164,7 +164,7 @@ def test_the_command_measures_on_two_ranks(hyfi: Hyfi, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_a_file_that_cannot_be_written_is_refused_at_once(hyfi: Hyfi, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused_at_once(hyfi_here: Hyfi, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = hyfi("doctor", "--measure", str(tmp_path / "file" / "m.yaml"))
+    done = hyfi_here("doctor", "--measure", str(tmp_path / "file" / "m.yaml"))
     assert done.returncode == 2 and "cannot be written" in done.stderr

@@ -18,8 +18,8 @@ def store(tmp_path: Path) -> Path:
     return store
 
 
-def test_a_whole_store_is_said_to_be_whole(hyfi: Hyfi, store: Path) -> None:
-    done = hyfi("verify", store, "--json")
+def test_a_whole_store_is_said_to_be_whole(hyfi_here: Hyfi, store: Path) -> None:
+    done = hyfi_here("verify", store, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["slides"] == 2 and told["faults"] == [] and told["bytes"] > 0

@@ -44,9 +44,9 @@ def test_the_first_line_is_the_address_and_a_request_to_stop_ends_it(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tiff", "b.svs"]
 
 
-def test_wrong_requests_say_what_was_given_and_what_would_work(tmp_path: Path, hyfi: Hyfi) -> None:
+def test_wrong_requests_say_what_was_given_and_what_would_work(tmp_path: Path, hyfi_here: Hyfi) -> None:
     (tmp_path / "notes.txt").write_text("no slide")
-    done = hyfi("view", tmp_path / "notes.txt", "--no-browser")
+    done = hyfi_here("view", tmp_path / "notes.txt", "--no-browser")
     assert done.returncode == 2 and done.stdout == ""
     assert "notes.txt" in done.stderr and "give a store" in done.stderr
     slide = write_slide(tmp_path / "a.tiff", stained(300, 300))

@@ -102,10 +102,10 @@ def test_edited_templates_come_first(tmp_path: Path) -> None:
         (["slurm-array", "ingest", "x", "--out", "s", "--part", "1/2"], "--part is added by the script"),
     ],
 )
-def test_wrong_requests_write_nothing(hyfi: Hyfi, tmp_path: Path, words: list[str], refusal: str) -> None:
+def test_wrong_requests_write_nothing(hyfi_here: Hyfi, tmp_path: Path, words: list[str], refusal: str) -> None:
     make_config(tmp_path, tmp_path / "store", model={"name": "resnet6"})
     before = sorted(tmp_path.iterdir())
-    done = hyfi("launch", *words)
+    done = hyfi_here("launch", *words)
     assert done.returncode == 2 and refusal in done.stderr
     assert sorted(tmp_path.iterdir()) == before
 
@@ -119,10 +119,10 @@ def test_a_short_time_limit_leaves_three_quarters_of_it(time: str | None, signal
 
 
 @pytest.mark.parametrize("by", ["slurm", "local", "mpiexec", "torchrun", "slurm-array"])
-def test_every_script_is_shell(hyfi: Hyfi, tmp_path: Path, by: str) -> None:
+def test_every_script_is_shell(hyfi_here: Hyfi, tmp_path: Path, by: str) -> None:
     make_config(tmp_path, tmp_path / "store", model={"name": "resnet6"})
     words = ["ingest", "slides", "--out", "store", "--parts", "3"] if by == "slurm-array" else ["run.yaml"]
-    done = hyfi("launch", by, *words, "--script", "job.sh")
+    done = hyfi_here("launch", by, *words, "--script", "job.sh")
     assert done.returncode == 0, done.stderr
     assert subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=False).returncode == 0
     assert "{{" not in (tmp_path / "job.sh").read_text()

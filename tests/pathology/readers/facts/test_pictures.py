@@ -282,7 +282,6 @@ def test_every_scene_of_a_czi_is_a_slide(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.timeout(20)
 def test_what_is_no_file_has_no_scenes_and_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.tiff")
     (tmp_path / "text.tiff").write_text("II*")
