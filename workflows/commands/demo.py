@@ -97,6 +97,7 @@ def _prepare(out: Path, parameters: dict[str, Any]) -> None:
 def _mark(out: Path, parameters: dict[str, Any], finished: bool) -> None:
     temporary = out / f"{MARKER}.tmp"
     temporary.write_text(json.dumps({"done": finished, "parameters": parameters}))
+    # Atomic: half a marker would make the folder one that the demo did not write.
     temporary.replace(out / MARKER)
 
 
@@ -122,6 +123,7 @@ class _Demo:
         say(f"  {name}: {self.seconds[name]} s\n")
 
     def synth(self) -> None:
+        # `synth` writes its manifest last.
         if (self.slides / "manifest.csv").exists():
             return
         shutil.rmtree(self.slides, ignore_errors=True)
@@ -188,6 +190,7 @@ def _yaml(path: Path) -> str:
     """Return a path as a YAML value, quoted if YAML would read it as something else."""
     import yaml
 
+    # A folder named `1e3` or `no` would be read as a number or a boolean.
     return str(path) if yaml.safe_load(str(path)) == str(path) else json.dumps(str(path))
 
 

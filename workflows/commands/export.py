@@ -31,6 +31,7 @@ def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
     if ngff not in _FORMATS:
         raise RequestError(f"--ngff {ngff}: allowed: {', '.join(_FORMATS)} (stores themselves are 0.5)")
     slides = _slides(store)
+    # Copies have the names of the slides.
     if out.absolute() in (store.absolute(), slides[0].absolute().parent):
         raise RequestError(f"--out {out}: the copies would overwrite the slides; choose another folder")
     require_folder(out, "the copies")

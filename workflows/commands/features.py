@@ -45,6 +45,7 @@ def run(request: FeatureRequest, as_json: bool) -> int:
     encoder = _encoder(request)
     stain = stain_normalisation(request.stain, request.stain_reference, store, "--stain-reference")  # type: ignore[arg-type]
     folder = FeatureFolder(request.out, request.form, _settings(request, encoder, stain))
+    # Before the lock and anything written: a folder of other settings is refused.
     folder.check(slides, request.overwrite)
     require_writable(request.out)
     console.say(str(encoder))
@@ -52,6 +53,7 @@ def run(request: FeatureRequest, as_json: bool) -> int:
         console.warn(f"{encoder.describe_untrained()}; accepted with --random-weights, but its features mean nothing")
     number, parts = request.part
     advice = "choose another --out, or give each its own --part"
+    # Parts share the folder, each with its own lock.
     owner = FolderOwner(request.out, advice, f"{number}-of-{parts}" if parts > 1 else "")
     folder.begin()
     task = EncodingRun(store, encoder, folder, request.tiling, request.precision, request.batch, request.workers, stain)
@@ -60,6 +62,7 @@ def run(request: FeatureRequest, as_json: bool) -> int:
         with console.progress(len(slides), "features") as bar:
             encode_slides(task, slides, report, bar.advance, console.warn)
     finally:
+        # Also after an error: the table lists what is there. Before the release, as another process may write after it.
         table = folder.write_table()
         owner.release()
     _report(report, table, request, encoder, as_json)
@@ -95,11 +98,13 @@ def _slides(store: Path, request: FeatureRequest) -> list[str]:
             return ()  # encode_slides names it as failed
 
     levels_by_name = {name: levels for name, levels in zip(names, each(levels_of, names, store), strict=True) if levels}
+    # Slides that cannot be opened are left out here: they fail one by one, not all.
     for name, levels in levels_by_name.items():
         plane_of(levels, request.tiling.mpp, name)
     if request.tiling.mpp is None and levels_by_name:
         finest = {name: sum(levels[0].mpp) / 2 for name, levels in levels_by_name.items()}
         least, most = min(finest, key=finest.__getitem__), max(finest, key=finest.__getitem__)
+        # Scanners of one kind differ by less; with more, one encoder would see other scales.
         if finest[most] / finest[least] - 1 > _LARGEST_DIFFERENCE:
             raise RequestError(
                 f"{store}: its slides have different resolutions ({least}: {finest[least]:g} µm/px, {most}: "

@@ -93,6 +93,7 @@ class IngestArguments:
         )
         _check_cache(self.cache)
         store = location(self.out)
+        # Checked with the request: otherwise the first slide would fail after minutes of reading.
         require_can_be_written(store)
         part = parse_part(self.part)
         return Request(self.paths, store, options, self.overwrite, part, self.pseudonyms, self.merge_alike)
@@ -136,6 +137,7 @@ def _ingest_as_rank(arguments: IngestArguments) -> int:
     request, memory_bytes = arguments.request(), arguments.memory_bytes
     workers = worker_count(arguments.workers, memory_bytes)
     comm = join()
+    # Rank 0 alone reads the store; the others get their slides from it.
     work = agree(comm, lambda: _planned(request, arguments) if comm.rank == 0 else None)
     if arguments.dry_run:
         exit_code = None if work is None else _dry_run(work, request, workers * comm.size, arguments.as_json)
@@ -220,7 +222,9 @@ class _ByteProgress:
 
     def progress(self, shares: Sequence[float]) -> None:
         fraction = self._pace.done(shares)
+        # In slides, which the bar counts, but in proportion to bytes.
         steps = round(fraction * len(self._pace.jobs), 2)
+        # A slide that is started again would move the bar back.
         if steps > self._steps:
             note = ", ".join(text for text in (self._pace.text(fraction), self._pace.at_work(shares)) if text)
             self._bar.advance(steps - self._steps, note)
@@ -268,6 +272,7 @@ def _size(job: SlideJob) -> int:
     from pathology.ingest.identity import SourceStamp
 
     try:
+        # At least 1, so that a total is never 0.
         return max(1, SourceStamp.of(job.source).size_bytes)
     except SlideError:
         return 1

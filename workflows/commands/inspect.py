@@ -173,6 +173,7 @@ def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
         return {"kind_of_path": "slide", "status": "damaged", "reason": str(error), "lines": [], "drawn": False}
     facts = dict(slide.attributes)
     shards = facts.pop("shards")
+    # A profile is thousands of bytes of text.
     facts["source"] = {k: v for k, v in facts["source"].items() if k != "icc_profile"}
     facts["stored_bytes"] = sum(entry.get("size", 0) for entry in shards.values())
     levels = [{"height_px": v.height_px, "width_px": v.width_px, "mpp": list(v.mpp)} for v in slide.levels]

@@ -161,6 +161,7 @@ def _run_folds(words: list[str], options: ScriptOptions) -> int:
     runs.write_splits()  # now, because jobs that start at the same time would each find an incomplete folder
     column = [] if runs.column is None else ["--fold-column", runs.column]
     about = f"A job for each of {len(runs.chosen)} folds; the last one pools all. Finished folds are skipped"
+    # --resume: a job that is requeued continues its fold.
     command = ["train", config, *overrides, *column, "--resume"]
     array = ",".join(map(str, runs.chosen))
     return _write_array(command, array, '--folds "$SLURM_ARRAY_TASK_ID"', about, options)
@@ -170,6 +171,7 @@ def _without_options(words: list[str], names: tuple[str, ...]) -> tuple[list[str
     """Return the words without the options ``names``, which take a value, and the values by name."""
     rest: list[str] = []
     given: dict[str, str] = {}
+    # `--folds=all` as `--folds all`; overrides such as `run.steps=9` stay whole.
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while words:
         word = words.pop(0)
@@ -195,6 +197,7 @@ def _write_array(words: list[str], array: str, part: str, about: str, options: S
 
 def _write(path: Path, text: str, options: ScriptOptions, start: str) -> int:
     require_writable(path)
+    # Kept, to undo the write if Slurm refuses the job.
     before = path.read_bytes() if path.exists() else None
     path.write_text(text, encoding="utf-8")
     mode = path.stat().st_mode

@@ -173,7 +173,9 @@ def _search(settings: Config, machine: MachineModel, ranks: int, images: int, to
         memory_bytes=machine.memory_bytes,
         held_bytes=PROCESS_BYTES,
         dtype=programs.autocast_dtype,
+        # All that the search does not choose itself comes from the configuration.
         base=replace(settings.plan.build(), grids=((1, 1),), cuts="auto", interleave=1, recompute=False),
+        # What a GPU spills goes to the host's memory; on CPUs any folder does for a forecast.
         spill="memory" if machine.device == "cuda" else ".",
         spills=SpillForecast(machine, PROCESS_BYTES, programs.autocast_dtype),
     )
@@ -215,9 +217,11 @@ def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: b
     if settings.roles.by_host or settings.roles.design == "offload_naive":
         raise RequestError("plan: auto needs roles by number, and no spare ranks; write the plan: hyfi plan … --write")
     without_model = settings.ranks - settings.trainers
+    # At least one trainer, even on a node with fewer devices than roles.
     trainers = (ranks or max(devices, without_model + 1)) - without_model
     if trainers < 1:
         raise RequestError(f"--ranks {ranks}: loaders and validators take {without_model}, and none is left to train")
+    # Several trainers may share a device, and so its memory.
     machine = replace(machine, memory_bytes=machine.memory_bytes // max(1, -(-trainers // devices)))
     if settings.data.kind != "images":
         from workflows.tile_plans.report import plan_bags
@@ -240,6 +244,7 @@ def _this_node(settings: Config) -> tuple[MachineModel, int]:
         devices, memory_bytes = torch.cuda.device_count(), torch.cuda.mem_get_info()[0]
     else:
         devices = usable_cores()
+        # `devices` are the cores: one rank on each.
         memory_bytes = available_bytes() // devices
     return replace(machine, devices_per_node=devices, memory_bytes=memory_bytes), devices
 
@@ -251,6 +256,7 @@ def _as_overrides(plan: ParallelPlan) -> list[str]:
 def _plan_section(plan: ParallelPlan) -> dict[str, Any]:
     """Return the section ``plan`` of a configuration: the fields of this plan that differ from their defaults."""
     defaults = type(plan)(grids=((1, 1),)).to_json()
+    # Always written, even if it is the default: it says whether images or tiles are planned.
     needed = "grids" if plan.tiles is None else "tiles"
     return {k: v for k, v in plan.to_json().items() if k == needed or (v != defaults[k] and k != "grids")}
 
@@ -285,10 +291,12 @@ def write_plan(config: Path, plan: ParallelPlan) -> None:
     lines = config.read_text(encoding="utf-8").splitlines()
     first = next((n for n, line in enumerate(lines) if line.startswith("plan:")), len(lines))
     after = first + 1
+    # A section goes on as long as lines are empty or indented.
     while after < len(lines) and (not lines[after].strip() or lines[after][0] in " \t"):
         after += 1
     while after > first + 1 and after <= len(lines) and not lines[after - 1].strip():
         after -= 1  # an empty line before the next section
+    # On one line: PyYAML would wrap it at 80 characters.
     fields = yaml.safe_dump(_plan_section(plan), default_flow_style=True, sort_keys=False, width=10**6).strip()
     text = "\n".join([*lines[:first], f"plan: {fields}", *lines[after:]]) + "\n"
     # The lines were replaced as text, to keep comments: read the result as a run would before it replaces the file.
@@ -310,6 +318,7 @@ def _print_plans(search: PlanSearch, settings: Config, batch: int, machine: Mach
     for name, alternative in search.alternatives.items():
         say(f"{name}: {alternative if isinstance(alternative, str) else _comparison(alternative, best)}")
     before = settings.plan
+    # Other groups of images are normalised together: the run would not be the same.
     changed = (best.plan.replicas, best.plan.microbatches) != (before.replicas, before.microbatches)
     if changed and settings.model.norm == "train":
         warn(

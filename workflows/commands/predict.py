@@ -82,6 +82,7 @@ class PredictArguments:
             cells=cells_of(self.checkpoints, self.cells, self.memory, spill, image),
             memory_bytes=None if self.memory is None else parse_bytes(self.memory),
             device=device_request(self.device),
+            # With --ranks alone, all ranks share each slide.
             ranks_per_slide="auto" if self.ranks_per_slide is None and self.ranks is None else self.ranks_per_slide,
         )
         return PredictionRequest(
@@ -126,6 +127,7 @@ def run(arguments: PredictArguments) -> int:
     if inside_launcher():
         return run_as_rank(body)
     if request.ranks is not None and request.ranks > 1:
+        # Here only to refuse what does not divide, before ranks are started.
         group_size(arguments.ranks_per_slide, request.ranks, 1)
         _check(request)
         return launch_body(body, "predict", request.ranks)
@@ -171,6 +173,7 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
         if note and own_rank() == 0:
             console.warn(f"note: {note}")
     require_writable(out)
+    # Parts are made of all slides, also of finished ones: else the parts of several processes would overlap.
     mine = part_of_names(names, *request.part)
     return _with_features(request, [one for one in found if one.slide_id in mine])
 
@@ -214,6 +217,7 @@ def predicted(request: PredictionRequest) -> PredictionReport:
     from workflows.launch.peer_watch import join
     from workflows.launch.threads import set_threads
 
+    # Every rank checks again: they may see other files than the process that started them.
     slides, out, ranks = _check(request), request.out, request.ranks
     members = [load_member(path) for path in request.checkpoints]
     comm = join()
@@ -225,9 +229,11 @@ def predicted(request: PredictionRequest) -> PredictionReport:
         raise RequestError(
             f"--ranks {ranks}: {comm.size} ranks were started; give the same number, or leave --ranks out"
         )
+    # Parts own the folder together, each its own part.
     owner = agree(comm, lambda: FolderOwner(out, advice, part) if comm.rank == 0 else None)
     with ExitStack() as released, _progress(len(slides), comm) as bar:
         if owner is not None:
+            # Also after an error, but after the page is written.
             released.callback(owner.release)
         report = predict_slides(
             members,
@@ -242,6 +248,7 @@ def predicted(request: PredictionRequest) -> PredictionReport:
         )
         page = None
         if owner is not None:
+            # Still under the lock, because it reads the table of all slides.
             page = _write_page(out, members, {one.slide_id: one.label for one in slides if one.label is not None})
     if page is not None:
         _report(report, request, page, members[0].readout)

@@ -76,6 +76,7 @@ def run(
 def plan_text(plan: ParallelPlan) -> str:
     """Return a plan as text; if it has several replicas, only the first is drawn."""
     head, *_ = plan.describe().splitlines()
+    # Replicas are alike; the first line, of all of them, is kept from the whole plan.
     _, *lines = replace(plan, replicas=1, shares=None).describe().splitlines()
     return "\n".join([head, *lines])
 

@@ -120,6 +120,7 @@ def run(
     notes = [*note, *notes, *_ungrouped(table, group)]
     groups, same = _with_same_content(table, groups, rows or table.rows)
     strata = strata_of(table, chosen) if chosen else [""] * len(table.rows)
+    # A class that cannot be in every part is an error only if the user asked for balance by exactly it.
     strict = stratify is not None and len(chosen) == 1 and not is_numbers([row[chosen[0]] for row in table.rows])
     fixed = fixed_groups(table, groups, options.fixed_test)
     rest = [(name, stratum) for name, stratum in zip(groups, strata, strict=True) if name not in fixed]
@@ -228,6 +229,7 @@ def _groups(table: Table, group: str) -> list[str]:
     for line, row in zip(table.lines, table.rows, strict=True):
         if not row[key]:
             raise RequestError(f"{table.name}, line {line}: no {key}")
+        # A row without the group is one of its own, under its own key.
         name = f"{group} {row[group]}" if row.get(group) else f"{key} {row[key]}"
         for item in (f"{k} {row[k]}" for k in ("slide_id", "case_id") if row.get(k)):
             if first.setdefault(item, name) != name:
@@ -262,6 +264,7 @@ def _with_same_content(
         )
         if content_groups and not same.scenes:
             notes.append(f"{same.text}: {', '.join(same.slides)}")
+        # All names that were joined before move along: A = B and B = C make one group.
         joined = {
             name: content_groups[0] if group_name in content_groups else group_name
             for name, group_name in joined.items()
@@ -277,8 +280,10 @@ def _write(table: Table, out: Path, group: str, drawn: Sequence[Sequence[str]], 
     for row, part, *more in zip(table.rows, *drawn, strict=True):
         named = {"split": part} if folds is None else {"fold": part}
         for fold in range(folds or 0):
+            # No fold: a row of the fixed test set.
             named[f"split_{fold}"] = TEST if not part else "val" if part == str(fold) else "train"
         named |= {f"repeat_{repeat}": other for repeat, other in enumerate(more, 1)}
+        # A table may have several rows of one key; they are in one group, and so alike.
         rows[row[table.key]] = {column: row[column] for column in keys} | named
     try:
         write_table(out, [*keys, *columns], rows.values())

@@ -86,12 +86,15 @@ def read_status(folder: Path) -> dict[str, Any]:
     saved = _json(folder / "status.json")
     records = read_metrics(folder / "metrics.jsonl")
     trained, validated = (_last([r for r in records if r["kind"] == kind]) for kind in ("train", "validation"))
+    # Only some steps compare ranks.
     compared = _last([record for record in records if "stragglers" in record])
+    # The lock tells more than the file: a killed run leaves "running" in it.
     state = "running" if owner is not None else saved.get("state", "interrupted")
     if owner is None and state == "running":
         state = "interrupted"
     steps, step = saved.get("steps"), trained.get("step")
     left, age_s = None, _age_s(folder / "metrics.jsonl") if step else None
+    # Before the first step there is no age: capturing the model may take any time.
     stalled = state == "running" and age_s is not None and age_s > _stall_s(folder, records)
     if state == "running" and steps and step and not stalled:
         left = (steps - step) * _step_s(records)
@@ -146,6 +149,7 @@ def _stall_s(folder: Path, records: Sequence[Mapping[str, Any]]) -> float:
     """Return after how many seconds without a record a run counts as stalled; more before the first validation."""
     match = re.search(r"^  stall_s: (\d[\d.]*)$", _config(folder), re.MULTILINE)
     if match is not None:
+        # 0 means never.
         return float(match[1]) or float("inf")
     trained = [record for record in records if record["kind"] == "train"][1:]  # the first captures and compiles
     longest_s = max((_spent_s(record) for record in trained), default=0.0)

@@ -74,11 +74,13 @@ def run(arguments: TrainArguments) -> int:
     if inside_launcher() is None and asks_for_plan(config, overrides):
         from workflows.commands.plan import chosen_plan
 
+        # The plan goes to the ranks as overrides, so that all of them, and a resumed run, have the same.
         overrides += chosen_plan(config, overrides, ranks, resumption.allowed)
     settings = load_config(config, overrides)
     if inside_launcher() is None:
         from workflows.launch.request import check_ranks, check_run, check_unused
 
+        # Before the ranks start: importing torch and MPI on each takes seconds.
         check_ranks(settings, ranks if ranks is not None else settings.ranks)
         check_unused(settings)
         check_run(settings, resumption)
@@ -91,11 +93,13 @@ def train_rank(config: Config, resumption: Resumption, as_json: bool) -> int:
     """Run this process as a rank of the launcher, or alone; return the exit code."""
     from workflows import signals
 
+    # Before the imports below, which take seconds: until here, a request ended the process.
     signals.remember_requests()
 
     from workflows.launch import rank_log
     from workflows.launch.launch import own_rank
 
+    # Early, so that warnings while libraries are imported are kept, too.
     rank_log.begin(own_rank())
 
     from hyfi_core.arithmetic import set_arithmetic
@@ -105,9 +109,11 @@ def train_rank(config: Config, resumption: Resumption, as_json: bool) -> int:
     from workflows.launch.stop import StopFlag
     from workflows.launch.threads import set_threads
 
+    # Before anything is computed: cuBLAS reads its setting when it is first used.
     set_arithmetic(config.run.tf32, config.run.deterministic)
     world = join()
     if config.run.compile == "on" or (config.run.compile == "auto" and on_gpu(config.run.device)):
+        # Only where code is compiled; the folder is made.
         keep_compiled(config.run.compile_cache, warns=world.rank == 0)
     expect_progress(config.run.stall_s, partial(how_to_continue, config.run.dir))
     set_threads(world, config.run.threads)
@@ -171,7 +177,9 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     body = agree(world, lambda: make_body(inputs, roles, saved, tables, stop, device))
     if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
+    # The first write. All checks are done; two starts at the same moment end here, but for one.
     owner = _own_shared(world, lambda: own_run(config, resumption, start), config.run.dir)
+    # Only into a folder that this run owns.
     rank_log.open_in(config.run.dir, f"{roles.describe()} on {device}")
     return _run_owned(roles, config, owner, lambda: body(as_json))
 
@@ -187,6 +195,7 @@ def _run_owned(roles: Roles, config: Config, owner: FolderOwner | None, body: Ca
     from workflows.interruption import RunInterruptedError, interruption
 
     try:
+        # Loaders and validators end with a code of their own; the run has that of trainer 0.
         code: int = roles.world.broadcast_object(body())
         return code
     except (RequestError, OSError) as error:  # from one rank, after all have agreed: not an invalid request
@@ -211,6 +220,7 @@ def _slide_tables(
         note = check_data(job, saved.training.state, record, resumption.accepts_changes)
         if note is not None:
             say(note)
+        # Also slides that only earlier parts of the run had: their labels are in the weights.
         trained = TrainedSlides.union((trained, TrainedSlides.of_json(saved.checkpoint.model.get("trained_on"))))
     return SlideTables(coverage, record, trained)
 
@@ -221,7 +231,9 @@ def _agreed_start(world: Communicator, config: Config, resumption: Resumption) -
     from hyfi_core.comm.agreement.shared_disk import agree_everywhere
     from workflows.launch.request import check_checkpoint, check_run, check_unused, describe_missing_run
 
+    # Before reading: a running owner may remove the checkpoint that is read.
     agree(world, lambda: check_unused(config) if world.rank == 0 else None)
+    # Before the folder is checked, but printed after it: a refusal needs no greeting.
     missing = describe_missing_run(config) if resumption.allowed and world.rank == 0 else None
     start: int = world.broadcast_object(agree_everywhere(world, lambda: check_run(config, resumption)))
     agree_everywhere(world, lambda: check_checkpoint(config, start))
@@ -248,6 +260,7 @@ def _own_shared(world: Communicator, own: Callable[[], FolderOwner], folder: Pat
         require_shared(world, folder, f"run.dir {folder}")
     except RequestError:
         if owner is not None:
+            # The folder is not the one that the others see: leave nothing in it.
             owner.withdraw()
         raise
     return owner
@@ -288,6 +301,7 @@ def _trainer(
     model, freezing = agree(roles.trainers, lambda: inputs.make_model(device, first and saved is None, tell))
     engine = inputs.make_engine(model, roles)
     agree(roles.trainers, lambda: check_average(job.config.run.ema, engine))
+    # Loggers run on rank 0 alone.
     agree(roles.trainers, lambda: check_loggers(job.config.run.loggers) if first else None)
     if saved is not None:
         agree(roles.trainers, lambda: saved.check_groups(engine, model))
@@ -297,6 +311,7 @@ def _trainer(
 
     def body(as_json: bool) -> int:
         start = saved.training.state["step"] if saved is not None else 0
+        # The throughput is known on rank 0 only, and so is the recorder.
         recorder = Recorder(job, engine.plan, start, slides, throughput) if throughput is not None else None
         if first:
             say(describe_start(job, engine, start))
@@ -308,6 +323,7 @@ def _trainer(
             return _code(loop, loop.run(lambda: None))
         with progress(job.steps, "train", finished=start) as bar:
             stopped = loop.run(lambda: bar.advance(1, recorder.line()))
+        # Before the report, whose `status.json` says that the run is done.
         recorder.close()
         report(job, recorder, stopped, loop.failure, as_json)
         return _code(loop, stopped)

@@ -34,6 +34,7 @@ def run(runs: FoldRuns, as_json: bool) -> int:
     Raises:
         RequestError: The request is not valid; nothing was written.
     """
+    # All folds at once: a fault of the last one must not show after days.
     runs.check()
     runs.write_splits()
     for fold in runs.chosen:
@@ -57,6 +58,7 @@ def run_fold(runs: FoldRuns, fold: int) -> int:
         code = run_command(runs.train_words(fold))
         if code != DONE:
             return code
+    # A fold that is trained and not evaluated was interrupted between the two.
     return DONE if runs.is_evaluated(fold) else run_command(runs.validate_words(fold))
 
 
@@ -86,6 +88,7 @@ def pool_folds(folder: Path, runs_of: Mapping[int, FoldRuns], folds: int) -> Map
 
     results = [FoldResult.read(fold, runs.checkpoint_of(fold), runs.test_of(fold)) for fold, runs in runs_of.items()]
     pooled = PooledFolds(results)
+    # All folds have the same store.
     store = Path(next(iter(runs_of.values())).config.data.store)
     try:
         summary = pooled.write(folder, store, folds)

@@ -204,6 +204,7 @@ def _evaluator(
         return bag_evaluator(model, bags, world, plan, device)
     cells = agree(world, lambda: _cells_of(request))
     if cells is None:
+        # Columns: an image is divided among all ranks.
         plan = ParallelPlan(grids=((1, world.size),))
     else:
         plan = ParallelPlan(((1, 1),), replicas=world.size, cells=cells, memory_bytes=memory_bytes, spill=request.spill)

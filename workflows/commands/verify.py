@@ -34,6 +34,7 @@ def run(store: Path, as_json: bool) -> int:
         raise RequestError(f"{store}: no such folder; give a store, or a slide of a store (.zarr)")
     threads = usable_cores()
     try:
+        # A slide is a zarr group; a store is a plain folder of them.
         single = (store / "zarr.json").exists()
         slides = [store] if single else slides_in(store)
         with console.progress(size_of_store(slides) / 1e6, "verify (MB)") as bar:

@@ -96,6 +96,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            # deep: a key may be a sequence, which is else built later, and cannot be hashed.
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
@@ -150,6 +151,7 @@ def dump_resolved(config: Config) -> str:
     """Return YAML with all keys that have a meaning, defaults included; ``load_config`` reads it as ``config``."""
     tree = config.model_dump(mode="json")
     for section, _, key in (name.partition(".") for name in config.meaningless):
+        # Keys without a meaning for this kind of run, which loading would refuse.
         del tree[section][key]
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
@@ -195,6 +197,7 @@ def _read(path: Path) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, dict):
         raise RequestError(f"{path}: given {type(tree).__name__}; allowed: sections ({', '.join(_names(Config))})")
+    # `data:` with nothing below is an empty section.
     return {key: {} if value is None else value for key, value in tree.items()}
 
 
@@ -203,6 +206,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     names = key.strip().split(".")
     if not equals or len(names) < 2 or not all(names):
         raise RequestError(f"override {override!r}: section, key or '=' is missing; allowed: section.key=value")
+    # Bytes of the command line that Python could not decode (surrogateescape); YAML's own message would not name them.
     if any("\udc80" <= letter <= "\udcff" for letter in text):
         raise RequestError(
             f"override {override!r}: it has bytes that are not {sys.getfilesystemencoding()}; in a UTF-8 locale "
@@ -216,6 +220,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
         ) from None
     section: Any = tree
     for name in names[:-1]:
+        # An override may give a key of a section that the file lacks, or has as null.
         if not isinstance(section.get(name), dict):
             section[name] = {}
         section = section[name]
@@ -295,6 +300,7 @@ def _names(model: type[BaseModel]) -> list[str]:
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (section.key, value) of all keys; lists and ``options`` are one value."""
     for name, value in tree.items():
+        # `options` belong to the user's class: they change as a whole.
         if isinstance(value, Mapping) and name != "options":
             yield from _leaves(value, f"{prefix}{name}.")
         else:

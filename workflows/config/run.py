@@ -165,6 +165,7 @@ class Config(Section):
         spare = self.roles.spare
         if self.roles.design != "offload_naive" or isinstance(spare, str):
             return self.plan.ranks
+        # Without `roles.spare`, one replica more.
         return self.plan.ranks + (spare or self.plan.ranks // self.plan.replicas)
 
     @model_validator(mode="after")
@@ -204,6 +205,7 @@ class Config(Section):
         if not metric:
             # Resolved here, so that RUN/config.yaml and its readers have the name of a metric.
             chosen = self.validation.model_copy(update={"metric": task.selecting[0]})
+            # The section is frozen: pydantic itself assigns to fields of such models in this way.
             object.__setattr__(self, "validation", chosen)
         own = [name.rpartition(":")[2] for name in self.validation.metrics]
         taken = {"loss", "slides", "case", "intervals", "calibration", "step", "kind", *task.metrics}
@@ -280,6 +282,7 @@ def _check_sharing(config: Config) -> None:
             f"{replicas * rounds}: each of {replicas} replicas takes at least one slide of each micro-batch"
         )
     shares = roles.shares or ()
+    # Each share is divided into the same number of micro-batches: replicas run them in step.
     wrong = sum(shares) != batch or any(share % rounds for share in shares) or (known and len(shares) != replicas)
     if shares and wrong:
         raise ValueError(
@@ -330,4 +333,5 @@ def refuse_tiles(config: Config, command: str) -> None:
 def _is_given(config: Config, key: str) -> bool:
     section, _, name = key.partition(".")
     part = getattr(config, section)
+    # Defaults are in every section: only what the user wrote is refused.
     return name in part.model_fields_set and getattr(part, name) is not None

@@ -25,6 +25,7 @@ def _user_path(value: Any) -> Any:
 
 
 def _pair(value: Any) -> Any:
+    # True is an int, but no size.
     return (value, value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 

@@ -122,6 +122,7 @@ class FoldRuns(RunFamily):
         check_ranks(self.config, self.ranks if self.ranks is not None else self.config.ranks)
         chosen = self.chosen
         self._check_folder()
+        # All folds before the first: a run of days must not end because of the last one's settings.
         for fold in chosen:
             config = self.config_of(fold)
             check_unused(config)
@@ -149,12 +150,14 @@ class FoldRuns(RunFamily):
         from workflows.training.job import prepare
 
         with tempfile.TemporaryDirectory() as folder:
+            # In a folder of their own: `check` writes nothing into the runs.
             splits = Path(folder) / SPLITS_FILE
             splits.write_bytes(self.table.splits())
             for fold in self.chosen:
                 try:
                     prepare(self.config_of(fold, splits))
                 except RequestError as error:
+                    # The user knows the table, not the temporary file.
                     text = str(error).replace(str(splits), self.table.table.name)
                     raise RequestError(f"fold {fold}: {text}") from error
 
@@ -187,10 +190,12 @@ class FoldRuns(RunFamily):
             metrics = json.loads((self.test_of(fold) / "metrics.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False
+        # Compared by the step: training that was made longer may have chosen another checkpoint.
         return bool(metrics.get("step") == read_model_json(self.checkpoint_of(fold)).get("step"))
 
     def train_words(self, fold: int) -> list[str]:
         """Return the command that trains a fold."""
+        # --resume only where there is a run: the others start.
         goes_on = (self.run_of(fold) / "config.yaml").exists()
         words = ["train", str(self.path), *self.overrides_of(fold)]
         words += [] if self.ranks is None else ["--ranks", str(self.ranks)]
@@ -208,5 +213,6 @@ class FoldRuns(RunFamily):
             words += ["--cells", plan.cells if plan.cells == "auto" else ",".join(map(str, plan.cells))]
             words += ["--memory", str(plan.memory_bytes)] if plan.memory_bytes and plan.spill else []
             words += ["--spill", plan.spill] if plan.spill else []
+        # Validation has no replicas: one image after the other, or bags that ranks share.
         ranks = plan.ranks // plan.replicas
         return words + (["--ranks", str(ranks)] if ranks > 1 else [])

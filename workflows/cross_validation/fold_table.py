@@ -65,6 +65,7 @@ class FoldTable:
             table = replace(table, columns=tuple(dict.fromkeys((*table.columns, COLUMN))), rows=rows_of_column)
         table = without_missing(NamedTable(table), COLUMN, tuple(missing)).table
         for line, row in zip(table.lines, table.rows, strict=True):
+            # isdecimal alone takes digits of other scripts, too.
             if row[COLUMN] and not (row[COLUMN].isascii() and row[COLUMN].isdecimal()):
                 raise RequestError(f"{table.name}, line {line}: {COLUMN} is {row[COLUMN]!r}; allowed: 0, 1, … or empty")
         folds = sorted({int(row[COLUMN]) for row in table.rows if row[COLUMN]})
@@ -88,6 +89,7 @@ class FoldTable:
                     f"{self.table.name}, line {line}: {key} {row[key]} is in two folds: {fold_of[row[key]]} and {fold}"
                 )
         cases = {row["slide_id"]: row["case_id"] for row in rows if row.get("slide_id") and row.get("case_id")}
+        # The table's own cases replace those of the store.
         cases |= {
             row["slide_id"]: row["case_id"] for row in self.table.rows if key == "slide_id" and row.get("case_id")
         }
@@ -111,6 +113,7 @@ class FoldTable:
 
     def validating(self, fold: int) -> int:
         """Return the fold that chooses the best checkpoint of the model that ``fold`` tests."""
+        # The next in the list, not fold + 1: numbers may have gaps.
         return self.folds[(self.folds.index(fold) + 1) % len(self.folds)]
 
     def splits(self) -> bytes:

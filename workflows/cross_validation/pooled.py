@@ -106,12 +106,14 @@ class PooledFolds:
             case: Whether to use metrics by case instead of metrics by slide.
         """
         parts = [result.metrics["case"] if case else result.metrics for result in self.results]
+        # Without cases in one fold there is no spread over cases.
         if any(part is None for part in parts):
             return {}
         spread: dict[str, dict[str, float | int | None]] = {}
         for name in dict.fromkeys((*self.task.metric_names, *self.task.own_names)):
             values = [float(part[name]) for part in parts if part.get(name) is not None]
             mean = statistics.fmean(values) if values else None
+            # Of a sample (n − 1): folds stand for other divisions of the slides.
             sd = statistics.stdev(values) if len(values) > 1 else None
             spread[name] = {"mean": mean, "sd": sd, "folds": len(values)}
         return spread
@@ -177,6 +179,7 @@ def _slide(row: Mapping[str, str], names: Sequence[str], shared: Sequence[str], 
         case_id=row["case_id"],
         status=row["status"],
         prediction=row["prediction"],
+        # Columns that other folds lack are shown for none.
         values=tuple(float(row[name] or "nan") if name in shared else math.nan for name in names),
         label=row["label"],
         coverage=float(row["coverage"]) if row["coverage"] else None,

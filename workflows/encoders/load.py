@@ -72,6 +72,7 @@ def load_encoder(
     elif not source:
         source, untrained = "random", tuple(module.state_dict())
     normalisation, origin = _normalisation(kind, encoder_name, module, mean, std)
+    # A checkpoint in half precision would otherwise compute in it; a user asks for that with autocast.
     module.float().eval()
     encoder = TileEncoder(name, module, output, 0, normalisation, origin, source, untrained)
     return replace(encoder, features=_features(encoder, size_px))
@@ -113,6 +114,7 @@ def _features(encoder: TileEncoder, size_px: int) -> int:
         RequestError: The encoder does not take such tiles, or does not return one vector for each.
     """
     try:
+        # Two tiles: with one, a mean over the batch would look right.
         vectors = encoder.encode(torch.zeros(_SAMPLE_TILES, 3, size_px, size_px, dtype=torch.uint8))
     except RequestError:
         raise

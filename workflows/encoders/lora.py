@@ -36,11 +36,14 @@ class LowRankUpdate(nn.Module):
         super().__init__()
         rows, columns = weight.shape
         self.down = nn.Parameter(weight.new_empty(rank, columns))
+        # Zero, so that the product is zero; both zero would have zero gradients forever.
         self.up = nn.Parameter(weight.new_zeros(rows, rank))
+        # As nn.Linear draws its weights: uniform in ± 1 / √columns.
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight with its update, in the weight's precision, under autocast, too."""
+        # Autocast would round the product to bfloat16, and the sum of it with the weight.
         with torch.autocast(weight.device.type, enabled=False):
             return weight + SCALE * (self.up @ self.down)
 
@@ -69,6 +72,7 @@ def add_lora(encoder: nn.Module, rank: int) -> int:
             raise RequestError(
                 f"train: lora:{rank}: {path}.{name} is {tuple(weight.shape)}; use a rank below {min(weight.shape)}"
             )
+    # After all checks: a refusal leaves the encoder as it was.
     for _, module, name in places:
         register_parametrization(module, name, LowRankUpdate(getattr(module, name), rank))
     return len(places)
@@ -81,7 +85,9 @@ def merge_lora(model: nn.Module) -> int:
     """
     merged = 0
     for module in model.modules():
+        # A list, because removing changes what is iterated.
         for name in [*getattr(module, "parametrizations", {})]:
+            # The user's own parametrisations stay.
             if any(isinstance(part, LowRankUpdate) for part in module.parametrizations[name]):  # type: ignore[index]
                 remove_parametrizations(module, name, leave_parametrized=True)
                 merged += 1

@@ -50,6 +50,7 @@ class TileEncoder:
         """
         parameter = next(self.module.parameters(), torch.empty(0))
         device, dtype = parameter.device, parameter.dtype if parameter.is_floating_point() else torch.float32
+        # Normalised on the device: uint8 pixels are a quarter of the bytes to copy.
         with torch.inference_mode(), torch.autocast(device.type, autocast, enabled=autocast is not None):
             return self.vectors(self.module(self.normalisation(pixels.to(device), dtype))).float()
 
@@ -75,7 +76,9 @@ class TileEncoder:
         summed = hashlib.sha256()
         for name, tensor in self.module.state_dict().items():
             if isinstance(tensor, torch.Tensor):
+                # Bytes as in memory of a dense tensor: neither device nor strides count.
                 plain = tensor.detach().cpu().contiguous()
+                # With dtype and shape: the same bytes may be another tensor.
                 summed.update(f"{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
                 summed.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
         return summed.hexdigest()

@@ -67,7 +67,9 @@ def _of_norms(encoder: nn.Module) -> set[str]:
 def _of_last(encoder: nn.Module, count: int) -> set[str]:
     """Return the parameters of the last blocks, and of what comes after them."""
     depths = layer_depths(encoder)
+    # Blocks have a number in their name; stem and head are layers without one.
     blocks = sorted({depth for name, depth in depths.items() if re.search(r"\.\d+\.", name)})
+    # No sequence of blocks: each layer counts as a block.
     if not blocks:
         blocks = sorted(set(depths.values()))
     if count > len(blocks):
@@ -83,6 +85,7 @@ def _as_modules(names: list[str], frozen: set[str]) -> tuple[str, ...]:
             continue
         parts = name.split(".")
         prefixes = [".".join(parts[:end]) for end in range(1, len(parts))]
+        # From the outermost on: `blocks` rather than `blocks.0`, `blocks.1` …
         all_frozen = (
             p for p in prefixes if all(parameter in frozen for parameter in names if parameter.startswith(f"{p}."))
         )

@@ -68,7 +68,9 @@ def transformers_module(
 def architecture_of(module: nn.Module) -> dict[str, Any]:
     """Return the JSON from which `module_of` builds a module of transformers again, without its folder."""
     configuration: Any = module.config
+    # The configuration does not say whether the module has a pooler: it is an argument of the class.
     pools = any(name.startswith("pooler.") for name in module.state_dict())
+    # use_diff=False: defaults may change with the version of transformers.
     return {"config": json.loads(configuration.to_json_string(use_diff=False)), "pools": pools}
 
 
@@ -83,6 +85,7 @@ def module_of(architecture: Mapping[str, Any]) -> nn.Module:
     try:
         transformers = import_module("transformers")
         configuration = transformers.AutoConfig.for_model(kind, **stated)
+        # Private: the class is needed, to see below whether it takes `add_pooling_layer`.
         factory = transformers.AutoModel._model_mapping[type(configuration)]
     except (ImportError, KeyError, ValueError) as error:
         raise RequestError(
@@ -98,6 +101,7 @@ def pooled(returned: Any) -> Any:
     vectors = getattr(returned, "pooler_output", None)
     if vectors is None and isinstance(getattr(returned, "last_hidden_state", None), torch.Tensor):
         hidden = returned.last_hidden_state
+        # (n, tokens, D): the class token; (n, D, h, w), as of a ConvNeXt: the mean over positions.
         vectors = hidden[:, 0] if hidden.dim() == 3 else hidden.mean((-2, -1))
     return vectors.flatten(1) if isinstance(vectors, torch.Tensor) else returned
 
@@ -129,6 +133,7 @@ def _has_weights(folder: Path) -> bool:
 
 def _missing(facts: Mapping[str, Any]) -> tuple[str, ...]:
     keys = list(facts.get("missing_keys") or ())
+    # (name, shape in the file, shape in the model) in some versions.
     keys += [entry[0] if isinstance(entry, tuple) else entry for entry in facts.get("mismatched_keys") or ()]
     return tuple(sorted(map(str, keys)))
 

@@ -60,6 +60,7 @@ def write_cases(folder: Path, slides: Sequence[CaseSlide], task: Task, models: S
     readout = readouts[0].joined(readouts)
     cases: dict[str, list[CaseSlide]] = {}
     for slide in slides:
+        # In the order of first slides, as metrics by case number the cases.
         cases.setdefault(slide.case_id or slide.slide_id, []).append(slide)
     columns = ["case_id", "slides", "predicted", "prediction", *readout.columns, "label"]
     rows = []
@@ -97,9 +98,11 @@ def _values_of(
     found = []
     for k, (model, readout) in enumerate(zip(models, readouts, strict=True)):
         own = torch.from_numpy(outputs[:, k].astype(np.float64))
+        # A case that is one bag has the same outputs in each of its slides: nothing to combine.
         if model.get("bag", "slide") == "slide" and len(own) > 1:
             same_case = torch.zeros(len(own), dtype=torch.long)
             own = task.by_case(own, _some_labels(task, len(own)), same_case, model.get("case_aggregate", "mean"))[0]
+        # Members are averaged as numbers of the readout, because each has its own calibration.
         found.append(readout.values(own[0].double().numpy()))
     mean: NDArray[np.float64] = np.mean(found, axis=0)
     return mean

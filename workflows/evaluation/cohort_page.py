@@ -87,6 +87,7 @@ def predicted_slides(
     Raises:
         OSError: The table cannot be read.
     """
+    # All slides of the folder, also those of earlier runs and of other parts.
     _, rows = read_own((out / FILE_NAME).read_bytes())
     label_texts = labels or {}
     return [_predicted_slide(out, row, task, names, label_texts.get(row["slide_id"])) for row in rows]
@@ -114,6 +115,7 @@ def _predicted_slide(
         flags=tuple(flag for flag in row["flags"].split(";") if flag),
         reason=row["reason"],
         thumbnail=thumbnail if shown else b"",
+        # The bytes of the name, because those that are not UTF-8 have no other URL.
         link=f"{quote(os.fsencode(row['slide_id']))}/report.html" if shown else "",
         uncalibrated=_uncalibrated(details) if row["prediction"] else (),
         wrong=bool(row["prediction"]) and target is not None and task.is_wrong(row["prediction"], target),
@@ -128,6 +130,7 @@ def _uncalibrated(details: Mapping[str, Any]) -> tuple[float, ...]:
 def _seen_of(dataset: SlideDataset, index: int, all_tissue: bool) -> tuple[float | None, tuple[str, ...]]:
     """Return coverage and flags of a slide's image; ``all_tissue``: all tissue was shown, even if it does not fit."""
     view = dataset.view(index)
+    # The view is that of the trained size; shown whole, nothing is cropped.
     flags = tuple(flag for flag in view.flags if not (all_tissue and flag == "cropped"))
     return (1.0 if all_tissue and view.pieces else view.coverage), flags
 
@@ -241,6 +244,7 @@ def write_cohort_page(
     labelled = one_of_each_case(all_labelled) if by_case else all_labelled
     if section is None and labelled:
         section = section_of(labelled, task, readout)
+    # The sort is stable: of equal errors, the first slides.
     worst = sorted(section.errors, key=lambda index: -section.errors[index])[:MAX_WORST] if section else []
     shown = _with_values(slides, len(readout.columns))
     content = {
@@ -256,6 +260,7 @@ def write_cohort_page(
     page = render(
         "cohort.html",
         title=title,
+        # JSON inside of a <script>: a name with "</script>" would end it, so "<" is escaped.
         content=json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         counts=_counts(slides),
         evaluation=section,
@@ -292,9 +297,11 @@ def section_of(labelled: Sequence[CohortSlide], task: Task, readout: Readout) ->
     values = np.array([slide.values for slide in labelled], dtype=np.float64)
     targets: list[Target] = [target for slide in labelled if (target := task.target_of(slide.label)) is not None]
     of_case = case_indices([slide.case_id or slide.slide_id for slide in labelled])
+    # Cases are drawn, not slides: slides of one case are not independent.
     draws = draw_cases(int(of_case.max()) + 1, _draws(len(labelled)))[:, of_case].numpy()
     before = None
     if any(slide.uncalibrated for slide in labelled):
+        # A slide that the calibration does not change has none.
         before = np.array([slide.uncalibrated or slide.values for slide in labelled], dtype=np.float64)
     return task.page(values, targets, draws, readout, before)
 

@@ -91,6 +91,7 @@ class OneImage:
 
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
         """Return a box of the samples ``[first, stop)``: (1, 3, h, w) of the image, or (0, 3, h, w)."""
+        # An engine asks for samples of its whole batch: [1:2] of one image is none.
         return self.of_box(box)[first:stop]
 
 
@@ -158,6 +159,7 @@ class EvaluationSet:
         """
         outputs = torch.tensor([logits[index] for index in range(len(self.targets))], dtype=torch.float64)
         labels, of_case = self.task.tensor(self.targets), case_indices(self.cases)
+        # From a fixed seed: the same cases in each draw of every call.
         draws = draw_cases(int(of_case.max()) + 1)
         by_slide = {
             **self._metrics(outputs, labels, draws[:, of_case]),
@@ -174,6 +176,7 @@ class EvaluationSet:
             **self.task.metrics(outputs, labels),
             "intervals": {
                 **self.task.intervals(outputs, labels, counts),
+                # The user's functions return one number of all slides, which cannot be drawn again.
                 **dict.fromkeys(self.task.own_names),
             },
         }

@@ -134,6 +134,7 @@ class Evaluator:
         else:
             return_what_is_freed()  # else freed maps stay in the heap, as much memory again as a cell needs
             one_rank = ParallelPlan(((1, 1),), cells=cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
+            # Each rank alone: with cells, an image is never divided among ranks.
             in_cells = parallelize(module.eval(), shape, one_rank, AloneCommunicator(), autocast=autocast)
             in_cells.reserve(trains=False)  # refused now, not with the first weights
             engine = in_cells
@@ -172,11 +173,13 @@ class Evaluator:
         Raises:
             Interrupted: On all ranks, if ``interrupted`` returned True.
         """
+        # Each rank takes its stages' weights from the whole model.
         self.engine.load_state_dict(dict(weights))
         replica, position = divmod(self.group.rank, self.plan.ranks_per_replica)
         share = (replica, self.plan.replicas)
         slides = self.evaluation_set
         engine, images = (self.engine, slides.images) if self.whole is None else (self.whole, self.whole)
+        # All ranks of a replica have the same logits: only its first hands them in.
         mine = predict_slides(engine, images, len(slides.targets), share, interrupted)
         logits = gather_logits(self.group, mine if position == 0 else None)
         if logits is None:

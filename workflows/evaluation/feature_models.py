@@ -52,6 +52,7 @@ def build_feature_model(fields: Mapping[str, Any]) -> TileModel:
     """
     aggregator = fields["aggregator"]
     head = build_aggregator(aggregator["name"], int(fields["features"]), int(fields["classes"]), aggregator["options"])
+    # (D, 1, 1) to (D): the encoder of tiles that are vectors already.
     return TileModel(nn.Flatten(), head)
 
 

@@ -64,13 +64,16 @@ class InputLabels:
         if self.target is not None:
             task = task.with_target(self.target)
         path = keyed_table(self._table(paths), self.id_column, model)
+        # In the form of a store's manifest, which the functions below expect.
         rows = [{"slide_id": slide.slide_id, "case_id": slide.case_id, "status": "done"} for slide in inputs]
         missing = missing_of(model)
         merge, manifest = bool(model.get("merge_alike", False)), _manifest_of(paths)
         rows = cases_in_one_way(rows, manifest, merge=merge, missing=missing)
+        # Classes in the order of training: a table with other values must not renumber them.
         labels = task.read_again(path, rows, merge, missing)
         rows = with_cases(rows, labels, str(path), manifest)
         match = match_labels(rows, labels, None, str(path), manifest)
+        # A table of more slides than these is fine, if it has any of them.
         match.check(str(path), allow_unmatched=bool(match.slides))
         targets = [labels.of(row["slide_id"], row["case_id"]) for row in rows]
         labelled = [
@@ -131,6 +134,7 @@ def keyed_table(path: Path, id_column: str | None, model: Mapping[str, Any]) -> 
     """
     trained = model.get("id_column")
     if id_column is None and trained is not None:
+        # The column of training need not be in another cohort's table.
         table = read_table(path, "labels", used=(trained,))
         return read_table(path, "labels", id_column=trained) if trained in table.columns else table
     return read_table(path, "labels", id_column=id_column)

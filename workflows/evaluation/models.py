@@ -22,6 +22,8 @@ def convert_model(model: nn.Module, precision: str, memory_format: str) -> nn.Mo
     model.to(DTYPES[precision])
     for parameter in model.parameters():
         if parameter.dim() == 4:
+            # Only 4-d weights: channels_last is a format of (N, C, H, W) alone. `.data`, so that the parameter object
+            # stays.
             parameter.data = parameter.data.contiguous(memory_format=FORMATS[memory_format])
     return model
 
@@ -36,12 +38,14 @@ def set_training(model: nn.Module) -> str | None:
     evaluated = {name: part for name, part in model.named_modules() if not part.training}
     if not evaluated:
         return None
+    # A container says True even if all of its layers were set to evaluation one by one.
     if not any(part.training and _has_mode(part) for part in model.modules()):
         model.train()
         return (
             "the model's factory returned it in evaluation mode: all of it is set to training mode "
             "(to keep modules in evaluation mode, let the factory return the others in training mode)"
         )
+    # Only the outermost modules: their parts are in evaluation mode with them.
     outermost = [name for name in evaluated if name.rpartition(".")[0] not in evaluated or not name]
     shown = listed(outermost, _NAMED)
     count = f"{len(evaluated)} module{'s' * (len(evaluated) > 1)}"

@@ -68,6 +68,7 @@ class EvaluatedModel:
             except yaml.YAMLError:
                 size_text = None
             size = [size_text, size_text] if isinstance(size_text, int) else size_text
+            # `type`, not isinstance: True is an int.
             right = isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
             if not right:
                 raise RequestError(f"{override}: use one or two whole numbers, as in {_SIZE}16384 or [8192, 16384]")
@@ -88,6 +89,7 @@ class EvaluatedModel:
         Raises:
             RequestError: The model cannot be built or captured.
         """
+        # A built-in model is captured without weights; a user's factory may compute with them.
         with torch.device("meta") if is_built_in(str(self.fields["name"])) else nullcontext():
             model = build_model(self.fields)
         return capture(model.to(DTYPES[self.precision]).eval(), (1, 3, *self.size_px), DTYPES[self.precision])

@@ -57,6 +57,7 @@ class ModelPrograms:
             program = capture(self._model, shape, DTYPES[self._config.run.precision])
             _check_output(program, images, self._classes, self._config.model.name)
             autocast = self.autocast_dtype
+            # Autocast changes dtypes, and so bytes and operations; the CPU's rules are used for all devices.
             self._programs[images] = under_autocast(program, getattr(torch, autocast), "cpu") if autocast else program
         return self._programs[images]
 
@@ -69,6 +70,7 @@ def _check_output(program: Program, images: int, classes: int, name: str) -> Non
     """
     output = program.unflatten(list(program.outputs))
     info = program.values.get(output.name) if isinstance(output, Ref) else None
+    # Checked at the capture: the loss would fail only after all slides are checked and memory is reserved.
     if info is not None and info.shape == (images, classes) and info.dtype.is_floating_point:
         return
     if classes == 1:

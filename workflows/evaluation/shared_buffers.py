@@ -21,6 +21,7 @@ class SharedBuffer:
         self.descriptor = descriptor
         # An empty file cannot be mapped.
         self._map = mmap.mmap(descriptor, max(1, size_bytes))
+        # The tensor keeps the mapping alive, as long as any view of it lives.
         self.flat = torch.frombuffer(self._map, dtype=torch.uint8)[:size_bytes]
 
 
@@ -42,6 +43,7 @@ class SharedBuffers:
             IndexError: All buffers are in use.
         """
         descriptor = self._free.pop()
+        # Grows or shrinks the file under its descriptor, which the child has had since it started.
         os.ftruncate(descriptor, max(1, size_bytes))
         return SharedBuffer(descriptor, size_bytes)
 
@@ -57,6 +59,8 @@ class SharedBuffers:
 
 def _private_file() -> int:
     if hasattr(os, "memfd_create"):
+        # A name for /proc only: the file is in no folder, and vanishes with its last descriptor.
         return os.memfd_create("hyfi-weights")
     with tempfile.TemporaryFile() as file:
+        # The file has no name any more, but lives as long as the copy of its descriptor.
         return os.dup(file.fileno())

@@ -137,6 +137,7 @@ def cells_of(
     for checkpoint in checkpoints:
         require_local(checkpoint, "checkpoint")
     models = [read_model_json(checkpoint) for checkpoint in checkpoints]
+    # Of an ensemble, one model of tiles is enough for the options to mean nothing for it.
     if not any(map(is_bag_model, models)):
         return parse_cells(cells, memory, spill)
     what = "features" if any(map(is_feature_model, models)) else "an encoder of tiles"

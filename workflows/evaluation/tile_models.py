@@ -29,6 +29,8 @@ class NormalisedTiles:
 
     def __init__(self, normalisation: Normalisation) -> None:
         self._mean, self._std = (
+            # No buffers: they would be in the encoder's state_dict, and names of weights would differ from the
+            # factory's.
             torch.tensor(values, dtype=torch.float64).view(3, 1, 1)
             for values in (normalisation.mean, normalisation.std)
         )
@@ -87,9 +89,11 @@ def build_tile_model(
     loaded = load_encoder(
         encoder["name"], weights, size_px=tile_px, options=options, mean=mean, std=std, architecture=architecture
     )
+    # After loading, whose names are those of the encoder without LoRA.
     if encoder.get("lora") is not None:
         add_lora(loaded.module, int(encoder["lora"]))
     head = build_aggregator(aggregator["name"], loaded.features, int(fields["classes"]), aggregator["options"])
+    # Hooks of the module itself: a wrapper would put a prefix before all names.
     loaded.module.register_forward_pre_hook(NormalisedTiles(loaded.normalisation))
     if loaded.output is not None:
         loaded.module.register_forward_hook(_picked(loaded))

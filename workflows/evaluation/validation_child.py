@@ -58,11 +58,13 @@ def start_child(
     description = {
         "model": network,
         "plan": plan.to_json(),
+        # Children exchange halos by gloo, which sends host memory.
         "device": device if plan.ranks_per_replica == 1 else "cpu",
         "cells": config.validation.cells,
         "store": str(config.data.store),
         "features": None if config.data.features is None else str(config.data.features),
         "slides": [[slide.slide_id, slide.case_id, slide.label] for slide in slides],
+        # Rounding depends on the number of threads and on TF32: as in the parent.
         "threads": torch.get_num_threads(),
         "arithmetic": [config.run.tf32, config.run.deterministic],
         "rendezvous": dict(rendezvous),
@@ -88,6 +90,7 @@ def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> Para
     from hyfi_core.plan.parallel_plan import ParallelPlan
 
     if plan.tiles is not None:
+        # If the numbers do not fit, all validators share each slide.
         tiles = validators if validators % plan.tiles else plan.tiles
         return ParallelPlan(tiles=tiles, replicas=validators // tiles, memory_bytes=plan.memory_bytes)
     with_cells = config.validation.cells is not None
@@ -98,6 +101,7 @@ def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> Para
             f"validation.grids: given {[list(grid) for grid in grids]}; allowed: grids whose ranks ({replica_ranks}) "
             f"divide the number of validators ({validators}, roles.validators)"
         )
+    # Cuts name the stages' borders: those of another number of stages mean nothing.
     cuts = plan.cuts if len(grids) == len(plan.grids) else "auto"
     derived = ParallelPlan(grids, cuts, replicas=validators // replica_ranks, fused_halo=plan.fused_halo)
     if not with_cells:
@@ -136,7 +140,9 @@ def _serve(parent: Parent) -> None:
     group = _connect(parent, description["rendezvous"])
     plan = ParallelPlan.from_json(description["plan"])
     evaluator = agree(group, lambda: _build_evaluator(description, plan, group))
+    # Names and shapes: snapshots are bytes only.
     like = evaluator.module.state_dict()
+    # The validator's start ends with this: what fails before it is refused before the run begins.
     parent.send("ready")
     while True:
         weights = _weights(parent, group, like)
@@ -158,8 +164,10 @@ def _connect(parent: Parent, rendezvous: Mapping[str, Any]) -> Communicator:
     from hyfi_core.comm.torchdist import world
 
     if rendezvous["host"] == "localhost" and Path("/sys/class/net/lo").exists():
+        # Else gloo takes the interface of the host's name, which a container or a laptop may not have.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     first = rendezvous["rank"] == 0
+    # Port 0: the system chooses a free one. A port chosen before could be taken when it is opened.
     store = TCPStore(rendezvous["host"], rendezvous["port"] or 0, is_master=first, wait_for_workers=False, timeout=LONG)
     if first:
         parent.send("port", port=store.port)
@@ -176,6 +184,7 @@ def _build_evaluator(description: Mapping[str, Any], plan: ParallelPlan, group: 
 
     model = description["model"]
     slides = [
+        # JSON has made lists of tuples.
         SlideRef(slide_id, case_id, tuple(label) if isinstance(label, list) else label)
         for slide_id, case_id, label in description["slides"]
     ]
@@ -195,8 +204,10 @@ def _weights(parent: Parent, group: Communicator, like: Mapping[str, torch.Tenso
 
     if group.rank == 0:
         message = parent.receive()
+        # Mapped anew each time, as buffers change their size.
         shared = mmap.mmap(message["descriptor"], max(1, message["bytes"]))
         flat = torch.frombuffer(shared, dtype=torch.uint8)[: message["bytes"]]
+    # First, so that the others take memory for the weights only when some come.
     group.broadcast_object("validate")
     if group.rank != 0:
         flat = torch.empty(snapshot_bytes(like), dtype=torch.uint8)

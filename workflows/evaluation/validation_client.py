@@ -69,8 +69,10 @@ class ValidationClient:
                 if replaced.ready():  # else a GPU still writes into its memory, which must not be reused
                     self._pool.release(replaced)
             self._unsent.clear()
+        # With `gave_up`, nothing is sent any more: the trainers will validate this step.
         elif not self._wait(lambda: self.gave_up or self.waiting < QUEUE, stop_requested):
             return False
+        # Copied, because the next update changes the weights in place.
         self._unsent.append(self._pool.acquire(step, state))
         self._progress()
         return True
@@ -100,6 +102,7 @@ class ValidationClient:
         self._unsent.clear()
         message = {"kind": "end", "stopped": stopped, "discard": discard}
         self._sending.append((self._world.send_object(message, self._leader, WORK_TAG), None))
+        # Both: the validators' "bye", and our own messages, whose memory MPI may still read.
         self._wait(lambda: self._ended and not self._sending, lambda: False)
 
     def _wait(self, ready: Callable[[], bool], stop_requested: Callable[[], bool]) -> bool:
@@ -121,6 +124,7 @@ class ValidationClient:
             elif snapshot is not None:
                 self._pool.release(snapshot)
         self._sending = unfinished
+        # Before sending: a result makes room in the queue.
         while (received := self._world.poll_object(RESULT_TAG, self._leader)) is not None:
             self._handle(received[1])
         limit = QUEUE if self._policy == "all" else 1
@@ -129,6 +133,7 @@ class ValidationClient:
 
     def _send(self, snapshot: Snapshot) -> None:
         work = {"kind": "validate", "step": snapshot.step, "bytes": snapshot.flat.numel()}
+        # Announced first, so that the validator can post its receive into shared memory.
         self._sending.append((self._world.send_object(work, self._leader, WORK_TAG), None))
         flat = Message(self._leader, snapshot.flat, SNAPSHOT_TAG)
         self._sending.append((self._world.exchange([flat], []), snapshot))

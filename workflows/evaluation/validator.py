@@ -89,6 +89,7 @@ class ValidationService:
             ValidationChildError: One of them raised an exception.
         """
         hosts = self._group.broadcast_object(self._group.gather_objects(socket.gethostname()))
+        # On one host, children need no network at all.
         self._host = hosts[0] if len(set(hosts)) > 1 else "localhost"
         if not self._is_leader:
             self._run_follower()
@@ -115,6 +116,7 @@ class ValidationService:
     def _run_leader(self, is_over: Callable[[], bool]) -> None:
         backoff = Backoff()
         while not is_over():
+            # `|`, not `or`: both must run in every round.
             if self._receive() | self._advance_child():
                 backoff.reset()
             else:
@@ -131,6 +133,7 @@ class ValidationService:
                 self._end = message
             else:
                 buffer = self._buffers.acquire(message["bytes"])
+                # Received straight into the memory that the child reads: no copy between the processes.
                 pending = self._world.exchange([], [Message(0, buffer.flat, SNAPSHOT_TAG)])
                 self._queue.append(_QueuedSnapshot(message["step"], buffer, pending))
         while (death := self._group.poll_object(DEATH_TAG)) is not None:
@@ -139,6 +142,7 @@ class ValidationService:
 
     def _advance_child(self) -> bool:
         """Handle a message of the child and give it its next work; return whether anything happened."""
+        # The children's work is not needed any more; what trainer 0 has sent must still be received.
         if self._gave_up or (self._end is not None and (self._end["stopped"] or self._end["discard"])):
             self._kill()
             return self._discard_snapshots()
@@ -146,6 +150,7 @@ class ValidationService:
         message = self._child.receive()
         if message is not None:
             self._on_leader_child(message)
+        # The snapshot stays in the queue until its result: a new child gets it again.
         if self._ready and not self._busy and self._queue and self._queue[0].pending.test():
             work = self._queue[0]
             self._busy = True
@@ -168,6 +173,7 @@ class ValidationService:
         elif message["kind"] == "result":
             work = self._queue.popleft()
             self._buffers.release(work.buffer)
+            # Only deaths in a row count: a child that finishes a validation shows that it can.
             self._busy, self._deaths = False, 0
             self._send_to_trainer({"kind": "result", "step": work.step, "metrics": message["metrics"]})
         elif message["kind"] == "died":
@@ -177,6 +183,7 @@ class ValidationService:
 
     def _on_death_notice(self, notice: ChildMessage) -> None:
         """Handle the death of another validator's child; report it even if the children were restarted already."""
+        # Of an earlier round: those children are gone already, and starting again would kill the new ones.
         if notice["round"] == self._round and not self._gave_up:
             self._on_death(notice["rank"], notice["how"])
         elif notice["how"] != LOST_PEER:
@@ -197,6 +204,7 @@ class ValidationService:
             self._send_to_trainer({"kind": "gave up"})
             return
         warn(f"hyfi: {cause}; restarting it {resumed} (restart {self._deaths} of at most {MAX_DEATHS - 1})")
+        # Only child 0: when it reports its port, the others are started with it.
         self._round += 1
         self._replace_child(None)
 
@@ -238,6 +246,7 @@ class ValidationService:
             if order[1]["kind"] in ("begun", "end"):
                 return bool(order[1].get("stopped"))
             self._kill()
+            # Before any order, the old child is killed: "kill", or "start" after a death elsewhere.
             if order[1]["kind"] == "start":
                 self._round = order[1]["round"]
                 self._replace_child(order[1]["port"])

@@ -57,6 +57,7 @@ class WholeSlides:
         elif views[0].size_px != self.dataset.size_px:
             self.enlarged.add(index)
         logits = np.stack([self._logits_of(index, view) for view in views])
+        # Several images of a slide: combined as the model pools positions, as if it were one.
         return torch.from_numpy((image_weights(logits, views, self.pooling) * logits).sum(axis=0))[None]
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:

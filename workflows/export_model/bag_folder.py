@@ -100,6 +100,7 @@ def write_bag_torch(source: ExportSource, folder: Path) -> list[tuple[str, str]]
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     (folder / WEIGHTS).write_bytes(save(weights))
     kept = {name: value for name, value in config.items() if name not in ("files", "trained_on")}
+    # The weights are merged: what is built from the file must have no updates.
     if "encoder" in kept["model"]:
         kept["model"] = kept["model"] | {"encoder": kept["model"]["encoder"] | {"lora": None}}
     (folder / MODEL_JSON).write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
@@ -131,6 +132,7 @@ def write_bag_onnx(source: ExportSource, folder: Path) -> tuple[list[tuple[str, 
         files.append((ENCODER, f"pixels: uint8 RGB (n, 3, {size}, {size}); vectors (n, D)"))
     features = _features(source, model)
     bags = [torch.randn(count, features, generator=torch.Generator().manual_seed(count)) for count in _BAG]
+    # Two sizes of bags: a graph that was traced with a fixed number would fail on the second.
     head = _Outputs(model.aggregator)
     differences.append(checked_export(head, folder / AGGREGATOR, bags, ("vectors", "outputs"), many))
     files.append((AGGREGATOR, f"vectors: float32 (N, {features}), of all tiles of a slide; outputs (1, K)"))
@@ -149,6 +151,7 @@ def _merged(source: ExportSource) -> TileModel:
         merge_lora(model)
         after = model.encoder(tiles)
     difference = float((before - after).abs().max() / before.abs().max().clamp_min(1e-6))
+    # `not <=`, so that NaN is refused, too.
     if not difference <= _MERGED_TOLERANCE:
         raise RequestError(f"updates of LoRA cannot be merged: vectors differ by {difference:.2g}; nothing is written")
     return model
@@ -174,6 +177,7 @@ class _OnPixels(nn.Module):
         self.encoder = encoder
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        # Within the file: other programs give pixels as they are in a picture.
         vectors: torch.Tensor = self.encoder(pixels.to(torch.float32) / 255)
         return vectors
 

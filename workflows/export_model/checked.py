@@ -22,8 +22,10 @@ def sample_images(align_px: int, size_px: tuple[int, int] | None) -> list[torch.
         align_px: Height and width are multiples of this.
         size_px: Height and width; None: any.
     """
+    # Networks shrink an image by 32 or more: smaller steps would make sizes that do not fit.
     step = max(align_px, 32)
     rows = -(-_CHECKED_PX // step) * step
+    # Two sizes and shapes, taller and wider: a size that is baked in shows with one of them.
     sizes = [size_px] if size_px is not None else [(rows, rows + step), (rows + 2 * step, rows)]
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, 256, (1, 3, *size), dtype=torch.uint8, generator=generator) for size in sizes]
@@ -60,5 +62,6 @@ def largest_difference(
 
 def first_line(error: Exception) -> str:
     """Return the first line of an exporter's message that is not empty."""
+    # Exporters wrap the error of the user's module.
     cause = error.__cause__ or error
     return next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)

@@ -76,6 +76,7 @@ class PixelModel(nn.Module):
         self.model = source.member.model
         self.temperature = source.temperature
         for name, values in (("mean", source.normalisation.mean), ("std", source.normalisation.std)):
+            # Buffers, so that they are in the exported file.
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1))
 
     @property

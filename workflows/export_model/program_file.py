@@ -35,6 +35,7 @@ def write_program(source: ExportSource, path: Path, size_px: tuple[int, int] | N
     """
     model = PixelModel(source).eval()
     images = sample_images(source.align_px, size_px)
+    # Loaded again for the check: what is compared is the file, not the program in memory.
     write, load = (_write_pt2, _load_pt2) if path.name == PT2 else (_write_torchscript, _load_torchscript)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # that TorchScript is deprecated, which the command says
@@ -59,6 +60,7 @@ def _load_pt2(path: Path) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
 
 
 def _write_torchscript(model: PixelModel, image: torch.Tensor, path: Path, any_size: bool) -> None:
+    # The trace is checked by `largest_difference`, on two sizes.
     torch.jit.trace(model, image, check_trace=False).save(str(path))
 
 

@@ -52,8 +52,10 @@ def write_torch(source: ExportSource, folder: Path) -> None:
         source: The checkpoint.
         folder: An existing, empty folder.
     """
+    # safetensors refuses other strides, such as channels_last.
     weights = {name: tensor.contiguous() for name, tensor in source.member.model.state_dict().items()}
     (folder / WEIGHTS).write_bytes(save(weights))
+    # Names of slides are not for others; `files` has digests of files that are not exported.
     config = {name: value for name, value in source.config.items() if name not in ("files", "trained_on")}
     text = json.dumps(config, ensure_ascii=False, indent=1)
     (folder / MODEL_JSON).write_text(text + "\n", encoding="utf-8")

@@ -93,6 +93,7 @@ def encode_slides(
     """
     for slide_id in slide_ids:
         try:
+            # Within the try: a damaged slide fails alone.
             slide = SlideStore.open(slide_path(run.store, slide_id))
             tiles = tissue_tiles(slide, run.tiling)
             lack = run.folder.lack(slide_id, tiles.digest())
@@ -131,6 +132,7 @@ def _encode_slide(
             _check_finite(vectors, tiles, chunk.start)
             file.write(chunk.start, vectors)
             advance(len(vectors) / len(tiles), slide.slide_id)
+        # Before the record: a slide counts as done only with its files.
         file.publish()
     lacks_colours = run.stain is not None and colours is None
     run.folder.note_done(slide.slide_id, tiles.digest(), len(tiles), AS_SCANNED if lacks_colours else "")
@@ -140,6 +142,7 @@ def _encode_slide(
 def _check_finite(vectors: np.ndarray, tiles: TissueTiles, start: int) -> None:
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
+        # The first False.
         y, x = tiles.coords[start + int(np.argmin(finite))].tolist()
         raise FeatureError(
             f"the encoder's vector of the tile at (y, x) = ({y}, {x}) is not finite; use --precision float32, or check "

@@ -69,7 +69,9 @@ class FeatureFile:
         self._paths = [folder / name for name in files_of(slide.slide_id, form)]
         for path in self._paths:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Files that a killed process left beside this one.
             remove_leftovers(path)
+        # In the same folder: a rename is atomic only within a file system.
         self._beside, self._form = [temporary_path(path) for path in self._paths], form
         self._open = True
         self._writer: FeatureWriter
@@ -87,6 +89,7 @@ class FeatureFile:
         if self._open:
             with suppress(OSError, RuntimeError, ValueError):  # on a full disk, the first error must be reported
                 self._writer.close()
+        # After `publish`, nothing has these names any more.
         for path in self._beside:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -118,6 +121,8 @@ class FeatureFile:
                 sync_tree(beside)
                 publish_directory(beside, path)
             else:
+                # Data first, then the name, then the folder with the name: a crash leaves the old file or the whole new
+                # one.
                 sync_file(beside)
                 beside.replace(path)
                 sync_file(path.parent)

@@ -42,6 +42,7 @@ class FeatureFolder:
 
     def __init__(self, path: Path, form: FeatureFormat, settings: Mapping[str, Any]) -> None:
         self.path, self.form = path, form
+        # As read back from the file: tuples become lists, so both can be compared.
         self._settings = json.loads(json.dumps(settings))
 
     def check(self, slide_ids: Sequence[str], overwrite: bool) -> None:
@@ -98,6 +99,7 @@ class FeatureFolder:
         for name, stated in files.items():
             path = self.path / name
             try:
+                # Same size and time: not read again. A copy has another time, so its content decides.
                 if stated.get("stamp") != _stamp(path) and stated.get("sha256") != digest_of(path):
                     return f"damaged: {path} is not the file that was written"
             except OSError as error:
@@ -110,6 +112,7 @@ class FeatureFolder:
             name: {"sha256": digest_of(self.path / name), "stamp": _stamp(self.path / name)}
             for name in files_of(slide_id, self.form)
         }
+        # Digests of the published files, after they have their names.
         record = {"slide_id": slide_id, "status": DONE, "tiles": count, "tiles_sha256": tiles, "files": files}
         record |= {"reason": note} if note else {}
         write_json_atomically(self._sidecar(slide_id), record)
@@ -162,6 +165,7 @@ def digest_of(path: Path) -> str:
         return sha256_of(path)
     summed = hashlib.sha256()
     for file in sorted(entry for entry in path.rglob("*") if entry.is_file()):
+        # Bytes of the name: it need not be UTF-8.
         summed.update(os.fsencode(f"{file.relative_to(path).as_posix()} {sha256_of(file)}\n"))
     return summed.hexdigest()
 

@@ -83,6 +83,7 @@ class FeatureSet:
         Raises:
             RequestError: A slide has none.
         """
+        # With the reasons why `hyfi features` failed, for the message about a slide without features.
         return FeatureBags(dataset, self.stored, self.failures)
 
     def check(self, bags: Sequence[FeatureBags]) -> None:
@@ -121,6 +122,7 @@ class FeatureSet:
         if slide is not None:
             size, stride, mpp, least = (self.settings[key] for key in ("size_px", "stride_px", "mpp", "min_tissue"))
             try:
+                # The digest of the tiles that would be encoded now: it tells a slide that was ingested again.
                 digest = tissue_tiles(slide, Tiling(size, stride, mpp, least)).digest()
             except RequestError as error:
                 return f"out of date: {error}"
@@ -156,6 +158,7 @@ class FeatureSet:
         else:  # digests say more than names, which may be names of folders
             pairs["an encoder with weights"] = digests
         stains = self.settings.get("stain_normalisation"), stated.get("stain_normalisation")
+        # Only between folders of `hyfi features`: others do not state their stain normalisation.
         if self.settings and stated["weights_sha256"] is not None and stains[0] != stains[1]:
             named = [one["method"] if one else "none" for one in stains]
             raise RequestError(
@@ -164,6 +167,7 @@ class FeatureSet:
                 f"slides with the stain normalisation of its training"
             )
         for what, (ours, theirs) in pairs.items():
+            # What one side does not state cannot be compared.
             if ours is not None and theirs is not None and ours != theirs:
                 raise RequestError(
                     f"{self.folder}: {what} {str(ours)[:_SHORT]}, but the model was trained with {what} "

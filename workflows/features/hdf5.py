@@ -33,6 +33,7 @@ class Hdf5Features:
         self._slide, self._dtype = slide, np.dtype(np.float16 if stamp else np.float32)
         name, coords = ("feats", _stamp_coords(slide)) if stamp else ("features", _corners(slide))
         count = len(slide)
+        # At least one row, and no chunk larger than the data.
         rows = max(1, min(count, _CHUNK_BYTES // (features * self._dtype.itemsize)))
         self._vectors = self._file.create_dataset(
             name, (count, features), self._dtype, chunks=(rows, features), fletcher32=True
@@ -51,6 +52,7 @@ class Hdf5Features:
             FeatureError: A value is too large for the file's type.
         """
         with np.errstate(over="ignore"):
+            # Beyond 65504, float16 is infinite: found below, with a message instead of NumPy's warning.
             cast = vectors.astype(self._dtype, copy=False)
         if not np.isfinite(cast).all():
             raise FeatureError(
@@ -102,4 +104,5 @@ def _stamp_attributes(slide: TiledSlide) -> dict[str, Any]:
 
 
 def _number(value: float) -> int | float:
+    # TRIDENT writes 20 or 40 as integers.
     return int(value) if value.is_integer() else value

@@ -54,6 +54,7 @@ class TiledSlide:
     @property
     def coords(self) -> NDArray[np.int64]:
         """``(N, 2)`` int64: (y, x) of each tile's upper left corner in whole level-0 pixels."""
+        # Rounded only here, each by itself: no error adds up along a row of tiles.
         coords: NDArray[np.int64] = self.corners.round().astype(np.int64)
         return coords
 
@@ -62,6 +63,7 @@ class TiledSlide:
         """Return the facts of a slide; if the store has no provenance, level 0 is that of the store."""
         finest, mpp = slide.levels[0], sum(tiles.plane.mpp) / 2
         source = slide.attributes.get("source") or {}
+        # Corners count from the origin of the scan, so the size that contains them ends at (y1, x1).
         bounds = source.get("bounds") or {"y1": finest.height_px, "x1": finest.width_px}
         source_mpp = tuple(float(side) for side in source.get("mpp") or finest.mpp)
         power = source.get("objective_power") or _standard(_MAGNIFICATION_MPP / (sum(source_mpp) / 2))
@@ -82,6 +84,7 @@ class TiledSlide:
 
 def _standard(power: float) -> float:
     """Return the nearest of the usual magnifications: 5, 10, 20, 40, 80, …."""
+    # Nearest in ratio: 30 is nearer to 40 (1.33) than to 20 (1.5).
     return float(5 * 2.0 ** round(log2(power / 5)))
 
 

@@ -38,6 +38,7 @@ class ZarrFeatures:
         from zarr.codecs import Crc32cCodec
 
         count = len(slide)
+        # 4 bytes a number.
         self._rows = max(1, min(count, _CHUNK_BYTES // (4 * features)))
         group = zarr.open_group(path, mode="w", zarr_format=3, attributes={"hyfi_features": _attributes(slide)})
         checksum = Crc32cCodec()
@@ -59,6 +60,7 @@ class ZarrFeatures:
             some = vectors[: self._rows - self._used]
             self._buffer[self._used : self._used + len(some)] = some
             self._used, vectors = self._used + len(some), vectors[len(some) :]
+            # Only whole chunks: a chunk written in two parts would be read and encoded again.
             if self._used == self._rows:
                 self._flush()
 

@@ -65,6 +65,7 @@ def freeze(model: nn.Module, config: ModelConfig) -> Freezing | None:
     named = dict(model.named_parameters(remove_duplicate=False))
     check_matches("model.freeze", config.freeze, named)
     chosen = [name for name in named if any(matches(name, pattern) for pattern in config.freeze)]
+    # What is frozen already is not ours to release.
     frozen = tuple(name for name in chosen if named[name].requires_grad)
     for name in frozen:
         named[name].requires_grad_(False)
@@ -72,8 +73,10 @@ def freeze(model: nn.Module, config: ModelConfig) -> Freezing | None:
         raise RequestError(
             f"model.freeze: {', '.join(config.freeze)} matches every parameter of the model; leave the head to train"
         )
+    # After the parameters: a norm counts as frozen if none of its own is trained.
     norms = tuple(path for path, module in _norms(model) if module.training and _is_frozen(path, module, config.freeze))
     for path in norms:
+        # Running statistics are no parameters: only evaluation mode keeps them.
         model.get_submodule(path).eval()
     return Freezing(frozen, norms, len(named), config.freeze_epochs)
 

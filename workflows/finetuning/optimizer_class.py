@@ -42,6 +42,7 @@ def optimizer_of(config: OptimizerConfig) -> Callable[[GroupSettings, float], to
     kind = _NAMED.get(config.name) or _imported(config.name)
     accepted = inspect.signature(kind).parameters
     arguments = dict(_arguments(config))
+    # A class with **kwargs may take anything: it refuses itself.
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         unknown = sorted(set(config.options) - set(accepted))
         if unknown:

@@ -66,7 +66,9 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, batch: int) -> t
             lr *= config.layer_decay ** (last - depth[name])
         decay = None if group is None else group.weight_decay
         if decay is None:
+            # Norms and biases have one dim.
             decay = config.weight_decay if parameter.ndim > 1 or config.decays_norms else 0.0
+        # In the order of the model, so all ranks have the same groups in the same order.
         members.setdefault((chosen.get(name, -1), lr, decay), []).append(name)
     return tuple(ParameterGroup(tuple(names), lr, decay) for (_, lr, decay), names in members.items())
 
@@ -126,4 +128,5 @@ def _is_opened(module: nn.Module, is_most: bool) -> bool:
 
 def _repeats(blocks: nn.Module) -> bool:
     kinds = [type(child) for child in blocks.children() if any(True for _ in child.parameters())]
+    # Some class occurs twice: blocks, not a stem of different layers.
     return len(kinds) > len(set(kinds))

@@ -28,6 +28,7 @@ def matches(name: str, pattern: str) -> bool:
         pattern: As of ``fnmatch``; ``*`` also matches dots.
     """
     parts = name.split(".")
+    # fnmatchcase: fnmatch ignores case on some systems.
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
@@ -62,4 +63,5 @@ def _modules(names: Iterable[str]) -> list[str]:
     for name in names:
         parts = name.split(".")[:-1]
         paths |= {".".join(parts[:end]): None for end in range(1, len(parts) + 1)}
+    # Stable: modules of one level stay in the order of the model.
     return sorted(paths, key=lambda path: path.count("."))

@@ -105,6 +105,7 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
             f"model.weights {path}: none of its {len(tensors)} tensors matches the model; its first names are "
             f"{', '.join(sorted(file.tensors)[:3])}, the model's {', '.join(list(own)[:3])}{_parts_that_fit(file, own)}"
         )
+    # Not strict: what is missing is reported below, and may be a new head.
     model.load_state_dict(fitting, strict=False)
     missing = tuple(name for name in own if name not in tensors and name not in counters)
     unexpected = tuple(sorted(tensors.keys() - own.keys()))
@@ -114,6 +115,7 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
 
 def _prefix(file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Prefix:
     """Return the prefix with which most tensors match; none if few do, or as many without it."""
+    # A prefix must match more than half of the file, and more than names as they are: else it is chance.
     best, most = Prefix(), max(_matching(Prefix(), file, own), len(file) // 2)
     for before in _common(file):
         for after in _common(own):
@@ -128,6 +130,7 @@ def _parts_that_fit(file: WeightsFile, own: Mapping[str, torch.Tensor]) -> str:
     """Return which parts of a file, such as one of two networks, would fit by themselves; empty if none would."""
     prefixes = {f"{name[:end]}." for name in file.tensors for end in range(len(name)) if name[end] == "."}
     fitting = {prefix: _matching(Prefix(prefix), file.tensors, own) for prefix in prefixes}
+    # A part fits if it has most of the model's tensors.
     most = sorted((p for p in fitting if 2 * fitting[p] > len(own)), key=lambda p: (-fitting[p], p))
     if not most:
         return ""

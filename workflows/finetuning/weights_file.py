@@ -111,6 +111,7 @@ def _unwrapped(path: Path, value: Any) -> WeightsFile:
         if not inside:
             break
         keys.append(inside[0])
+        # As of an average beside the weights: the user should know that it was not taken.
         other_keys += tuple(inside[1:])
         value = value[inside[0]]
     kind = f"a dict with {', '.join(map(repr, list(value)[:5]))}" if isinstance(value, dict) else type(value).__name__

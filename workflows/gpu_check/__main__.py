@@ -86,6 +86,7 @@ def _check(out: Path, minutes: float, device: str, only: str) -> int:
     def report(result: PartResult) -> None:
         results.append(result)
         say(f"{result.outcome}: {result.part}" + (f": {result.reason}" if result.reason else ""))
+        # After each part: a check that is stopped keeps what it has.
         write_atomically(out / "gpu-check.json", json.dumps(as_json(machine, results), indent=1).encode())
         write_atomically(out / "gpu-check.txt", as_text(machine, results).encode())
 
@@ -100,6 +101,7 @@ def _pack(out: Path) -> None:
     """Write all results into one archive."""
     import tarfile
 
+    # Renamed at the end, as somebody may copy the archive at any time.
     temporary = out / ".gpu-check.tar.gz"
     with tarfile.open(temporary, "w:gz") as archive:
         for name in ("gpu-check.json", "gpu-check.txt", "machine.yaml", "logs", "profiles"):

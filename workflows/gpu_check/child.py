@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="time for this part")
     args = parser.parse_args()
     deadline_s = time.monotonic() + args.seconds
+    # A part that outlives the check would keep the GPU's memory.
     die_with_parent()
     number = int(os.environ.get("LOCAL_RANK", "0"))
     if args.device == "cuda":
@@ -53,6 +54,7 @@ def main() -> None:
         torch.set_num_threads(1)
         setting = Setting(torch.device("cpu"), SMALL, args.out, deadline_s)
     for row in BODIES[args.body](setting, args.argument):
+        # Flushed: rows before a time limit are kept.
         emit_json(row)
 
 

@@ -58,7 +58,9 @@ def equal(setting: Setting, what: str) -> Iterator[Row]:
         yield {"what": network, "not run": f"no network of another package is installed ({', '.join(_THIRD_PARTY)})"}
         return
     title, model = named
+    # Without dropout, whose random numbers differ by design; in float64, so that rounding is far below the tolerance.
     model = without_drops(model).double().train().to(setting.device)
+    # Before the engine runs, whose forward changes running statistics.
     reference = copy.deepcopy(model)
     shape = (BATCH, 3, setting.sizes.equal_px, setting.sizes.equal_px)
     images = torch.randn((BATCH * plan.replicas, *shape[1:]), dtype=torch.float64).to(setting.device)
@@ -101,9 +103,11 @@ def _errors(
     expected, buffers = 0.0, dict[str, torch.Tensor]()
     parts = plan.replicas * plan.microbatches
     for number, (inputs, targets) in enumerate(zip(images.chunk(parts), labels.chunk(parts), strict=True), 1):
+        # One micro-batch after the other: batch norm takes its statistics over each.
         mean = F.cross_entropy(reference(inputs), targets) / parts
         torch.autograd.backward(mean)
         expected += float(mean.detach())
+        # Replica 0 has seen its micro-batches: these are the buffers to compare.
         if number == plan.microbatches:
             buffers = {name: value.clone() for name, value in reference.named_buffers()}
     differences = [
@@ -111,6 +115,7 @@ def _errors(
     ]
     with torch.no_grad():
         for name, value in reference.named_buffers():
+            # The output was computed with the buffers of replica 0, too.
             value.copy_(buffers[name])
         output = reference.eval()(images[:BATCH])
     return {

@@ -32,6 +32,7 @@ def step_s(step: StepBody, device: torch.device, steps: int) -> float:
         step()
         finish(device)
         times.append(time.perf_counter() - begin_s)
+    # The median: a step that another process disturbs does not count.
     return statistics.median(times)
 
 
@@ -40,9 +41,11 @@ def step_peak_bytes(step: StepBody, device: torch.device) -> int:
     free(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        # Tensors in use, not what the allocator has reserved: that depends on earlier parts.
         before = torch.cuda.memory_allocated(device)
         step()
         return int(torch.cuda.max_memory_allocated(device)) - before
+    # The kernel's peak is of the whole life of the process.
     forget_peak()
     before = resident_bytes()
     step()

@@ -24,6 +24,7 @@ def cells(setting: Setting, _: str) -> Iterator[Row]:
     """Time a step computed cell by cell, in memory and with half of the free memory, against one in core."""
     plans = {f"cells {cells}": replace(_ONE_RANK, cells=cells) for cells in setting.sizes.cells}
     most = setting.sizes.cells[-1]
+    # Half, so that maps must leave the GPU.
     half = free_bytes(setting.device) // 2
     plans[f"cells {most}, spilled"] = replace(_ONE_RANK, cells=most, spill="memory", memory_bytes=half)
     yield from _against_in_core(setting, setting.sizes.speed_px[-1], plans, "cells")
@@ -42,6 +43,7 @@ def _against_in_core(
     """Measure a step of each plan, and give the ratios of time and memory to a step in core."""
     rows: dict[str, Row] = {}
     for name, plan in {**({"in core": _ONE_RANK} if in_core else {}), **plans}.items():
+        # A plan by cells may take longer than the ones before: twice the slowest must be left.
         if rows and setting.seconds_left < 2 * max(row.get("took_s", 0.0) for row in rows.values()):
             yield {"what": f"{name}, {side_px} px", "not measured": f"{setting.seconds_left:.0f} s are left"}
             continue
@@ -71,6 +73,7 @@ def largest(setting: Setting, how: str) -> Iterator[Row]:
     plan, device = _ONE_RANK if how == "in core" else by_cells, setting.device
     before_s, before_px = 0.0, setting.sizes.ladder_px[0]
     for side_px in setting.sizes.ladder_px:
+        # Time grows with the pixels.
         expected_s = before_s * (side_px / before_px) ** 2
         if before_s and expected_s > setting.seconds_left:
             yield {"what": f"{side_px} px, {how}", "would take": f"{expected_s:.0f} s, more than are left"}
@@ -110,6 +113,7 @@ def memory(setting: Setting, _: str) -> Iterator[Row]:
                 verify=False,
             )
             weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+            # The peak counts from before the step, when the weights are there already; the forecast includes them.
             peak_bytes = weights_bytes + step_peak_bytes(lambda: engine.train_step(images, labels), setting.device)
             ratio = peak_bytes / forecast_bytes
             return {"peak_bytes": peak_bytes, "forecast_bytes": forecast_bytes, "peak_to_forecast": ratio}

@@ -52,9 +52,11 @@ def run_parts(
     deadline_s = time.monotonic() + seconds
     together = [part for part in parts if part.together]
     alone = [part for part in parts if not part.together]
+    # Parts that run together share their time: their weights are as small as that makes them.
     share = _weight(together, gpus) / max(_weight(parts, gpus), 1e-9)
     results = _run_together(together, gpus, seconds * share, options, logs, report)
     for number, part in enumerate(alone):
+        # What earlier parts left over is shared by all that follow.
         left = max(_weight(alone[number:], gpus), part.weight)
         limit_s = max(1.0, (deadline_s - time.monotonic()) * part.weight / left)
         results.append(_run(part, gpus, limit_s, options, logs))
@@ -81,6 +83,7 @@ def _run_together(
     with ThreadPoolExecutor(max(len(parts), 1)) as threads:  # all live until the end: children die with their thread
         while waiting or running:
             busy = sum(part.ranks for part in running.values())
+            # `not running`: a part of more ranks than cores still runs, alone.
             while waiting and (not running or busy + waiting[0].ranks <= cores):
                 part = waiting.pop(0)
                 limit_s = deadline_s - time.monotonic()
@@ -124,6 +127,7 @@ def _environment(part: CheckPart, gpus: int) -> Mapping[str, str]:
     """Return a part's environment: ranks of mpiexec share the first GPU."""
     environment = RANK_SETTINGS | child_environment()
     if part.launcher == "mpiexec" and gpus:
+        # The first that this process may use, which need not be 0.
         environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return environment
 

@@ -100,6 +100,7 @@ def background(setting: Setting, side: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         for cache in ("empty", "full"):
+            # Of this process: with it, the full cache on disk would not be read.
             forget_code()
             yield tried(f"{side} px, {cache} cache", partial(_change_over, setting, int(side)), setting.device)
             free(setting.device)
@@ -176,6 +177,7 @@ def staged(setting: Setting, _: str) -> Iterator[Row]:
     if comm.rank == 0:
         engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator())
         one_rank_s = step_s(lambda: engine.train_step(images, labels), setting.device, setting.sizes.steps)
+    # Rank 1 waits here: beside it, rank 0's time on one rank would not be that of a free GPU.
     comm.barrier()
     shared = engine_of(setting, side_px, hyfi_core.ParallelPlan(grids=((2, 1),)), comm)
     shared_s = step_s(lambda: shared.train_step(images, labels), setting.device, setting.sizes.steps)
@@ -226,6 +228,7 @@ def feed(setting: Setting, _: str) -> Iterator[Row]:
 
     fed_s = step_s(fed_step, setting.device, steps)
     source.close(stopped=False)
+    # Without the first, for which nothing could be sent ahead.
     wait_s = sum(waits[1:]) / steps
     times = {"resident_s": resident_s, "fed_s": fed_s, "fed_to_resident": fed_s / resident_s, "wait_s": wait_s}
     yield {"what": f"images from a loader, {side_px} px", **times}

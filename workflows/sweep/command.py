@@ -69,6 +69,7 @@ def _one_split(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
             if code != DONE:
                 return _stopped(setting.number, code), {}
         scores.append(sweep.score(sweep.folder_of(setting)))
+        # After each setting, so that a stopped sweep has a table.
         _write_table(sweep, [(None, sweep.settings, scores)])
     return DONE, _report_split(sweep, scores)
 
@@ -97,6 +98,7 @@ def _report_split(sweep: SweepRuns, scores: Sequence[SettingScore]) -> dict[str,
 def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
     runs = [sweep.fold_runs_of(setting) for setting in sweep.settings]
     folds = runs[0].chosen
+    # Trained on all folds first, evaluated on none: the test fold is read only after the choice.
     for one, setting in zip(runs, sweep.settings, strict=True):
         one.write_splits()
         for fold in folds:
@@ -116,6 +118,7 @@ def _searched_folds(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[
     for fold in sweep.fold_runs_of(SweptSetting(0, {})).chosen:
         before: list[_Tried] = [(of, result.settings, result.scores) for of, result in results.items()]
 
+        # Defaults, because a closure would see the fold of the last round.
         def tell(now: SearchResult, fold: int = fold, before: Sequence[_Tried] = before) -> None:
             _write_table(sweep, [*before, (fold, now.settings, now.scores)])
 
@@ -159,6 +162,7 @@ def _write_table(sweep: SweepRuns, tried: Sequence[_Tried]) -> None:
     rows = []
     for fold, settings, of_fold in tried:
         best = settings[chosen_of(of_fold)].number
+        # Fewer scores than settings while a sweep goes on.
         for setting, score in zip(settings, of_fold, strict=False):
             values = {key: text_of(setting.values[key]) for key in keys}
             value = "" if score.value is None else f"{score.value:.6f}"

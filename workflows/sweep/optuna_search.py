@@ -104,6 +104,7 @@ class OptunaSearch:
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
+        # It prints a line for each trial, beside ours.
         logging.getLogger("optuna").setLevel(logging.WARNING)
         self._optuna: Any = optuna
         self._options, self._fold = options, fold
@@ -126,6 +127,7 @@ class OptunaSearch:
         if before is None:
             self._study.set_user_attr(_IDENTITY, dict(now))
             return
+        # As the journal has it: JSON makes lists of tuples.
         changed = [key for key in now if json.loads(json.dumps(now[key])) != before.get(key)]
         if changed:
             raise RequestError(
@@ -135,15 +137,18 @@ class OptunaSearch:
     def setting(self, number: int) -> SweptSetting:
         """Return the setting of trial ``number``; the next number proposes a new setting."""
         trials = self._study.get_trials(deepcopy=False)
+        # Numbers below are in the journal: a search that continues asks for them again, and gets the same settings.
         if number == len(trials):
             [uniform] = keyed_uniforms(
                 1, "optuna", self._options.seed, -1 if self._fold is None else self._fold, number
             )
+            # A new sampler for each trial: the state of one would not be in the journal.
             self._study.sampler = self._optuna.samplers.TPESampler(seed=int(uniform * 2**32))
             self._study.ask(self._distributions())
             trials = self._study.get_trials(deepcopy=False)
         params = trials[number].params
         values = {
+            # As text in the journal, because Optuna takes only plain values as categories, and lists are values, too.
             key: json.loads(params[key]) if isinstance(values, list) else rounded(params[key])
             for key, values in self._options.space.items()
         }
@@ -173,6 +178,7 @@ class OptunaSearch:
         trial = self._optuna.trial.Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)
         known = self._study.get_trials(deepcopy=False)[number].intermediate_values
         for step, value in values:
+            # Optuna refuses a step that is reported twice; a resumed search sees all records again.
             if step not in known:
                 trial.report(value, step)
                 if trial.should_prune():

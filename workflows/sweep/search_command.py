@@ -67,6 +67,7 @@ def run_search(
     scores: list[SettingScore] = []
     for number in range(options.trials):
         setting = search.setting(number)
+        # A search may propose the same again: its run would be the same, so the result of the first counts for it.
         twin = next((one for one in settings if one.values == setting.values), setting)
         code = DONE if search.is_over(number) else _trial(sweep, search, number, twin)
         if code not in (DONE, SOME_FAILED):
@@ -99,7 +100,9 @@ def _trial(sweep: SweepRuns, search: OptunaSearch, number: int, setting: SweptSe
     if setting.number == number and not _is_finished(sweep, setting):
         say(f"setting {setting.number}{of_fold}: {setting.describe()}")
         code = run_command(_words(sweep, setting), watch=gives_up)
+        # Asked again: a run may have ended by itself before the watch looked, and its records decide.
         given_up = gives_up()
+        # Stopped by the user, not by `gives_up`.
         if code == STOPPED and not given_up:
             return code
         if code not in (DONE, SOME_FAILED, STOPPED):

@@ -80,7 +80,9 @@ def read_settings(path: Path, trials: int | None, seed: int) -> list[SweptSettin
         combinations = itertools.product(*grid.values())
         return [SweptSetting(number, dict(zip(grid, one, strict=True))) for number, one in enumerate(combinations)]
     found: list[dict[str, Any]] = []
+    # A small space has fewer settings than asked for: the draws end anyway.
     for draw in range(trials * 20):
+        # By the number of the draw, so that more trials keep the first ones.
         uniforms = keyed_uniforms(len(grid), "sweep", seed, draw)
         values = {key: _drawn(one, float(u)) for (key, one), u in zip(grid.items(), uniforms, strict=True)}
         found += [values] if values not in found else []
@@ -119,6 +121,7 @@ def corners(space: Mapping[str, Any]) -> list[SweptSetting]:
 def range_value(values: Mapping[str, Any], uniform: float) -> float:
     """Return the number at a fraction (0 to 1) of a range, with four digits."""
     low, high = range_ends(values)
+    # Logarithmic: equal ratios are equally likely.
     return rounded(low * (high / low) ** uniform if values.get("log") else low + uniform * (high - low))
 
 
@@ -150,6 +153,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Return (section.key, value); a section may be a mapping of its keys."""
     found = []
     for key, value in tree.items():
+        # Only one level: below a full key, a mapping is a range.
         nested = isinstance(value, Mapping) and not (prefix or "." in str(key))
         found += _flat(value, f"{key}.") if nested else [(f"{prefix}{key}", value)]
     return found
@@ -172,6 +176,7 @@ def _check(path: Path, key: str, values: Any, ranges: bool) -> None:
 
 def _drawn(values: Any, uniform: float) -> Any:
     if isinstance(values, list):
+        # uniform < 1, so the index is in range.
         return values[int(uniform * len(values))]
     return range_value(values, uniform)
 

@@ -101,6 +101,7 @@ class SweepRuns(RunFamily):
     def score(self, run: Path) -> SettingScore:
         """Return the validation score of a run, at its best step."""
         records = {one["step"]: one for one in read_metrics(run / "metrics.jsonl") if one["kind"] == "validation"}
+        # Of all validated steps, also those whose checkpoints are removed: only their number matters here.
         step = best_step(records, self.metric, records)
         if step is None:
             return SettingScore(run, None, None, (float("-inf"), float("-inf")))
@@ -136,4 +137,5 @@ class SettingScore:
 
 def chosen_of(scores: Sequence[SettingScore]) -> int:
     """Return the index of the best score, the first of equals."""
+    # A run that was given up early has a score of another step, and cannot be compared.
     return max(range(len(scores)), key=lambda k: (not scores[k].given_up, scores[k].merit, -k))

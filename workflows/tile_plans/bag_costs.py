@@ -80,6 +80,7 @@ class BagCosts:
         model, _ = inputs.make_model("cpu", loads=False, tell=lambda line: None)
         assert isinstance(model, TileModel)
         weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        # Measured, as transformers or timm take hundreds of megabytes; without the weights, which count by themselves.
         process_bytes = max(PROCESS_BYTES, resident_bytes() - weight_bytes)
         shape, read = inputs.tile_shape()
         dtype = DTYPES[config.run.precision]
@@ -94,6 +95,7 @@ class BagCosts:
         return cls(
             tiles=tuple(inputs.counts),
             forward_flops=forward,
+            # The counter cannot count a backward alone.
             backward_flops={kind: both[kind] - forward[kind] for kind in both},
             bag_flops=bag_flops(model.aggregator, mean, facts.features),
             facts=facts,
@@ -120,5 +122,6 @@ def _flops(encoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, backw
             torch.autograd.grad(vectors.sum(), trained, allow_unused=True)
     flops = {"convolution": 0.0, "product": 0.0}
     for operator, count in counter.get_flop_counts().get("Global", {}).items():
+        # Kinds of the machine model, whose rates differ.
         flops["convolution" if "convolution" in str(operator) else "product"] += count
     return flops

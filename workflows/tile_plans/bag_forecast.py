@@ -62,6 +62,7 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
     ranks_of_slide, each = plan.tiles or 1, slides // plan.replicas
     limit = machine.memory_bytes if plan.memory_bytes is None else plan.memory_bytes
     chunk = chunk_size(costs.facts, limit, costs.chunk)
+    # Memory must hold for the worst batch, time is that of a mean one.
     longest = sorted(costs.tiles, reverse=True)[:each]
     chunks = sum(ceil(ceil(n / ranks_of_slide) / chunk) for n in longest)
     tiles = sum(ceil(n / ranks_of_slide) for n in longest)
@@ -127,6 +128,7 @@ def _parts_s(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineM
     forward_s, backward_s = (_tile_s(costs, machine, back, crowded) for back in (False, True))
     trains = bool(costs.facts.trained)
     link = machine.link(plan.ranks)
+    # All vectors but the rank's own.
     gathered = tiles * costs.facts.features * costs.facts.dtype.itemsize * (ranks_of_slide - 1) / ranks_of_slide
     head_s = machine.operator_s(costs.bag_flops * each, 0.0, "product", costs.dtype, crowded=crowded)
     read_s = own * costs.file_bytes / machine.disk_bytes_per_s
@@ -153,5 +155,6 @@ def _tile_s(costs: BagCosts, machine: MachineModel, backward: bool, crowded: boo
 def _mean_longest(tiles: tuple[int, ...], replicas: int, each: int) -> float:
     """Return the tiles of the replica with most tiles, for which the others wait: the mean over random batches."""
     rng = random.Random(0)
+    # Drawn with a fixed seed, so that a forecast repeats; the others wait for the replica with most tiles.
     drawn = [[sum(rng.choices(tiles, k=each)) for _ in range(replicas)] for _ in range(_DRAWS)]
     return sum(map(max, drawn)) / _DRAWS

@@ -35,12 +35,14 @@ def calibrated(machine: MachineModel, alone: LayerTimes, together: LayerTimes | 
     """
     modelled, overheads = _modelled(machine, 1), _overheads_s(machine)
     measured = alone.forward_s, alone.backward_s
+    # The factor by which overheads o must grow so that the model's time s becomes the measured m.
     more = [max(1.0, 1 + (m - s) / o) for m, s, o in zip(measured, modelled, overheads, strict=True)]
     scaled = _with_overheads(machine, lambda kind, pair: (pair[0] * more[0], pair[1] * more[1]))
     if together is None:
         return scaled
     free = _with_overheads(scaled, lambda kind, pair: (_LEAST_S, _LEAST_S) if kind == _SHARED else pair)
     forward_s, backward_s = _modelled(free, 2)
+    # What two ranks need beyond the model is waiting at the block's norms.
     left = (together.forward_s - forward_s) / NORMS_OF_BLOCK, (together.backward_s - backward_s) / NORMS_OF_BLOCK
     own = scaled.overhead_s["norm"]
     return _with_overheads(
@@ -53,6 +55,7 @@ def _modelled(machine: MachineModel, ranks: int) -> Pair:
     plan = ParallelPlan(grids=((1, ranks),), fused_halo=1)
     few, many = (StageCosts(_program(length, ranks), plan, machine).stages[0] for length in LENGTHS)
     count = LENGTHS[1] - LENGTHS[0]
+    # The ends of the chain cancel.
     return (many.forward_s - few.forward_s) / count, (many.backward_s - few.backward_s) / count
 
 

@@ -116,12 +116,15 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     bench = OperatorBench(device)
     cores = comm.size if gpus else max(1, usable_cores() // torch.get_num_threads())
     layers = LayerBench(device)
+    # The others wait at the barrier: caches and memory belong to one rank.
     alone = measured_alone(bench, layers) if comm.rank == 0 else None
     comm.barrier()
     group = comm.split(0 if comm.rank in local_ranks[:cores] else None)
+    # One rank on each core, as in training: they share memory bandwidth and caches.
     together = measured_together(bench, layers, group) if group is not None else None
     comm.barrier()
     shared = None
+    # More ranks than cores, on one node: they take turns, which has a price of its own.
     if cores < len(local_ranks) == comm.size:
         shared = SharedCores(cores, layers.turn_s(comm, cores), bench.waiting(comm, cores))
     near, far = _links(comm, device, hosts, True), _links(comm, device, hosts, False)
@@ -163,6 +166,7 @@ def _machine(
     rates["shared_norm"] = together.norm[0] * crowding[1], together.norm[1] * crowding[1]
     link = near or far
     overheads = {kind: measured_kind.overhead_s for kind, measured_kind in kinds.items()}
+    # Its kind is not measured in chains; it is the same operator.
     overheads["thin_convolution"] = overheads["convolution"]
     # The model adds kernel_s itself, with the all-reduce of the norm's sums.
     overheads["shared_norm"] = _less(together.tiny_norm_s, alone.kernel_s)
@@ -222,6 +226,7 @@ def _links(comm: Communicator, device: torch.device, hosts: list[str], same: boo
     link = None
     if pair is not None:
         short, long = _exchange_s(pair, device, 16), _exchange_s(pair, device, _ROW_PX)
+        # Bytes of the difference between the two widths, in float32.
         moved = (_ROW_PX - 16) * _CHANNELS * 4
         link = max(1e-7, short - _LATENCY_S), DeviceLink(_LATENCY_S, _rounded(moved / max(1e-9, long - short)))
     comm.barrier()
@@ -253,12 +258,14 @@ def _exchange_s(comm: Communicator, device: torch.device, width_px: int) -> floa
 
 def _disk_bytes_per_s(folder: Path) -> float:
     """Return the rate at which a temporary file of 128 MiB is written and synced."""
+    # Random bytes: some disks compress.
     block = os.urandom(1 << 20)
     with tempfile.TemporaryFile(dir=folder) as file:
         begin = time.perf_counter()
         for _ in range(_DISK_BYTES >> 20):
             file.write(block)
         file.flush()
+        # Without it, this would be the rate of the page cache.
         os.fsync(file.fileno())
         return _DISK_BYTES / (time.perf_counter() - begin)
 

@@ -91,6 +91,7 @@ def _square(channels: int, side_px: int, groups: int = 1, kernel: int = 3) -> La
 
 def _bottleneck(channels: int, inner: int, side_px: int) -> LayerCase:
     def make(width: int) -> nn.Module:
+        # The same ratio for tiny channels.
         middle = width * inner // channels
         return nn.Sequential(nn.Conv2d(width, middle, 1, bias=False), nn.Conv2d(middle, width, 1, bias=False))
 
@@ -178,6 +179,7 @@ def half_channels(narrow_rate: float, narrow: int, wide_rate: float, wide: int) 
     """
     if wide_rate <= narrow_rate:
         return 1e-3  # no loss with few channels; a machine's numbers must be greater than 0
+    # From narrow_rate / wide_rate = [n / (n + h)] / [w / (w + h)], solved for h.
     left = narrow_rate * wide - wide_rate * narrow
     return min(float(wide), narrow * wide * (wide_rate - narrow_rate) / left) if left > 0 else float(wide)
 
@@ -219,6 +221,7 @@ class LayerBench:
         """Return the measured times of one operator of a kind."""
         cases = LAYERS[kind]
         tiny = [self.times(case, tiny=True) for case in cases]
+        # Tiny maps take only the overhead: what large ones take beyond it is work.
         full = [self.times(case).less(small) for case, small in zip(cases, tiny, strict=True)]
         gradients = 2 if cases[0].flops else 1  # of inputs and of weights; without weights, of inputs only
         operators = sum(case.operators for case in cases)
@@ -350,6 +353,7 @@ class LayerBench:
             updates.append(moments[-1] - moments[-2])
             remainders.append(step_s - spans[Verb.F][-1] - spans[Verb.B][-1] - updates[-1])
         of = statistics.median if typical else min
+        # Without the first step, which allocates.
         return LayerTimes(of(spans[Verb.F][1:]), of(spans[Verb.B][1:]), min(updates[1:]), min(remainders[1:]))
 
     def _timed(self, moments: list[float], parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -366,5 +370,6 @@ class LayerBench:
 
     def _now(self) -> float:
         if self._device.type == "cuda":
+            # Kernels run later than they are launched.
             torch.cuda.synchronize()
         return time.perf_counter()

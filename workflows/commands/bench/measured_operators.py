@@ -138,10 +138,12 @@ class OperatorBench:
         with torch.no_grad():
             comm.barrier()
             if comm.rank >= count:
+                # Ranks without a core of their own stay away while the others are timed alone.
                 time.sleep(_APART_S)
             seconds = torch.tensor([turns_s(wait=False), 0.0])
             comm.barrier()
             seconds[1] = turns_s(wait=True)
+        # The slowest rank's: the others were done, and waited.
         comm.all_reduce(seconds, "max")
         asleep_s, waiting_s = seconds.tolist()
         # With w the fraction, count + w (size - count) equal shares of count cores: solve the ratio of times for w.
@@ -151,6 +153,7 @@ class OperatorBench:
         """Return the memory bandwidth in bytes/s: two tensors larger than the caches are added into a new one."""
         large = torch.ones(_COPIED_VALUES, device=self._device)
         seconds = self._shortest_s(lambda: large + large)
+        # Two are read, one is written.
         return 3 * large.numel() * large.element_size() / seconds
 
     def kernel_s(self) -> float:
@@ -176,6 +179,7 @@ class OperatorBench:
         for parameter in module.parameters():
             if parameter.dim() == 4:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        # A product takes a matrix, not a map.
         if isinstance(module, nn.Linear):
             inputs = torch.rand(case.channels, case.channels, dtype=inputs.dtype, device=self._device)
         inputs.requires_grad_(case.input_gradient)

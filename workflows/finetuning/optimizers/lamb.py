@@ -50,6 +50,7 @@ class Lamb(torch.optim.Optimizer):
                 if not state:
                     state |= {"step": 0, "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
                 state["step"] += 1
+                # m + (1 − β₁)(g − m).
                 state["exp_avg"].lerp_(weight.grad, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(weight.grad, weight.grad, value=1 - beta2)
                 root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])

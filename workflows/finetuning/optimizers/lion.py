@@ -44,6 +44,7 @@ class Lion(torch.optim.Optimizer):
                 state = self.state[weight]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(weight)
+                # g + β₁ (m − g): of the old momentum, which is updated last, with β₂.
                 update = torch.lerp(weight.grad, state["exp_avg"], beta1).sign_()
                 weight.mul_(1 - lr * decay).sub_(update, alpha=lr)
                 state["exp_avg"].lerp_(weight.grad, 1 - beta2)
