@@ -63,6 +63,7 @@ def main() -> None:
         command += ["--size", str(args.size), "--model", args.model]
         command += ["--threads", str(args.threads)] if args.threads else []
         command += child_options
+        # A process of its own: what one way leaves in the heap would count for the next.
         completed = subprocess.run(command, capture_output=True, text=True)
         if completed.returncode != 0:
             print(
@@ -99,6 +100,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         return_what_is_freed()
         plan = _plan(args, cells)
         engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator())
+        # A small image first: the growth below is that of the large one alone, without code that is loaded once.
         engine.predict(torch.zeros(1, 3, _WARM_PX, _WARM_PX))
     else:
         with torch.no_grad():
@@ -164,6 +166,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         plan = _plan(args, cells)
         shape = (1, 3, args.size, args.size)
         engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator(), autocast=autocast)
+    # Before the clock and the memory are read: in one piece, the image is given.
     image = None if engine is not None else images.read(Box.of_size(args.size, args.size), 0, 1)
 
     def step() -> float:
@@ -217,6 +220,7 @@ def read(pattern: torch.Tensor, box: Box) -> torch.Tensor:
     import torch
 
     rows, columns = (torch.arange(start, stop) % _PATTERN_PX for start, stop in ((box.y0, box.y1), (box.x0, box.x1)))
+    # Indices modulo the pattern: any box, without the whole image.
     return pattern[:, :, rows][:, :, :, columns]
 
 

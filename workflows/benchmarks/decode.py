@@ -94,6 +94,7 @@ def compare(path: Path, region_px: int, rounds: int, threads: int) -> dict[str, 
 
 def _check_equal(source: SlideSource, path: Path, box: Box) -> None:
     corner = Box(box.y0, min(box.y1, box.y0 + 2048), box.x0, min(box.x1, box.x0 + 2048))
+    # Readers that decode differently could not be compared.
     slow = OpenSlideSource(path)
     if not np.array_equal(source.read(corner, 0), slow.read(corner, 0)):
         raise SystemExit(f"{path}: the two readers return different pixels; nothing was measured")
@@ -105,6 +106,7 @@ def _read_with_openslide(path: Path, box: Box, threads: int) -> None:
 
     def read(thread: int) -> None:
         with open_handle(path) as slide:
+            # Alternating strips, so that threads end together.
             for strip in strips[thread::threads]:
                 slide.read_region((strip.x0, strip.y0), 0, (strip.width, strip.height))
 
@@ -118,6 +120,7 @@ def write_large_svs(path: Path, size_px: int) -> Path:
     write_slide(make_anatomy(SlideSpec(seed=0, index=0, case=0, size_px=_MOTIF_PX, positive=True)), motif)
     with tifffile.TiffFile(motif) as read, tifffile.TiffWriter(path, bigtiff=True) as tiff:
         for page in range(_LEVELS):
+            # Levels of 1, 1/2, 1/4, 1/8.
             side = size_px >> page
             tiff.write(
                 _tiles(read.pages[page], -(-side // _TILE_PX)),
@@ -143,6 +146,7 @@ def _tiles(page: tifffile.TiffPage | tifffile.TiffFrame, count: int) -> Iterator
     own = round(len(tiles) ** 0.5)
     for row in range(count):
         for column in range(count):
+            # Encoded bytes as they are: no pixel is encoded again.
             yield tiles[row % own * own + column % own]
 
 

@@ -91,6 +91,7 @@ def shrink(slides: Slides, size_px: int) -> Slides:
     """Return the slides as thumbnails of ``size_px``, by averaging squares of pixels."""
     n, height = slides.images.shape[:2]
     factor = height // size_px
+    # Whole blocks only.
     cut = slides.images[:, : size_px * factor, : size_px * factor].reshape(n, size_px, factor, size_px, factor, 3)
     return Slides(np.round(cut.mean((2, 4), dtype=np.float32)).astype(np.uint8), slides.labels)
 
@@ -101,6 +102,7 @@ def augmented(image: NDArray[np.uint8], rng: np.random.Generator) -> torch.Tenso
     image = image[:, ::-1] if rng.random() < 0.5 else image
     gain, shift = rng.uniform(0.95, 1.05, 3).astype(np.float32), rng.uniform(-0.01, 0.01, 3).astype(np.float32)
     levels = np.arange(256, dtype=np.float32)[:, None]
+    # Gain acts on optical density: I = 245 · 10^(−d), and (I / 245)^gain is d · gain.
     table = np.clip(245 * (np.maximum(levels, 1) / 245) ** gain + 255 * shift, 0, 255)
     return torch.from_numpy(np.stack([table[:, c][image[..., c]] for c in range(3)]))
 
@@ -201,6 +203,7 @@ def _auroc_of_cells(scores: NDArray[np.floating], positive: NDArray[np.bool_]) -
     from scipy.stats import rankdata
 
     ranks, n = rankdata(scores), int(positive.sum())
+    # Mann–Whitney's U by ranks: pairs of thousands of cells would not fit.
     area = (ranks[positive].sum() - n * (n + 1) / 2) / (n * (len(positive) - n))
     return {"cells": len(positive), "positive": n, "auroc": round(float(area), 4)}
 
@@ -211,8 +214,8 @@ def fit_mean_head(planned: list[ArchiveSlide], drawn: Path, checkpoint: Path, st
     Args:
         planned: The archive.
         drawn: Folder with its slides.
-        checkpoint: Of a network with a linear head, trained on it with any pooling.
-        steps: Steps of AdamW at a learning rate of 1e-2, each over all training slides, without augmentation.
+        checkpoint: Checkpoint of a network with a linear head, trained on the archive with any pooling.
+        steps: Number of steps of AdamW at a learning rate of 1e-2, each over all training slides, without augmentation.
 
     Returns:
         AUROC of the test slides, and of the smoothed scores of all their cells with tissue.
@@ -227,6 +230,7 @@ def fit_mean_head(planned: list[ArchiveSlide], drawn: Path, checkpoint: Path, st
     model.load_state_dict(loaded.inference_weights)
     head, normalise = model.get_submodule("fc"), Normalisation.from_json(loaded.model["normalisation"])
     last: list[torch.Tensor] = []
+    # The last map: pooling is a function, so the module before the head returns it.
     list(model.children())[-2].register_forward_hook(lambda module, args, output: last.append(output))
     maps: dict[str, torch.Tensor] = {}
     for slide in planned:
@@ -248,6 +252,7 @@ def fit_mean_head(planned: list[ArchiveSlide], drawn: Path, checkpoint: Path, st
         with torch.no_grad():
             logits = head(maps[slide.slide_id].permute(1, 2, 0))
         mean_scores.append(float(logits.mean((0, 1)) @ torch.tensor([-1.0, 1.0])))
+        # As heatmaps are drawn.
         score = smoothed(logits.softmax(-1).permute(2, 0, 1).numpy())[1]
         focus, tissue = drawn_truth(slide, score.shape)
         scored.append(score[tissue])
@@ -259,6 +264,7 @@ def fit_mean_head(planned: list[ArchiveSlide], drawn: Path, checkpoint: Path, st
 def read_slide(slide: ArchiveSlide, folder: Path, mpp_um: float = 1.0) -> NDArray[np.uint8]:
     """Return the pixels of a whole drawn slide, (h, w, 3)."""
     source = open_source(folder / slide.row["path"])
+    # Levels are halved: level k has 2^k times the microns per pixel.
     number = round(np.log2(mpp_um / slide.spec.mpp_um))
     level = source.levels[number]
     image = source.read(Box.of_size(level.height_px, level.width_px), number)

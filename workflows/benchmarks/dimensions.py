@@ -103,6 +103,7 @@ def _sleeping_rank(out: Path | None, steps: int) -> None:
     layer_s = 0.0
     for name, plan in _plans().items():
         seconds, engine = _timed(comm, plan, SleepingNetwork(BLOCKS, BLOCK_S, SIZE_PX), steps)
+        # The first plan is layer parallelism, to which the others are compared.
         layer_s = layer_s or seconds
         events = _gathered(comm, engine)
         traffic = comm.gather_objects(engine.traffic())
@@ -129,6 +130,7 @@ def _dividing_rank(out: Path | None, steps: int) -> None:
             dry = simulate(engine.schedule(), Placement.of(plan), [(s, s + 1) for s in range(3)])
             stage_s, measured = 2 * LONG_BLOCK_S, bubble(events)
             span_s = max(e.end_s for e in events) - min(e.start_s for e in events)
+            # With F, I and W the seconds of a stage's forward and of its two gradients, all equal here.
             formula_s = 3 * stage_s * (1 if plan.divides_backwards else 3)  # (D - 1)(F + I - W), (D - 1)(F + I + W)
             times = f"{seconds:.2f} | {measured:.3f} | {dry.bubble:.3f} | {measured * span_s:.3f} | {formula_s:.3f}"
             print(f"| {schedule} | {times} | {max(dry.peak_live)} |", flush=True)
@@ -162,6 +164,7 @@ def _gathered(comm: Communicator, engine: Engine) -> list[TraceEvent] | None:
     parts = comm.gather_objects(mine)
     if parts is None:
         return None
+    # One clock: the ranks are on one host.
     first = min(event[2] for part in parts for event in part)
     return [TraceEvent(r, name, b - first, e - first, kind) for part in parts for r, name, b, e, kind in part]
 
@@ -236,6 +239,7 @@ def _branching_rank(steps: int) -> None:
         print("|---|---|---|---|---|---|")
     first_s = 0.0
     for name, (plan, most) in BRANCHING.items():
+        # Plans of fewer ranks leave the others idle; `split` is collective.
         group = comm.split(0 if comm.rank < plan.ranks else None, comm.rank)
         if group is not None:
             seconds, engine = _timed(group, plan, SleepingInception(), steps, IMAGES)

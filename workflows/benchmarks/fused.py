@@ -43,6 +43,7 @@ def compare(name: str, size: int, delay_s: float, fused_halo: int | str, rounds:
     """Return medians of both sides, which alternate so that other processes disturb both."""
     torch.manual_seed(0)
     model = amoebanet.amoebanet_d(2, 3, 64) if name == "amoebanet" else getattr(resnet, name)(2, width=16)
+    # Ranks are threads: each needs its own parameters, for both sides.
     models = [[copy.deepcopy(model) for _ in range(2)] for _ in range(2)]
 
     def body(comm: Any) -> tuple[dict[str, list[float]], dict[str, int]]:

@@ -34,12 +34,14 @@ SIZE_PX, WIDTH, STEPS = 64, 8, 20
 def heartbeats(rate: float) -> Iterator[None]:
     """Context in which a thread sends ``rate`` heartbeats a second to a child process that reads them."""
     mine, peer = socket.socketpair()
+    # Somebody must read: a full socket would block the heart.
     reader = os.fork()
     if not reader:
         mine.close()
         while peer.recv(65536):
             pass
         os._exit(0)
+    # The reader ends when all other ends are closed.
     peer.close()
     heart, ends = Heart(), threading.Event()
 
@@ -84,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with heartbeats(args.rate):
             with_beats += [step_s() for _ in range(STEPS)]
     plain_s, beaten_s = statistics.median(without), statistics.median(with_beats)
+    # A step of `beaten_s` has rate · beaten_s beats in it.
     beat_s = (beaten_s - plain_s) / (args.rate * beaten_s)
     print(
         json.dumps(

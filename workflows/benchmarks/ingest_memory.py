@@ -49,6 +49,7 @@ def main() -> None:
                 json.dumps({"size_px": size, **measured, "to_first": round(measured["growth_mb"] / first, 3)}),
                 flush=True,
             )
+            # One after the other: both files and both stores would not fit.
             slide.unlink()
 
 
@@ -97,6 +98,7 @@ def write_slide(path: Path, size_px: int, mpp_um: float) -> Path:
     def repeated() -> Iterator[bytes]:
         for y in range(size_px // TILE_PX):
             for x in range(size_px // TILE_PX):
+                # Tiles are encoded once; a slide of any size takes no time to draw.
                 yield rows[y % per_row][x % per_row]
 
     description = f"Aperio Image Library v12\r\n{size_px}x{size_px} (256x256) JPEG|AppMag = 20|MPP = {mpp_um}"

@@ -71,6 +71,7 @@ def _rank(args: argparse.Namespace) -> None:
     images, labels = torch.randn(shape), torch.zeros(args.stages, dtype=torch.long)
     for _ in range(STEPS):
         engine.accumulate(images, labels)
+        # Before the update, which drops them.
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         engine.update()
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
@@ -80,6 +81,7 @@ def _rank(args: argparse.Namespace) -> None:
         "gradients": gradients,
         "moments": sum(t.nbytes for t in states),
     }
+    # What is freed and kept by the heap is nobody's.
     return_freed_now()
     grown, peak = resident_bytes() - before, peak_bytes() - before
     own = _stage_bytes(args, engine.plan, comm.rank)
@@ -99,6 +101,7 @@ def _stage_bytes(args: argparse.Namespace, plan: ParallelPlan, stage: int) -> in
     assert plan.cuts != "auto"
     part = cut_program(program, program.outputs, plan.cuts)[stage].program
     weights, buffers = (sum(value_bytes(program, name) for name in names) for names in (part.parameters, part.buffers))
+    # Weights, gradients, and the two moments of AdamW.
     return 4 * weights + buffers
 
 

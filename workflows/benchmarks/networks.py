@@ -112,6 +112,7 @@ def networks() -> Iterator[tuple[str, Make]]:
         except ImportError:
             continue
         sources.append([(f"{package}/{name}", functools.partial(make, module, name)) for name in names.split()])
+    # Alternating, so that a run that is stopped has seen all packages.
     while any(sources):
         for source in sources:
             if source:
@@ -120,6 +121,7 @@ def networks() -> Iterator[tuple[str, Make]]:
 
 def _timm(module: Any, name: str, side_px: int) -> nn.Module:
     drops = {"drop_rate": 0.0, "drop_path_rate": 0.0}
+    # From most to least: models of timm take different arguments.
     for options in ({**drops, "img_size": side_px}, drops, {"drop_rate": 0.0}, {}):
         try:
             model: nn.Module = module.create_model(name, pretrained=False, num_classes=CLASSES, **options)
@@ -184,6 +186,7 @@ def without_drops(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+        # Paths that are dropped are modules or numbers of their own in each package.
         for name in ("drop_prob", "drop_path_rate", "drop_connect_rate"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
@@ -196,6 +199,7 @@ def full_size(make: Make) -> str:
     """Return the outcome of capturing and lowering one network at full size."""
     try:
         model = without_drops(make(FULL[-1])).train()
+        # Without memory: tells networks that do not run at this size from those that are refused.
         with FakeTensorMode(allow_non_fake_inputs=True):
             model(torch.empty(FULL))
     except Exception as error:
@@ -251,6 +255,7 @@ def trained(model: nn.Module, program: Program, images: torch.Tensor, labels: to
         engine.accumulate(images, labels)
         return engine.gather_gradients()
 
+    # Ranks are threads here: each would capture the same model again.
     with mock.patch("hyfi_core.runtime.subject.capture", lambda *args: program):
         gradients: dict[str, torch.Tensor] = run_ranks(len(copies), body)[0]
     return gradients
@@ -261,11 +266,13 @@ def worst(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     if set(gradients) != set(expected):
         return float("inf")
     everything = torch.cat([g.flatten() for g in expected.values()]).norm()
+    # A gradient that is almost 0, as of a bias before batch norm, is rounding: relative to itself it may be all wrong.
     return max(float((gradients[n] - g).norm() / max(g.norm(), 1e-3 * everything)) for n, g in expected.items())
 
 
 def in_child(check: Callable[[Make], str], make: Make, limit_s: float) -> str:
     """Return the outcome of ``what(make)`` in a child process; hanging or crashing is an outcome, too."""
+    # fork: makers and imported packages need not be pickled or imported again.
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def run() -> None:
@@ -276,6 +283,7 @@ def in_child(check: Callable[[Make], str], make: Make, limit_s: float) -> str:
 
     child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
     child.start()
+    # Else the pipe never ends, and a crash would be noticed only at the time limit.
     sender.close()
     try:
         return str(receiver.recv()) if receiver.poll(limit_s) else f"stopped after {limit_s:.0f} s"

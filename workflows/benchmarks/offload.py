@@ -69,6 +69,7 @@ def compare(folder: Path, address: str, size_px: int, steps: int, share: float, 
     """Return the seconds of a step of each run, and their ratios; ``address`` is that of a server of the folder."""
     store, small = make_store(folder, size_px, BATCH * steps), make_store(folder / "small", SMALL_PX, DRAWN)
     load_s = seconds_to_load(store, size_px)
+    # Loading and validation take load_s each: together `share` of the step, computing the rest.
     compute_s = 2 * load_s * (1 - share) / share
     runs: dict[str, list[OffloadRun]] = {}
     for turn in range(rounds):  # alternate, so that other processes disturb all runs
@@ -136,6 +137,7 @@ class OffloadRun:
     def go(self, pure: bool = False) -> OffloadRun:
         """Run it and set ``seconds``; ``pure``: with images in memory and without validation."""
         if pure:
+            # Never within the run.
             self._tree["validation"]["every_steps"] = 10**9
         path = self._folder.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(self._tree))
@@ -148,6 +150,7 @@ class OffloadRun:
             check=True,
         )
         starts = [float(line) for line in clock.read_text().split()]
+        # From validation to validation, so that each group has the same work.
         groups = range(WARM, len(starts) - EVERY_STEPS, EVERY_STEPS)
         self.seconds = statistics.median((starts[k + EVERY_STEPS] - starts[k]) / EVERY_STEPS for k in groups)
         return self
@@ -180,6 +183,7 @@ def make_store(folder: Path, size_px: int, slides: int) -> Path:
                 writer.write_tissue(np.ones((-(-size_px // 8), -(-size_px // 8)), bool), mpp_um=8.0)
                 writer.publish({"mpp": 1.0, "kind": "resampled", "parameters": {"tissue": {"threshold": 0.05}}})
         else:
+            # A link is opened like a slide of its own: its index is read for the first time.
             slide_path(store, name).symlink_to(slide_path(store, f"slide-{number % DRAWN:02d}"))
         SlideRecord(
             slide_id=name,
@@ -211,6 +215,7 @@ def seconds_to_load(store: Path, size_px: int) -> float:
             start = time.perf_counter()
             dataset.read(index, Box.of_size(size_px, size_px), epoch)
             times.append(time.perf_counter() - start)
+    # Without the first epoch, which opens the slides.
     return BATCH * statistics.median(times[DRAWN:])
 
 
@@ -232,6 +237,7 @@ def _sleep_instead(setting: dict[str, Any]) -> None:
             clock.write(f"{time.perf_counter()}\n")
         for part in engine.input_parts:
             read_part(images, part, 3, torch.float32)
+        # Sleeping takes no core from loaders and validators: a trainer on a GPU takes none either.
         time.sleep(setting["compute_s"])
         return torch.zeros((), dtype=torch.float64)
 

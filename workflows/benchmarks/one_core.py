@@ -23,6 +23,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 def on_cores(number: int) -> Iterator[None]:
     """Context in which processes are started on one core, by its number among those that this process may use."""
     allowed = os.sched_getaffinity(0)
+    # A child inherits it at its start: no other way reaches all of its threads.
     os.sched_setaffinity(0, {sorted(allowed)[number]})
     try:
         yield
@@ -41,8 +42,8 @@ class Preparing:
     """What a worker took to prepare images once.
 
     Attributes:
-        seconds: By the clock.
-        cpu_s: Of its processor time, at least one tick of its clock; other processes on its core lengthen it less.
+        seconds: Seconds by the clock.
+        cpu_s: Seconds of processor time, at least one tick of its clock. Other processes hardly lengthen them.
     """
 
     seconds: float
@@ -57,8 +58,8 @@ def preparing(
     Args:
         samples: Reads and augments images; their number is ``count``.
         count: Number of images, at least 2.
-        size_px: (height, width) of each.
-        passes: How often they are prepared.
+        size_px: (height, width) of an image.
+        passes: How often all images are prepared.
         at_a_time: Images that the worker reads at a time.
     """
     extent, measured = Box.of_size(*size_px), []
@@ -83,6 +84,7 @@ def _cpu_s(pool: DecodePool) -> float:
 
 def cpu_s(pid: int) -> float:
     """Return the processor time of a process so far."""
+    # Fields 14 and 15 of the line; the name before them may have spaces and brackets.
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) * _TICK_S
 
@@ -91,6 +93,7 @@ def _prepare(pool: DecodePool, images: Sequence[int], extent: Box) -> None:
     """Prepare images in order, as many ahead as the pool has slots."""
     submitted = 0
     for number in range(len(images)):
+        # Always as many ahead as there are slots: the worker never waits for this process.
         while submitted < len(images) and pool.has_free_slot:
             pool.submit(submitted, 0, images[submitted], (extent,))
             submitted += 1

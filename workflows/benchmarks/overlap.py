@@ -72,6 +72,7 @@ def main() -> None:
 
 def _compare(size: int, latency_s: float, steps: int) -> None:
     comm, latency = hyfi_core.init(), Latency(0.0)
+    # Both with the delayed communicator, so that its own cost is in both.
     runs = {on: _runs(DelayedCommunicator(comm, latency), size, on) for on in (True, False)}
     for phase in ("forward", "step"):
         measured = {on: _measured(runs[on][phase], latency, latency_s, comm, steps) for on in (True, False)}
@@ -111,6 +112,7 @@ def _measured(
     run()  # captures the model and fills caches
     times: dict[float, list[float]] = {0.0: [], late_s: []}
     latency.injected_s = latency.visible_s = 0.0
+    # In turns, as the machine may be slower for a while.
     for latency.seconds in [0.0, late_s] * steps:
         comm.barrier()
         start_s = time.perf_counter()
@@ -118,11 +120,13 @@ def _measured(
         times[latency.seconds].append(time.perf_counter() - start_s)
     latency.seconds = 0.0
     hidden = torch.tensor([1.0 - latency.visible_s / latency.injected_s])
+    # Each rank waits for itself: the one that hid least tells.
     comm.all_reduce(hidden, "min")
     longer_s = min(times[late_s]) - min(times[0.0])
     return {
         "seconds": min(times[0.0]),
         "hidden": float(hidden),
+        # Per step, as latency was injected in every second run only.
         "left_in_step": longer_s / (latency.injected_s / steps),
     }
 

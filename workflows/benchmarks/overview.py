@@ -69,6 +69,7 @@ def _thumbnail(path: Path) -> Image.Image:
 def _overlay(path: Path) -> Image.Image:
     """Return the overlay without its legend."""
     image = Image.open(path).convert("RGB")
+    # The legend is beside the square.
     side = min(image.size)
     return image.crop((0, 0, side, side))
 
@@ -79,6 +80,7 @@ def _focus(regions: Path, path: Path) -> Image.Image:
     source = open_source(path)
     height, width = source.levels[0].height_px, source.levels[0].width_px
     half = 160
+    # Within the slide, so that the crop is whole.
     y = min(max(int(sum(ys) / len(ys)), half), height - half)
     x = min(max(int(sum(xs) / len(xs)), half), width - half)
     pixels = source.read(Box(y - half, y + half, x - half, x + half), 0)

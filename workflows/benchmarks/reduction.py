@@ -42,6 +42,7 @@ LINK_S = 0.24
 def sleep(x: torch.Tensor, seconds_per_px: float) -> torch.Tensor:
     """Sleep ``seconds_per_px`` for every pixel of every image; return a copy of ``x``."""
     time.sleep(seconds_per_px * x.shape[0] * x.shape[2] * x.shape[3])
+    # A custom operator must not return its argument.
     return x.clone()
 
 
@@ -72,6 +73,7 @@ def _rule(builder: Builder, op: Operator) -> None:
     builder.compute(lambda tensor: _SleepFunction.apply(tensor, seconds_per_px), (part,), op.outputs, split)  # type: ignore[no-untyped-call]
 
 
+# The engine refuses operators without a rule.
 OPERATORS["hyfi_benchmarks.sleep.default"] = OperatorFacts(_rule)
 
 
@@ -98,6 +100,7 @@ class _OnceBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         result: torch.Tensor = sleep(cotangents[0], ctx.seconds_per_px)
+        # A gradient has the shape of its source; the weight's is not that of the map.
         return result if result.shape == ctx.source else result.new_zeros(ctx.source), None, None
 
 
@@ -109,6 +112,7 @@ def _product_rule(builder: Builder, op: Operator) -> None:
 
     def call(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         slept = sleep(tensor.detach(), seconds_per_px)
+        # Zeros, added for their backward alone: autograd runs each of them once.
         backs = (_OnceBack.apply(source, slept, seconds_per_px) for source in (tensor, factor))  # type: ignore[no-untyped-call]
         result: torch.Tensor = sum(backs, slept)
         return result
@@ -191,6 +195,7 @@ class _DelayedReduction:
         return time.perf_counter() >= self._done_s and self._pending.test()
 
     def wait(self) -> None:
+        # First the link, then the message itself, which has come long before.
         time.sleep(max(0.0, self._done_s - time.perf_counter()))
         self._pending.wait()
 
@@ -204,6 +209,7 @@ class SlowLinkCommunicator(ForwardingCommunicator):
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start a reduction; it is done when the link has carried its bytes."""
+        # The link is free when it has carried what was sent before.
         self._free_s = max(time.perf_counter(), self._free_s) + tensor.nbytes * self._seconds_per_byte
         return _DelayedReduction(self._comm.start_all_reduce(tensor, op), self._free_s)
 
@@ -234,6 +240,7 @@ def _step_s(link_s: float, overlapped: bool) -> float:
     def do_nothing(self: Any, parameters: Sequence[Any]) -> None:
         """Start no reduction during backward; all are started after it."""
 
+    # Small buckets: of this small network, one of the usual size would have all gradients.
     with mock.patch.object(gradients, "BUCKET_BYTES", 128 << 10):
         if overlapped:
             return max(run_ranks(2, body))
@@ -252,6 +259,7 @@ def main() -> None:
         for name, side in sides.items():
             seconds_of[name].append(_step_s(*side))
     seconds = {name: statistics.median(times) for name, times in seconds_of.items()}
+    # 1: as fast as without a cost of the link; 0: as slow as after backward.
     hidden = 1.0 - (seconds["overlapped"] - seconds["free"]) / (seconds["after"] - seconds["free"])
     print(json.dumps({**{f"{k}_s": round(v, 3) for k, v in seconds.items()}, "hidden": round(hidden, 3)}))
 

@@ -43,6 +43,7 @@ def main() -> None:
     shares = apportion(args.batch, run_ranks(2, lambda comm: _pace(comm, sleeps))[0])
     sides = {"alone": (args.batch,), "equal": (args.batch - half, half), "by_speed": shares}
     seconds = {name: _step_s(side, sleeps, args.steps) for name, side in sides.items()}
+    # Two replicas of speeds 1 and 1 / slower together, without any loss.
     least = seconds["alone"] / (1 + 1 / args.slower)
     ratios = {f"by_speed_to_{name}": round(seconds["by_speed"] / seconds[name], 3) for name in ("alone", "equal")}
     steps = {f"{name}_s": round(value, 4) for name, value in seconds.items()}
@@ -71,6 +72,7 @@ def _step_s(shares: tuple[int, ...], sleeps: Sequence[float], steps: int) -> flo
             seconds.append(time.perf_counter() - start_s)
         return statistics.median(seconds[1:])
 
+    # The step ends with the slowest replica.
     return max(run_ranks(len(shares), body))
 
 

@@ -60,6 +60,7 @@ def _rank(args: argparse.Namespace) -> None:
     group = world.split(world.rank, world.rank)
     assert group is not None
     engine, step_s = _trainer(args, group) if world.rank == 0 else (None, 0.0)
+    # Twice the time between two snapshots, so that the queue fills up.
     seconds = 2 * args.every * float(world.broadcast_object(step_s))
     policies: tuple[Policy, ...] = ("all", "latest")
     for policy in policies:
@@ -107,6 +108,7 @@ def measure(engine: Engine, client: ValidationClient, policy: Policy, args: argp
         _step(engine, args.size)
         before_s = time.perf_counter()
         if step % args.every == 0:
+            # Waited for here and not in `submit`, to be counted by itself.
             while policy == "all" and client.waiting >= QUEUE:
                 time.sleep(1e-3)
                 steps += [validated for validated, _ in client.collect()]
@@ -121,6 +123,7 @@ def measure(engine: Engine, client: ValidationClient, policy: Policy, args: argp
     client.drain(lambda: False)
     steps += [validated for validated, _ in client.collect()]
     client.close(stopped=False)
+    # Without the waiting, which depends on the validator alone.
     between_s = (train_s - waiting_s) / args.validations
     return {
         "policy": policy,

@@ -113,6 +113,7 @@ def _run(
     ranks = 4 if side == "four_ranks" else 2 if side.endswith("two_ranks") else 1
     command = [sys.executable, "-m", "workflows.benchmarks.spatial", "--side", side, "--model", model]
     command += ["--size", str(size), "--steps", str(steps), *more]
+    # Settings that the caller has for itself would change `as_started`.
     environment = {name: value for name, value in os.environ.items() if name not in RANK_SETTINGS | KEEP_MEMORY}
     environment |= {"OMP_NUM_THREADS": str(max(1, 2 // ranks))} | ({} if side == "as_started" else settings)
     start = find().command(ranks) if ranks > 1 else []
@@ -160,6 +161,7 @@ def _report(step: Callable[[], None], steps: int) -> None:
 
 
 def _report_memory(side: str, model: str, size: int) -> None:
+    # Else memory that a step has freed stays, and the next step seems to need none.
     return_what_is_freed()
     step, grown = _side(side, model, size), []
     for _ in range(3):

@@ -111,6 +111,7 @@ def _timed(name: str, runs: int, megapixels: float, folder: Path, work: Callable
         out = folder / name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
+        # What runs before have written is not written back in this one's time.
         os.sync()
         begin, cpu_begin = time.perf_counter(), time.process_time()
         try:
@@ -166,6 +167,7 @@ def _ome_zarr(pixels: Planes, out: Path) -> None:
 
     group = zarr.open_group(str(out / "s.zarr"), mode="w", zarr_format=3)
     write_image(pixels, group, axes="cyx", fmt=FormatV05(), storage_options={"chunks": (3, 512, 512)})
+    # All sides sync: else a disk's cache would make those that do not look fast.
     _sync(*(f for f in (out / "s.zarr").rglob("*") if f.is_file()))
 
 
@@ -215,6 +217,7 @@ def _sizes(path: Path, folder: Path, kinds: dict[str, IngestOptions]) -> None:
 
 def _growth(path: Path, folder: Path, options: IngestOptions) -> int:
     """Return by how many bytes a new process grows that ingests the slide."""
+    # Not a fork, which has the memory of this process.
     context = get_context("spawn")
     results = context.SimpleQueue()
     out = folder / "memory"

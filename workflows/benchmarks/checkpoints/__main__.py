@@ -62,6 +62,7 @@ def measure(engine: Engine, folder: Path, size: int, every: int, saves: int) -> 
     _save(engine, writer, folder, 0, Times())  # memory of the copy, and the optimizer's moments
     writer.finish()
     for number in range(1, saves + 1):
+        # In turns: a disk that becomes slower is so for all.
         for way, measured in times.items():
             begun_s = time.perf_counter()
             if way != "none":
@@ -72,6 +73,7 @@ def measure(engine: Engine, folder: Path, size: int, every: int, saves: int) -> 
                 measured.writings.append(time.perf_counter() - before_s)
             for _ in range(every):
                 _step(engine, size)
+                # As the training loop does after each step.
                 if not writer.busy():
                     writer.advance()
             measured.intervals.append(time.perf_counter() - begun_s)

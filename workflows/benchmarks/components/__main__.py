@@ -29,6 +29,7 @@ def masks(side_px: int) -> dict[str, Mask]:
     rng = np.random.default_rng(0)
     drawn = {}
     for name, sigma in (("tissue", side_px / 100), ("specks", 2.0)):
+        # A larger sigma gives fewer and larger components.
         noise = ndimage.gaussian_filter(rng.standard_normal((side_px, side_px), dtype=np.float32), sigma)
         drawn[name] = noise > np.median(noise) if name == "tissue" else noise > np.quantile(noise, 0.9)
     return drawn
@@ -70,6 +71,7 @@ def main() -> None:
                 begun = time.perf_counter()
                 kept = remove(mask)
                 least_s[way] = min(least_s[way], time.perf_counter() - begun)
+                # Not within the time.
                 assert np.array_equal(kept, ways["ours"](mask)), f"{way} keeps other pixels"
         times = "  ".join(f"{way} {seconds * 1e3:.1f}" for way, seconds in least_s.items())
         print(f"{name:<8} {args.size} px, {ndimage.label(mask)[1]} components, ms: {times}")

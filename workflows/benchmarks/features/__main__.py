@@ -77,6 +77,7 @@ def measure(store: Path, scratch: Path, args: argparse.Namespace) -> None:
     slide = open_store(store, slide_id)
     tiles = tissue_tiles(slide, tiling)
     starts = range(0, len(tiles), BATCH)
+    # Read before: the loop of the encoder takes tiles from memory.
     in_memory = [StoreTiles(slide, tiles).read(range(k, min(k + BATCH, len(tiles)))) for k in starts]
 
     def read() -> None:

@@ -56,12 +56,12 @@ class Comparison:
     """A plan's forecast and its measurement.
 
     Attributes:
-        model: name of the network.
-        forecast: forecast of the plan.
-        step_s: measured seconds of a step.
-        grown_bytes: growth of the process that grew most.
-        allocated_bytes: peak of the tensors of the rank that has most.
-        chosen: whether the planner chose this plan.
+        model: Name of the network.
+        forecast: Forecast of the plan.
+        step_s: Measured seconds of a step.
+        grown_bytes: Growth of the process that grew most.
+        allocated_bytes: Peak of the tensors of the rank that has most.
+        chosen: Whether the planner chose this plan.
     """
 
     model: str
@@ -163,9 +163,9 @@ class Study:
     """The plans of one network and their measurements.
 
     Args:
-        name: of the network.
-        args: the options of the command.
-        machine: the machine for which cuts and the planner's choice are found.
+        name: Name of the network.
+        args: The options of the command.
+        machine: The machine for which cuts and the planner's choice are found.
     """
 
     def __init__(self, name: str, args: argparse.Namespace, machine: MachineModel) -> None:
@@ -176,6 +176,7 @@ class Study:
         fastest = (best_plans(self._program, request).plans[0] for request in requests)
         self._best = min(fastest, key=lambda best: best.step_s).plan
         listed = [with_cuts(plan, self._of(plan), machine) for plan in PLANS[name] if plan.ranks in args.ranks]
+        # Each once, if the planner's choice is listed, too.
         self._plans = list(dict.fromkeys([*listed, self._best]))
         self._rounds: list[tuple[MachineModel, list[tuple[float, int, int]]]] = []
 
@@ -193,6 +194,7 @@ class Study:
 
     def _case(self, index: int, plan: ParallelPlan) -> Comparison:
         rounds = [(machine, *of_plans[index]) for machine, of_plans in self._rounds]
+        # The round of the shortest step, with the machine as it was measured in that round.
         machine, step_s, _, allocated = min(rounds, key=lambda of_round: of_round[1])
         grown = statistics.median(grown for _, _, grown, _ in rounds)
         forecast = forecast_step(self._of(plan), plan, machine, self._dtype)

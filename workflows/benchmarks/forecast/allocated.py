@@ -17,6 +17,7 @@ def peak_of(step: Callable[[], Any]) -> int:
         step()
     assert profiled.profiler is not None
     events = profiled.profiler.kineto_results.events()
+    # Freeing has negative bytes: the running sum is what is held.
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     total = most = 0
     for _, change in changes:
@@ -27,6 +28,7 @@ def peak_of(step: Callable[[], Any]) -> int:
 
 def held_bytes() -> int:
     """Return the bytes of all CPU tensors that exist; tensors that share memory count once."""
+    # Cycles keep tensors that nobody uses.
     gc.collect()
     tensors = [
         tensor
@@ -34,4 +36,5 @@ def held_bytes() -> int:
         if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
     ]
     storages = [tensor.untyped_storage() for tensor in tensors]
+    # By address, as views share their storage.
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -52,7 +52,7 @@ def compare_sleeping(steps: int) -> None:
     """Print a JSON line for each plan, and one with the median and the worst error.
 
     Args:
-        steps: measured ones; their median counts.
+        steps: Number of measured steps; their median counts.
     """
     errors = []
     besides = {
@@ -72,13 +72,14 @@ def besides_sleeping_s(grid: tuple[int, int], steps: int = _SHORT_STEPS) -> tupl
     """Return what the (forward, backward) of a block takes besides sleeping, on a grid of threads with one image.
 
     Args:
-        grid: rows and columns of ranks.
-        steps: measured ones; their median counts.
+        grid: Rows and columns of ranks.
+        steps: Number of measured steps; their median counts.
     """
     ranks = prod(grid)
 
     def body(comm: Communicator) -> tuple[float, float]:
         torch.manual_seed(0)
+        # Times the ranks: each sleeps for its part of the image.
         model = SleepingNetwork(BLOCKS, _SHORT_S * ranks, SIZE_PX)
         engine = hyfi_core.parallelize(model, (1, 3, SIZE_PX, SIZE_PX), ParallelPlan((grid,)), comm, verify=False)
         spans: dict[Verb, list[float]] = {Verb.F: [], Verb.B: []}
@@ -88,6 +89,7 @@ def besides_sleeping_s(grid: tuple[int, int], steps: int = _SHORT_STEPS) -> tupl
                 if action.verb in spans:
                     spans[action.verb].append(end_s - begin_s)
         forward_s, backward_s = (statistics.median(spans[verb][2:]) / BLOCKS for verb in (Verb.F, Verb.B))
+        # Less the sleep itself, which is known.
         return forward_s - _SHORT_S, backward_s - 2 * _SHORT_S
 
     times = run_ranks(ranks, body)
@@ -102,9 +104,9 @@ def predicted_step_s(
     """Return the simulated seconds of a step in which nothing takes time but sleeping, and what is given besides.
 
     Args:
-        plan: with named cuts.
-        block_s: seconds of one block's forward for one image.
-        besides: grid -> what the (forward, backward) of a block takes besides; None: nothing.
+        plan: The plan, with named cuts.
+        block_s: Seconds of one block's forward for one image.
+        besides: Grid -> what the (forward, backward) of a block takes besides; None: nothing.
     """
     more = {grid: (0.0, 0.0) for grid in plan.grids} | dict(besides or {})
     ends = [-1, *(int(str(cut).removeprefix("blocks.")) for cut in plan.cuts), BLOCKS - 1]

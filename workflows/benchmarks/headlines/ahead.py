@@ -35,11 +35,11 @@ class _Case:
     """A published system to be compared with: two images on 8 V100s.
 
     Attributes:
-        network: of ``NETWORKS``.
-        size: of the images.
-        name: of the system.
-        baseline: the plan that stands for it.
-        carried_by: the assumption on which the ratio depends most.
+        network: One of ``NETWORKS``.
+        size: Height and width of the images.
+        name: Name of the system.
+        baseline: The plan that stands for it.
+        carried_by: The assumption on which the ratio depends most.
     """
 
     network: str
@@ -96,6 +96,7 @@ def _print_fitting(forecasts: Forecasts, case: _Case, slow: StepForecast) -> Non
         print("    no plan in cells fits either", flush=True)
         return
     fast = min(fitting, key=lambda forecast: forecast.step_s)
+    # Moved to the host and back: half of it is there at a time.
     host_bytes = fast.moved_bytes / 2 * machine.devices_per_node
     where = (
         "fits with spilling" if host_bytes <= _LASSEN_HOST_BYTES else "fits with spilling, on hosts with more memory"
@@ -117,6 +118,7 @@ def _possible(forecasts: Forecasts, case: _Case, plans: Iterable[ParallelPlan]) 
     for plan in plans:
         try:
             yield _step(forecasts, case, plan)
+        # Cells of this size do not fit either.
         except MemoryLimitError:
             continue
 

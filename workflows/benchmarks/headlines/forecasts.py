@@ -44,11 +44,11 @@ class Forecasts:
         """Return the forecast of a step.
 
         Args:
-            network: one of ``NETWORKS``.
-            size: height and width of the images.
-            images: of one replica's batch.
-            plan: with automatic or named cuts.
-            machine: one of ``machine_names()``.
+            network: One of ``NETWORKS``.
+            size: Height and width of the images.
+            images: Number of images in a replica's batch.
+            plan: The plan, with automatic or named cuts.
+            machine: One of ``machine_names()``.
         """
         program, model = self._program(network, size, images // plan.microbatches), self.machine(machine)
         lowered_plans, spills = self._lowered.setdefault(machine, LoweredPlans()), SpillForecast(model, PROCESS_BYTES)
@@ -70,12 +70,12 @@ class Forecasts:
         last micro-batch keeps its activations, nowhere.
 
         Args:
-            network: see ``step``, as for the others.
-            size: see ``step``.
-            images: see ``step``.
-            plan: see ``step``; it recomputes.
-            machine: see ``step``.
-            but_last: whether the last micro-batch keeps its activations.
+            network: As for ``step``.
+            size: As for ``step``.
+            images: As for ``step``.
+            plan: As for ``step``; the plan recomputes.
+            machine: As for ``step``.
+            but_last: Whether the last micro-batch keeps its activations.
         """
         program, model = self._program(network, size, images // plan.microbatches), self.machine(machine)
         stages = StageCosts(

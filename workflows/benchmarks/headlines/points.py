@@ -22,12 +22,12 @@ class Point:
     """One published figure.
 
     Attributes:
-        source: paper or repository.
-        what: the quantity.
-        published: its value.
-        setting: network, images, ranks and schedule.
-        stated: whether the source states that setting; otherwise it is assumed.
-        modelled: the same quantity from forecasts.
+        source: Paper or repository.
+        what: The quantity.
+        published: The published value.
+        setting: Network, images, ranks and schedule.
+        stated: Whether the source states that setting; otherwise it is assumed.
+        modelled: Returns the same quantity from forecasts.
     """
 
     source: str
@@ -89,6 +89,7 @@ def _torchgpipe_amoebanet() -> list[Point]:
         ends = list(accumulate(balance))[:-1]
         plan = ParallelPlan(
             grids=((1, 1),) * len(balance),
+            # Their layer 0 is the stem: after n layers, the last cell has number n − 2.
             cuts=tuple(f"cells.{end - 2}" for end in ends),
             microbatches=rounds,
             schedule="gpipe",

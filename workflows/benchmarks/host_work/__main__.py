@@ -51,6 +51,7 @@ def main() -> None:
         for way in args.cells:
             command = [sys.executable, __file__, "--way", way, "--model", args.model]
             command += ["--size", str(args.size), "--steps", str(args.steps)]
+            # This file with the packages of the other checkout.
             environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
             completed = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=checkout)
             if completed.returncode:
@@ -113,6 +114,7 @@ def operators(step: Callable[[], None]) -> dict[str, int]:
     train = StageRunner.train
 
     def in_mode(runner: StageRunner, *args: Any, **kwargs: Any) -> Any:
+        # It has the mode already: calls would be counted twice.
         if threading.current_thread() is threading.main_thread():
             return train(runner, *args, **kwargs)
         with counting():  # a mode belongs to its thread
@@ -153,6 +155,7 @@ def calls(step: Callable[[], None]) -> dict[str, int]:
         found[event] += 1
 
     threading.setprofile(noted)
+    # `threading.setprofile` is for threads that start later, not for this one.
     sys.setprofile(noted)
     try:
         step()

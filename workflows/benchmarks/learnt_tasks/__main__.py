@@ -34,7 +34,8 @@ class LearntTask:
 
     Attributes:
         data: Keys of ``data``.
-        metrics: Their names in the JSON of ``hyfi validate``; of several targets, with that of the target before a dot.
+        metrics: Names of the metrics in the JSON of ``hyfi validate``; with several targets, after a target's name and
+            a dot.
         model: Keys of ``model``.
     """
 
@@ -103,6 +104,7 @@ def row_of(name: str, metric: str, metrics: dict[str, Any], truths: dict[str, fl
     kind = metric.rpartition(".")[2]
     truth, chance = truths[kind], CHANCE[kind]
     learnt_text, between = "-" if value is None else f"{value:.3f}", "-"
+    # Of what is above chance: an AUROC of 0.5 has learnt nothing.
     ratio = "-" if value is None else f"{(value - chance) / (truth - chance):.2f}"
     if interval is not None:
         between = f"{interval[0]:.3f} to {interval[1]:.3f}"

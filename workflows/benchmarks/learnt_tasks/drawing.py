@@ -28,13 +28,14 @@ class DrawnLabels:
     """Labels of N drawn slides.
 
     Attributes:
-        areas: (N, 2) area of the blue and of the brown discs, each standardised over all slides: what decides.
-        marked: (N, 2) whether the slide has either label; log-odds `SLOPE` × area.
+        areas: (N, 2) area of the blue and of the brown discs, each standardised over all slides; all labels follow from
+            them.
+        marked: (N, 2) whether the slide has each of two labels, with log-odds of `SLOPE` × area.
         grade: (N,) 0 to 3: how many of `GRADE_CUTS` the blue area exceeds, with logistic noise of scale 1 / `SLOPE`.
         number: (N,) linear in the brown area, with normal noise.
-        months: (N,) time to an event, exponential with a hazard that is exp(blue area) times that of a mean slide, or
-            to the end of following.
-        died: (N,) whether it ended with the event.
+        months: (N,) time to an event, or to the end of following. It is exponential; the hazard is exp(blue area) times
+            that of a mean slide.
+        died: (N,) whether the time ended with the event.
     """
 
     areas: NDArray[np.float64]
@@ -51,7 +52,9 @@ class DrawnLabels:
         blue, brown = areas.T
         mean, slope, noise = NUMBER
         latent = blue + rng.logistic(0, 1 / SLOPE, len(blue))
+        # The median of an exponential time is its mean · log 2.
         event = rng.exponential(MEDIAN_MONTHS / np.log(2) / np.exp(blue))
+        # When following ends does not depend on the risk: censoring says nothing.
         end = rng.uniform(*FOLLOWED_MONTHS, len(blue))
         return cls(
             areas,
@@ -75,6 +78,7 @@ def draw_slide(path: Path, discs: tuple[int, int], seed: tuple[int, ...]) -> tup
     kind = np.full((inner, inner), -1)
     for colour in rng.permutation(np.repeat([0, 1], discs)):
         (centre_y, centre_x), radius = rng.uniform(0, inner, 2), rng.uniform(*_RADII_PX)
+        # Later discs cover earlier ones; so areas are counted at the end, not added up.
         kind[np.hypot(y - centre_y, x - centre_x) < radius] = colour
     for colour, rgb in enumerate(COLOURS):
         tissue[kind == colour] = np.array(rgb, np.uint8) + (grain[kind == colour, None] // 4).astype(np.uint8)
@@ -98,8 +102,9 @@ def draw_archive(folder: Path, counts: dict[str, int], seed: int) -> tuple[Drawn
     Args:
         folder: An existing folder.
         counts: Number of slides of each split.
-        seed: Of all that is drawn.
+        seed: Seed of all that is drawn.
     """
+    # Not (seed, 2, k), with which the slides are drawn.
     rng = np.random.default_rng([seed, 1])
     splits = [split for split, count in counts.items() for _ in range(count)]
     numbers = rng.integers(0, _MOST_DISCS + 1, (len(splits), 2))

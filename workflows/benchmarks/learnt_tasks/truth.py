@@ -17,6 +17,7 @@ def metrics_of_truth(labels: DrawnLabels, rows: NDArray[np.int64]) -> dict[str, 
     marked, number = labels.marked[rows], labels.number[rows]
     scores = [auroc(labels.areas[rows, k], marked[:, k].astype(np.int64)) for k in range(2)]
     above = 1 / (1 + np.exp(-SLOPE * (blue[:, None] - np.array(GRADE_CUTS))))
+    # The grade that a task predicts, too: the lowest whose exceeding has a probability of one half at most.
     median_grade = (above > 0.5).sum(1)
     errors = number - (NUMBER[0] + NUMBER[1] * brown)
     return {
@@ -36,6 +37,7 @@ def quadratic_kappa(predicted: NDArray[np.int64], true: NDArray[np.int64]) -> fl
 
 def concordance(risk: Floats, months: Floats, died: NDArray[np.bool_]) -> float:
     """Return Harrell's C: of the pairs whose earlier time is an event, the fraction with the higher risk there."""
+    # i ends with the event before j: only then is it known who lives longer.
     comparable = died[:, None] & (months[:, None] < months[None, :])
     higher = risk[:, None] - risk[None, :]
     return float(((higher > 0) + 0.5 * (higher == 0))[comparable].mean())

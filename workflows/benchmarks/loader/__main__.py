@@ -56,7 +56,9 @@ def measure(path: Path, side_px: int, images: int, rounds: int) -> dict[str, lis
     ways |= {name: _reading(read, boxes) for name, read in _other_libraries(path).items()}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
+        # In turns within a round: what disturbs the machine for a while disturbs all.
         for name, seconds in ways.items():
+            # The first box opens files, and is read before the clock starts.
             rates[name].append(3 * sum(box.area for box in boxes[1:]) / seconds())
     return rates
 
@@ -85,6 +87,7 @@ def _other_libraries(path: Path) -> dict[str, Callable[[Box], Any]]:
     """Return what reads a box of the slide by other libraries, with one thread."""
     import zarr
 
+    # One thread each, like the worker on its one core.
     zarr.config.set({"threading.max_workers": 1, "async.concurrency": 1})
     array: Any = zarr.open_group(path, mode="r")["0"]
     readers: dict[str, Callable[[Box], Any]] = {"zarr-python": lambda box: array[(slice(None), *box.slices())]}

@@ -20,7 +20,7 @@ class Squares:
     Attributes:
         path: The slide in its store.
         boxes: The squares.
-        augment: What changes them; None: nothing.
+        augment: The augmentation of the squares; None: they stay as they are.
     """
 
     path: Path
@@ -41,6 +41,7 @@ class Squares:
 
     def read_plain_into(self, index: int, box: Box, out: npt.NDArray[np.uint8]) -> None:
         """Fill ``out``, (3, h, w), with a box of a square."""
+        # Opened in the worker, not in the process that starts it.
         if not self._open:
             self._open.append(SlideStore.open(self.path))
         self._open[0].read(box.shift(self.boxes[index].y0, self.boxes[index].x0), out=out)

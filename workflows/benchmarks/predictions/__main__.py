@@ -69,6 +69,7 @@ def store_slide(folder: Path, size_px: int) -> Path:
         began_s = time.monotonic()
         _hyfi("ingest", slide, "--out", stored.parent, "--mpp", 0.5)
         print(json.dumps({"size_px": size_px, "ingest_s": round(time.monotonic() - began_s, 1)}), flush=True)
+        # The stored slide is enough; the file of a huge one takes gigabytes.
         slide.unlink()
     return stored
 
@@ -105,9 +106,11 @@ def predict(checkpoint: Path, stored: Path, out: Path, way: str) -> dict[str, An
     ranks, _, cells = way.partition(":")
     words = ["predict", checkpoint, stored, "--out", out, "--tissue", "off", "--overwrite", "--ranks", ranks]
     words += [] if cells in ("", "auto") else ["--cells", cells]
+    # One slide, shared by all ranks.
     words += ["--ranks-per-slide", ranks]
     mark, peaks = uuid.uuid4().hex, dict[str, int]()
     began_s = time.monotonic()
+    # Ranks inherit the mark: they are found by it, whatever process starts them.
     with subprocess.Popen(_command(*words), env=os.environ | {_MARK: mark}, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             _note_peaks(peaks, mark, process.pid)
@@ -131,6 +134,7 @@ def _note_peaks(peaks: dict[str, int], mark: str, started: int) -> None:
             status = (entry / "status").read_text()
         except OSError:
             continue
+        # The launcher and mpiexec have the mark, too, but are no ranks.
         if rank or int(entry.name) == started:
             high = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
             peaks[rank or "launcher"] = max(peaks.get(rank or "launcher", 0), high)
@@ -148,6 +152,7 @@ def differences(result: Path, first: Path) -> dict[str, Any]:
             maps.append(file.series[0].asarray())
         logits.append(np.array(json.loads(next(entry["value"] for entry in annotation if entry["K"] == "logits"))))
     is_seen = np.isfinite(maps[0])
+    # NaN where nothing was shown: equal maps have them in the same places.
     if not np.array_equal(is_seen, np.isfinite(maps[1])):
         raise SystemExit(f"{result}: other cells were seen than in {first}")
     off = [float(np.abs(a[s] - b[s]).max() / np.abs(a[s]).max()) for a, b, s in zip(*maps, is_seen, strict=True)]

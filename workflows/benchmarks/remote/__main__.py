@@ -58,6 +58,7 @@ def main() -> None:
             rates: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
             for _ in range(args.rounds):
                 for side, samples in sides.items():
+                    # Far away, a worker reads several images at a time, as a loader would.
                     rates[side].append(passes(samples, 1 if side == "folder" else far_at_a_time))
     report(rates, args.latency_ms)
 
@@ -101,12 +102,14 @@ def dataset(store: Path, slides: tuple[SlideRef, ...], image_px: int, opener: Sl
 def running_server(folder: Path, latency_ms: float) -> Iterator[str]:
     """Context with a server of the folder; yields its address."""
     command = [sys.executable, "-m", "workflows.benchmarks.remote.range_server", str(folder), str(latency_ms)]
+    # Another core than the worker's: a store far away takes no time of this machine.
     with on_cores(-1):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
     finally:
+        # Its files are only read: nothing to finish.
         process.kill()
         process.communicate()
 
@@ -114,6 +117,7 @@ def running_server(folder: Path, latency_ms: float) -> Iterator[str]:
 def passes(samples: SlideDataset, at_a_time: int) -> tuple[float, float]:
     """Return the megapixels per second at which a worker prepares all images, cold and again."""
     height, width = samples.size_px
+    # The first image is not counted.
     megapixels = height * width * (len(samples) - 1) / 1e6
     cold, again = preparing(samples, len(samples), (height, width), len(PASSES), at_a_time)
     return megapixels / cold.seconds, megapixels / again.seconds

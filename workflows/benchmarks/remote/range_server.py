@@ -22,12 +22,14 @@ async def serve(folder: Path, latency_s: float) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while request := await reader.readuntil(b"\r\n\r\n"):
+                # Latency, not bandwidth: other requests are answered meanwhile.
                 await asyncio.sleep(latency_s)
                 await _answer(folder, request.decode("latin-1"), writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    # Only now, listening: whoever reads the line may connect.
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
@@ -42,6 +44,7 @@ async def _answer(folder: Path, request: str, writer: asyncio.StreamWriter) -> N
     start, end, byte_range = 0, size, _range(request)
     if byte_range is not None:
         first, _, last = byte_range.partition("-")
+        # `bytes=5-9` has both ends; `bytes=-100` are the last hundred.
         start, end = (int(first), min(size, int(last) + 1)) if first else (max(0, size - int(last)), size)
     status = "200 OK" if byte_range is None else f"206 Partial Content\r\nContent-Range: bytes {start}-{end - 1}/{size}"
     head = f"HTTP/1.1 {status}\r\nContent-Length: {end - start}\r\nLast-Modified: {_DATE}\r\n\r\n"
@@ -49,6 +52,7 @@ async def _answer(folder: Path, request: str, writer: asyncio.StreamWriter) -> N
     if method != "GET":
         return
     with path.open("rb") as file:
+        # By the kernel, so that the server takes little of its core.
         await asyncio.get_running_loop().sendfile(writer.transport, file, start, end - start)
 
 

@@ -21,9 +21,11 @@ class SlowOpener:
 
     def __call__(self, path: Path) -> SlideStore:
         """Open a slide; from now on, the shards of this process are slow."""
+        # Once in each process, as workers call this after they have started.
         if vars(sharded_array)["opened"] is opened:
             vars(sharded_array)["opened"] = self._opened
             for module in (sharded_array, location):
+                # Otherwise this folder counts as near by its path, and is read as such.
                 vars(module)["is_far"] = lambda path: True
         time.sleep(self.latency_s)
         return SlideStore.open(path, check_files=False)

@@ -64,10 +64,10 @@ class Planned:
     """What one rank's planning took.
 
     Attributes:
-        lowering_s: of its stages and boundary transfers.
-        schedule_s: of the schedule of all ranks, with its validation.
-        growth_mb: of the peak of resident memory.
-        instructions: of this rank, over its stages.
+        lowering_s: Seconds to lower its stages and the transfers at their boundaries.
+        schedule_s: Seconds to make the schedule of all ranks and to validate it.
+        growth_mb: Growth of the peak of resident memory, in megabytes.
+        instructions: Number of instructions of this rank, over its stages.
     """
 
     lowering_s: float
@@ -95,6 +95,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = _model(args.model)
+    # Before the clock starts.
     capture(nn.Conv2d(3, 3, 1), (1, 3, 8, 8), torch.float32)  # the first export imports much of PyTorch
     before, begun = peak_bytes(), time.process_time()
     program = capture(model, (1, 3, args.size, args.size), torch.float32)
@@ -138,8 +139,10 @@ def apart(model: nn.Module, program: Program, plan: ParallelPlan) -> Planned:
     rank = rows // 2 * columns + columns // 2
     fork = multiprocessing.get_context("fork")  # the captured program cannot be pickled
     ours, theirs = fork.Pipe(duplex=False)
+    # Its own process, so that memory of one plan does not count for the next.
     child = fork.Process(target=lambda: theirs.send(planned(model, program, plan, rank)))
     child.start()
+    # Else `recv` would wait forever for a child that has died.
     theirs.close()
     result: Planned = ours.recv()
     child.join()
@@ -148,6 +151,7 @@ def apart(model: nn.Module, program: Program, plan: ParallelPlan) -> Planned:
 
 def planned(model: nn.Module, program: Program, plan: ParallelPlan, rank: int) -> Planned:
     """Plan for one rank of a plan."""
+    # The peak of the parent was inherited.
     forget_peak()
     before, begun = resident_bytes(), time.process_time()
     placement = Placement.of(plan)
@@ -155,6 +159,7 @@ def planned(model: nn.Module, program: Program, plan: ParallelPlan, rank: int) -
     shapes = BatchShapes.of(plan, (batch * plan.microbatches, channels, height, width))
     subject = Subject.of(model, EngineSettings(), shapes, RandomKey(0))
     lowered_model = lower_model(subject, program, plan, placement, _OneOfMany(rank))
+    # Transfers are planned when they are first asked for: ask for all that this rank sends or receives.
     for (source, target), boundary in lowered_model.boundaries.items():
         for (stage, _), hosted in lowered_model.hosted.items():
             for back in (False, True):
@@ -176,10 +181,10 @@ class StepCost:
     """Processor milliseconds of a step of almost no work.
 
     Attributes:
-        rank_ms: of a rank's thread, the median of all ranks.
-        largest_ms: of the rank's thread that takes most.
-        process_ms: of the whole process, divided by the number of ranks.
-        plain_ms: of plain PyTorch on the whole image.
+        rank_ms: Time of a rank's thread, the median over all ranks.
+        largest_ms: Time of the thread that takes most.
+        process_ms: Time of the whole process, divided by the number of ranks.
+        plain_ms: Time of plain PyTorch on the whole image.
     """
 
     rank_ms: float
@@ -225,6 +230,7 @@ def _timed_ms(step: Callable[[], object], comm: Communicator) -> tuple[float, fl
     for _ in range(3):
         step()
     comm.barrier()
+    # Of the processor: waiting for other ranks takes none.
     begun, own = time.process_time(), time.thread_time()
     for _ in range(_STEPS):
         step()

@@ -32,9 +32,9 @@ class Imports:
     """What a rank's imports take, without waiting for files.
 
     Attributes:
-        seconds: of processor.
-        files: that are opened: modules and shared libraries.
-        file_bytes: their size.
+        seconds: Seconds of processor time.
+        files: Number of modules and shared libraries that are opened.
+        file_bytes: Bytes of these files.
     """
 
     seconds: float
@@ -47,11 +47,12 @@ class StartupSite:
     """Assumed properties of a cluster, none of them measured.
 
     Attributes:
-        launch_s: of one level of the launcher's tree: a message to a node, forking its tasks, and an answer.
-        launch_fan_out: nodes that a node starts (``TreeWidth`` of Slurm, default 16 since 23.11).
-        file_operations_per_s: opens and look-ups that the shared file system answers, for all nodes together.
-        file_bytes_per_s: that it delivers to all nodes together.
-        look_ups: failed look-ups of Python for each file that it opens (folders of the path before the right one).
+        launch_s: Seconds of one level of the launcher's tree: a message to a node, forking its tasks, and an answer.
+        launch_fan_out: Number of nodes that a node starts (``TreeWidth`` of Slurm, default 16 since 23.11).
+        file_operations_per_s: Opens and look-ups in a second that the shared file system answers, for all nodes
+            together.
+        file_bytes_per_s: Bytes in a second that the shared file system delivers to all nodes together.
+        look_ups: Failed look-ups of Python for each file that it opens, in folders of the path before the right one.
     """
 
     launch_s: float = 0.1
@@ -66,9 +67,9 @@ class StartupPart:
     """One part of the start.
 
     Attributes:
-        name: of the part.
-        seconds: until all ranks have done it.
-        source: what it is computed from.
+        name: Name of the part.
+        seconds: Seconds until all ranks have done it.
+        source: What the seconds are computed from.
     """
 
     name: str
@@ -94,16 +95,18 @@ def startup(
     """Return the parts of the start of a plan's ranks.
 
     Args:
-        plan: its ranks fill nodes.
-        machine: its network and devices per node.
-        imports: of a rank; files are read once by each node and opened by each rank.
-        planning_s: of one rank: capture, lowering and schedule.
-        weight_bytes: that rank 0 sends to all.
-        site: of the cluster; None for the defaults.
+        plan: The plan, whose ranks fill nodes.
+        machine: The machine model, for its network and the devices of a node.
+        imports: What a rank's imports take; each node reads the files once, each rank opens them.
+        planning_s: Seconds in which one rank captures, lowers and schedules.
+        weight_bytes: Bytes that rank 0 sends to all ranks.
+        site: Properties of the cluster; None: the defaults.
     """
     site = StartupSite() if site is None else site
     ranks, nodes = plan.ranks, math.ceil(plan.ranks / machine.devices_per_node)
+    # A tree: each level starts as many times more nodes.
     levels = max(1, math.ceil(math.log(max(2, nodes), site.launch_fan_out)))
+    # Every rank asks for every file, but a node reads each only once: its page cache has it then.
     operations = ranks * imports.files * (1 + site.look_ups)
     read_bytes = nodes * imports.file_bytes
     network, rounds = machine.network, math.ceil(math.log2(max(2, ranks)))

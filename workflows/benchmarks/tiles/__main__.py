@@ -36,10 +36,10 @@ class TilesRun:
         way: ``plain``, ``kept`` or ``recomputed``.
         tiles: Tiles of the slide.
         width: Width of the encoder.
-        depth: Its blocks.
-        side: Pixels of a tile.
-        rounds: Timed steps after the first; the fastest counts. With 0, the first is timed.
-        room_bytes: Memory that a step may add; None: no limit.
+        depth: Number of the encoder's blocks.
+        side: Height and width of a tile in pixels.
+        rounds: Number of timed steps after the first; the fastest counts. 0: the first is timed.
+        room_bytes: Bytes of memory that a step may add; None: no limit.
         chunk: Tiles that are encoded at once.
     """
 
@@ -99,6 +99,7 @@ class DrawnTiles:
     def read(self, indices: Sequence[int]) -> torch.Tensor:
         """Return (n, 3, T, T) uint8."""
         colours = torch.as_tensor([index % 256 for index in indices], dtype=torch.uint8)
+        # Made when read: stored tiles would count as memory of the step.
         return colours[:, None, None, None].expand(-1, 3, self._side, self._side).contiguous()
 
 
@@ -135,6 +136,7 @@ def measure(run: TilesRun) -> dict[str, float]:
     """Return the seconds of the fastest step, and what steps add to the memory of this process, with its peak."""
     return_what_is_freed()
     step_of(replace(run, tiles=run.chunk, room_bytes=None))()  # loads code that is used for the first time
+    # What loading code has freed is not growth of the step.
     return_freed_now()
     step = step_of(run)
     before = resident_bytes()
@@ -145,6 +147,7 @@ def measure(run: TilesRun) -> dict[str, float]:
         kept, _ = step()
         seconds.append(time.perf_counter() - start_s)
     peak = peak_bytes()
+    # The shortest, as other processes only add time.
     return {"seconds": min(seconds[1:] or seconds), "bytes": peak - before, "peak_bytes": peak, "kept": kept}
 
 

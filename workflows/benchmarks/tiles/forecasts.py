@@ -37,9 +37,11 @@ def peak(config: Path, words: list[str]) -> int:
         RuntimeError: It failed.
     """
     process = subprocess.Popen([*_HYFI, "train", str(config), *words], stdout=subprocess.DEVNULL)
+    # wait4 gives the peak of this child; getrusage only that of the largest of all.
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError(f"hyfi train ended with status {status}; it said why above")
+    # Linux counts kB.
     return usage.ru_maxrss * 1024
 
 

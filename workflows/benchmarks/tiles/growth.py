@@ -27,6 +27,7 @@ def main() -> None:
     counts = sorted(map(int, args.counts.split(",")))
     costs_of: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
     for _ in range(args.repeats):
+        # In turns, as the machine's state changes.
         for count in counts:
             room = args.room_mb * 1_000_000
             run = TilesRun("recomputed", count, args.width, args.depth, args.side, 0, room, args.chunk)

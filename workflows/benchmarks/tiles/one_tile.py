@@ -46,8 +46,8 @@ class OneTileSlide(hyfi_core.TensorTiles):
     """The tissue tiles of one drawn slide.
 
     Attributes:
-        identity: By which vectors of a frozen encoder are kept.
-        with_class: ``(N,)``, which tile has the class; none of a negative slide.
+        identity: Name under which the vectors of a frozen encoder are kept.
+        with_class: ``(N,)``, whether each tile has the class; False for all tiles of a negative slide.
     """
 
     def __init__(self, tiles: torch.Tensor, with_class: NDArray[np.bool_], name: str) -> None:
@@ -91,6 +91,7 @@ class Standardised(nn.Module):
         return (self._vectors(tiles) - self.mean) / self.deviation
 
     def _vectors(self, tiles: torch.Tensor) -> torch.Tensor:
+        # Tissue is bright: 0.7 is about its mean, and 1/5 its spread.
         maps: torch.Tensor = self.layers((tiles - 0.7) * 5)
         return maps.mean((2, 3))
 
@@ -104,8 +105,10 @@ def draw_slide(index: int, nuclei: int) -> OneTileSlide:
     depth = anatomy.tissue.grid(ends, ends).reshape(cells, TILE_PX, cells, TILE_PX)
     tissue, with_class = (depth > 0).mean((1, 3)) >= 0.5, np.zeros((cells, cells), np.bool_)
     with_class.flat[best] = index % 2 == 1
+    # The tile with the class counts even if little of it is tissue.
     tissue |= with_class
     pixels = Renderer(anatomy).read(Box(0, SIDE_PX, 0, SIDE_PX))
+    # (row, column, channel, y, x) of each tile.
     tiles = pixels.reshape(cells, TILE_PX, cells, TILE_PX, 3).transpose(0, 2, 4, 1, 3)[tissue]
     return OneTileSlide(torch.from_numpy(tiles.copy()), with_class[tissue], f"drawn-{index}-{nuclei}")
 
@@ -118,7 +121,9 @@ def _with_one_tile(anatomy: Anatomy, most: int) -> tuple[Anatomy, int]:
     best = int(np.argmax(np.bincount(numbers, minlength=cells * cells)))
     centre = (np.array(divmod(best, cells)) + 0.5) * TILE_PX
     inside = coarse[numbers == best]
+    # Nearest to the centre, so that nuclei hardly reach into other tiles.
     nearest = inside[np.argsort(np.abs(nuclei[inside, :2] - centre).max(1))[:most]]
+    # Not removed: the number of nuclei must not tell the class.
     nuclei[np.setdiff1d(coarse, nearest), 2] = DUSTY
     return replace(anatomy, nuclei=nuclei), best
 

@@ -52,10 +52,11 @@ class PositionsTask:
 
     Attributes:
         count: Number of slides.
-        size_px: Their height and width, at 0.5 µm.
-        tile_px: Side of a tile, as drawn.
+        size_px: Height and width of a slide, at 0.5 µm a pixel.
+        tile_px: Height and width of a tile in pixels of the slide.
         mpp: Microns per pixel of the tiles that the encoder sees.
-        one: Whether the class of a slide is in one tile only, that with most coarse nuclei; else in all foci.
+        one: Whether the class of a slide is in one tile only, the one with most coarse nuclei; otherwise it is in all
+            foci.
     """
 
     count: int
@@ -83,6 +84,7 @@ class PositionsTask:
         nuclei, with_class = anatomy.nuclei.copy(), self.tiles_with_class(anatomy)
         best = np.array(np.unravel_index(np.argmax(with_class), with_class.shape))
         outside = (nuclei[:, :2] // self.tile_px != best).any(1)
+        # As in `one_tile`: changed, not removed.
         nuclei[outside & (nuclei[:, 2] == COARSE), 2] = DUSTY
         return replace(anatomy, nuclei=nuclei)
 
@@ -98,6 +100,7 @@ class PositionsTask:
 def small_resnet(norm: str, width: int = 16) -> nn.Module:
     """Five convolutions with batch or group norm, the largest value of each map: (n, 3, T, T) to (n, 2 × width)."""
     network = resnet6(classes=1, pool="max", norm="group" if norm == "group" else "train", width=width)
+    # Vectors instead of classes.
     network.fc = nn.Identity()  # type: ignore[assignment]
     return network
 
@@ -170,6 +173,7 @@ def judge(task: PositionsTask, out: Path) -> dict[str, Any]:
         "with_class": round(float(np.mean([(truth[name] & seen[name]).sum() for name in truth])), 1),
     }
     for measure in _MEASURES:
+        # Tiles that were not shown have no value, and are never the highest.
         values = {name: np.where(seen[name], of[measure], -np.inf) for name, of in maps.items()}
         hits = [bool(truth[name].flat[int(np.argmax(value))]) for name, value in values.items()]
         areas = [auroc(value[seen[name]], truth[name][seen[name]].astype(int)) for name, value in values.items()]

@@ -74,6 +74,7 @@ def measured(run: TilesRun) -> list[tuple[float, float]]:
     )
     steps = [json.loads(numbers) for numbers in re.findall(r"\[.*?\]", completed.stdout)]
     count = run.rounds
+    # Lines of both ranks: the sum over ranks, of a mean step.
     total_cpu_s = sum(cpu_s for _, cpu_s in steps) / count
     longest = sorted(seconds for seconds, _ in steps)[ranks - 1 :: ranks]  # ranks end together: pairs of alike
     return [(seconds, total_cpu_s) for seconds in longest]
@@ -92,6 +93,7 @@ def main() -> None:
         return
     steps: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(args.rounds):
+        # In turns within a round.
         for way, run in runs.items():
             steps[way] += measured(run)
     of = {

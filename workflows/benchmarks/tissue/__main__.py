@@ -30,8 +30,8 @@ class Found:
 
     Attributes:
         area_mm2: Area of the tissue.
-        pen_fraction: Of the slide.
-        flags: Of the slide.
+        pen_fraction: Fraction of the slide that has pen on it.
+        flags: Flags of the slide.
     """
 
     area_mm2: float
@@ -77,6 +77,7 @@ def measure(path: Path, mpps: list[float], folder: Path, slide_mpp: float | None
             by_mpp[mpp] = Found(float(record.tissue_fraction or 0) * slide_mm2, pen, tuple(record.flags))
         else:
             by_mpp[mpp] = "too coarse" if "coarser" in record.reason else record.reason
+        # One resolution after the other: all stores of a large slide would not fit.
         shutil.rmtree(store, ignore_errors=True)
     return by_mpp
 
@@ -104,6 +105,7 @@ def found_share(path: Path, ink: NDArray[np.bool_]) -> float:
     pixels = source.read(Box.of_size(source.levels[0].height_px, source.levels[0].width_px), 0)
     source.close()
     side = ink.shape[0]
+    # 16 pixels of 0.5 µm: the resolution of tissue masks.
     small = pixels.reshape(side, 16, side, 16, 3).mean((1, 3)).round().astype(np.uint8)
     marks = find_tissue(np.ascontiguousarray(small.transpose(2, 0, 1)), MASK_UM).pen
     return float(marks[ink].mean())

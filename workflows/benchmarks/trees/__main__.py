@@ -58,6 +58,7 @@ def compare(
     sides = [_Side(checkout, words) for checkout in checkouts]
     seconds = []
     for pair in range(pairs):
+        # A B B A: what changes steadily, such as the clock rate, cancels.
         order = (0, 1) if pair % 2 == 0 else (1, 0)
         steps = {index: sides[index].step() for index in order}
         seconds.append((steps[0], steps[1]))
@@ -69,9 +70,11 @@ def summary(rounds: Sequence[tuple[list[tuple[float, float]], tuple[int, int]]])
     pairs = [pair for seconds, _ in rounds for pair in seconds]
     ratios = sorted(ours / theirs for ours, theirs in pairs)
     # Of the sign test: the number of ratios below their true median is binomial, here by the normal approximation.
+    # 1.96 / 2 · √n.
     half_width = 0.98 * math.sqrt(len(ratios))
     low = max(0, math.floor(len(ratios) / 2 - half_width))
     high = min(len(ratios) - 1, math.ceil(len(ratios) / 2 + half_width))
+    # The least: more is chance, such as when memory is returned.
     grown = [min(peaks[side] for _, peaks in rounds) for side in (0, 1)]
     return {
         "seconds": [round(statistics.median(pair[side] for pair in pairs), 4) for side in (0, 1)],

@@ -27,11 +27,13 @@ def main() -> None:
     import hyfi_core
     from hyfi_core.process_memory import peak_bytes, resident_bytes
 
+    # Else both sides might be the same installation.
     assert hyfi_core.__file__.startswith(f"{checkout}/"), f"{hyfi_core.__file__} is not of {checkout}"
     # Both checkouts on one core: what else runs, there and beside it, slows both.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    # After the imports, which are not what a step needs.
     before_bytes = resident_bytes()
     WORK[kind](int(size_px), Path(store))
     print(peak_bytes() - before_bytes, flush=True)
@@ -95,6 +97,7 @@ def _training(model_name: str, size_px: int, batch: int, options: dict[str, Any]
         engine = hyfi_core.parallelize(model, shape, plan, comm, optimizer=sgd)
 
         def step() -> None:
+            # All threads are at the same step: its time holds all of their work.
             before.wait()
             if more[0]:
                 engine.train_step(images, labels)
