@@ -80,10 +80,12 @@ def train_model(
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "run.yaml" if isinstance(settings, Mapping) else Path(settings)
         if isinstance(settings, Mapping):
+            # As a file, because the run starts ranks, which read it.
             path.write_text(yaml.safe_dump(plain_json(settings)), encoding="utf-8")
         try:
             folder = load_config(path, overrides, ignore_plan=True).run.dir
         except RequestError as error:
+            # The temporary file means nothing to the caller.
             raise RequestError(str(error).replace(f"{temporary}/run.yaml", "settings")) from None
         words = ["train", str(path), *overrides, *(["--ranks", str(ranks)] if ranks else []), *["--resume"] * resume]
         # In another process, because a failing rank ends its process, which must not be the notebook's.

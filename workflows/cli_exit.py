@@ -26,6 +26,7 @@ def exit_with(command: Callable[[], int], writes: Path | None = None, as_ranks: 
 
     def prepare() -> None:
         if as_ranks and inside_launcher():
+            # A rank of several: it stops with the others.
             signals.remember_requests()
         else:
             signals.interrupt_on_request()

@@ -83,6 +83,7 @@ def find_jobs(
     rows: dict[SceneKey, dict[str, str]] = {}
     for path in paths:
         for source, row in slides_at(location(path), store):
+            # The same slide by a folder and by a manifest is one: its rows are merged.
             key = (source, row.get("scene", ""))
             rows[key] = _merged(path, source, rows.get(key, {}), row)
     return _jobs_with_names(_each_scene(_one_of_each_series(rows), scene), files_by_name)
@@ -195,6 +196,7 @@ def _merged(path: Path, source: Path, a: Mapping[str, str], b: Mapping[str, str]
 def _one_of_each_series(rows: Mapping[SceneKey, dict[str, str]]) -> dict[SceneKey, dict[str, str]]:
     """Remove DICOM files that are not in a manifest and whose slide is represented by another file."""
     series = {key: _series_of(key[0]) for key in rows}
+    # A row of a manifest represents its series, also if its file comes later.
     kept_rows, represented = {}, {series[key] for key, row in rows.items() if row}
     for key, row in rows.items():
         if row or series[key] is None or series[key] not in represented:
@@ -221,6 +223,7 @@ def _jobs_with_names(rows: Mapping[SceneKey, dict[str, str]], files_by_name: Map
         raise RequestError(f"slide_id {twice[0]!r} is used for two slides; it must be unique")
     folders = _Folders()
     plain = {key: _plain_name(*key, folders) for key in rows if key not in own_names}
+    # Names of the manifest count, too: they are kept, and others give way.
     shared = Counter([*plain.values(), *own_names.values()])
     jobs = []
     for key, row in rows.items():
@@ -231,6 +234,7 @@ def _jobs_with_names(rows: Mapping[SceneKey, dict[str, str]], files_by_name: Map
             if shared[name] > 1 or _is_taken(name, files_by_name):
                 name = name_with_place(name, source)
         jobs.append(SlideJob(source, name, row))
+    # A last resort: names with a digest of the folder may still be equal.
     same = Counter(job.slide_id for job in jobs)
     return [job if same[job.slide_id] == 1 or job.place in own_names else _named_by_path(job) for job in jobs]
 
@@ -270,6 +274,7 @@ class _Folders:
 
 def _stems_in(folder: Path) -> Counter[str]:
     with suppress(OSError):
+        # macOS leaves `._x.tif` beside x.tif.
         visible = (path for path in folder.iterdir() if not path.name.startswith("."))
         return Counter(_stem(path) for path in visible if path.suffix.lower() in SLIDE_SUFFIXES - {".dcm"} | {".zarr"})
     return Counter()
@@ -298,8 +303,10 @@ def _plain_name(source: Path, scene: str, folders: _Folders) -> str:
             stem = source.parent.name if len(folders.series_in(source.parent)) == 1 else header.series
     elif folders.has_twin(source):
         stem = source.name
+    # NFC: macOS writes é as e and an accent, and the same slide copied to Linux must keep its name.
     name = re.sub(r"[\\\x00-\x1f]", "_", unicodedata.normalize("NFC", stem)).lstrip(".") or "slide"
     if len(name.encode("utf-8", "replace")) > _LONGEST_NAME_BYTES:
+        # File systems allow 255 bytes, and temporary names and suffixes are added.
         name = f"{name[:30]}-{_short_digest(name)}"
     return name + _suffix(scene)
 

@@ -160,6 +160,7 @@ class _Run:
     ) -> tuple[dict[int, Prediction], bool]:
         """Predict the slides that this group takes; return them by index, and whether it was stopped. Collective."""
         predicted: dict[int, Prediction] = {}
+        # Asked together before a slide is taken: a rank that left alone would leave the others in its slide's messages.
         while not (stopped := self._stops()):
             index = queue.take()
             if index is None:
@@ -169,6 +170,7 @@ class _Run:
             except OcclusionStoppedError:  # nothing of this slide was written: the next run predicts it
                 return predicted, True
             if self._comm.rank == 0:
+                # Row before queue: a slide counts as finished only with its results in the table.
                 self._folder.note(outcome)
                 queue.finish(index)
                 note = f"{outcome.slide_id}: {outcome.prediction or outcome.status}"
@@ -186,6 +188,7 @@ class _Run:
             return replace(prediction, reason=slide.reason)
         try:
             with self._prepared(slide) as (store, flags):
+                # `together`: what one rank alone cannot read fails the slide on all ranks; they would else wait for it.
                 given_tissue = together(self._comm, lambda: self._options.tissue_given(slide.slide_id))
                 prediction = replace(
                     prediction, flags=_merged(flags, self._flags, ("tissue_given",) * (given_tissue is not None))
@@ -209,6 +212,7 @@ class _Run:
                 result = self._result(slide, prediction, dataset, sight, ensemble.heatmaps(dataset, sight))
                 result = self._with_evidence(result, ensemble, dataset, sight)
                 self._on_rank_0(lambda: self._folder.write(slide, result))
+        # Of this slide only: the next ones are predicted.
         except SlideError as error:
             return replace(prediction, status=FAILED, reason=str(error))
         if result.withheld:
@@ -257,6 +261,7 @@ class _Run:
     def _prepared(self, slide: SlideInput) -> Iterator[tuple[Path, tuple[str, ...]]]:
         """Context that yields the folder of a store with the slide, and its flags; temporary stores are removed."""
         if slide.stored:
+            # A stored slide is read where it is.
             yield slide.path.parent, _flags_of(slide.row.get("flags", ""))
             return
         try:
@@ -264,6 +269,7 @@ class _Run:
             yield self._scratch, tuple(self._comm.broadcast_object(list(record.flags) if record else []))
         finally:
             if self._comm.rank == 0:
+                # Also after a failure: a cohort's temporary slides would fill the disk.
                 shutil.rmtree(slide_path(self._scratch, slide.slide_id), ignore_errors=True)
 
     def _ingested(self, slide: SlideInput) -> SlideRecord:
@@ -312,6 +318,7 @@ class _Run:
         assert isinstance(slide, SlideStore)
         readouts = [member.readout for member in self._members]
         readout = readouts[0].joined(readouts)
+        # Each member's numbers are read with its own calibration, and then averaged.
         logits = [np.array(heatmap.logits, np.float64) for heatmap in heatmaps]
         heatmap = average(heatmaps) if len(heatmaps) > 1 else heatmaps[0]
         return SlideResult(
@@ -370,6 +377,7 @@ def _scratch(folder: OutFolder, comm: Communicator, is_needed: bool) -> Iterator
         yield folder.path
         return
     on_first_rank(comm, lambda: _begin(folder))
+    # In the results' folder, which all ranks see; a node's temporary folder they would not.
     with shared_folder(folder.path / "ingest", comm) as path:
         yield path
 

@@ -93,6 +93,7 @@ class Member:
         """
         loaded = load_checkpoint(checkpoint)
         check_complete(loaded.model, checkpoint, builds=model is None)
+        # Encoders and their aggregators are built by `workflows`, which this package does not import.
         if model is None and (loaded.model.get("tiles") or loaded.model.get("features")):
             what = "an encoder of tiles" if loaded.model.get("tiles") else "an aggregator of features"
             raise RequestError(f"checkpoint {checkpoint} has {what}; predict with `hyfi predict`, or pass model=")

@@ -109,6 +109,7 @@ def fill_report(
 def _off_tissue(contributions: NDArray[np.float64], tissue: NDArray[np.bool_]) -> float:
     """Return the fraction of positive contributions that is outside of tissue."""
     total = float(contributions.sum())
+    # Without positive contributions there is nothing to be outside.
     return float(contributions[~tissue].sum()) / total if total > 0 else 0.0
 
 
@@ -168,6 +169,7 @@ def _left_out(regions: RankedRegions) -> str:
 
 def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPicture:
     heatmap = result.heatmap
+    # + 0.5: cell 0 lies from 0 to 1.
     row, column = (float(part.mean()) + 0.5 for part in region.cells)
     x, y = level0.point(column, row, heatmap)
     return RegionPicture(
@@ -185,8 +187,10 @@ def _crop(result: SlideResult, region: Region) -> str:
     """Return a square of ``CROP_UM`` around the region's peak, within the slide, at the store's finest level."""
     finest, model_mpp = result.slide.levels[0], result.heatmap.mpp
     cell_px = result.heatmap.cell_px
+    # At least 32 pixels: a coarse store would give a picture of a few.
     sides = [max(32, round(CROP_UM / mpp)) for mpp in finest.mpp]
     centre = [
+        # From cells to pixels of the model, and on to those of the store's finest level.
         round((peak + 0.5) * cell_px * coarse / fine)
         for peak, coarse, fine in zip(region.peak, model_mpp, finest.mpp, strict=True)
     ]

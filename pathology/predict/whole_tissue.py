@@ -143,6 +143,7 @@ def views_of(
         engines: Engines of all networks.
         agree: Calls its argument on all ranks, and raises on all if it raises on one.
     """
+    # One larger image first: it is what the network would have seen, without borders between images.
     larger = agree(lambda: dataset.whole_views(index, several=False))
     sizes = {view.size_px for view in larger}
     if all(engines_of.at(size) is not None for engines_of in engines for size in sizes):
@@ -162,8 +163,10 @@ def image_weights(logits: NDArray[np.float64], views: Sequence[View], pooling: P
             of a class has weight 1.
     """
     if pooling == "max":
+        # argmax takes the first of equals, so weights sum to 1.
         largest: NDArray[np.float64] = (np.arange(len(logits))[:, None] == logits.argmax(axis=0)).astype(np.float64)
         return largest
+    # Mean pooling over the whole slide weighs each position alike, so images by their tissue.
     shown = np.array([view.coverage for view in views])
     fractions = shown / shown.sum() if shown.sum() > 0 else np.full(len(views), 1 / len(views))
     weights: NDArray[np.float64] = np.repeat(fractions[:, None], logits.shape[1], axis=1)

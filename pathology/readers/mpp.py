@@ -115,6 +115,7 @@ def resolve_mpp(
     magnification = _magnification(power, objective)
     if magnification is None:
         raise SlideError(f"{problem}; {HOW_TO_GIVE}")
+    # Only on request: it is usual, not known.
     usual = UM_TIMES_POWER / magnification
     if from_magnification:
         return SourceMpp((usual, usual), "magnification")

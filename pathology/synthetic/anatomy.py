@@ -85,6 +85,7 @@ class Tissue:
             dy, dx = y - cy, x - cx
             along, across = dx * np.cos(angle) + dy * np.sin(angle), dy * np.cos(angle) - dx * np.sin(angle)
             radius = np.hypot(along / long, across / short)
+            # Times the short half axis: from a fraction of the ellipse to about µm.
             best = np.maximum(best, (1 - radius + 0.13 * coarse) * short)
         result: Field = best + 5 * fine
         return result.astype(np.float32)

@@ -119,6 +119,7 @@ def _outline(rng: np.random.Generator, mpp_um: float, width_um: float, aspect: f
     half = int(np.ceil(width_um * aspect * 0.62 / mpp_um)) + _MARGIN_PX
     y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32) * np.float32(mpp_um)
     along, across = x * np.cos(angle) + y * np.sin(angle), -x * np.sin(angle) + y * np.cos(angle)
+    # A radius that varies with the angle: lobes of 2, 3 and 4 periods.
     turn = np.arctan2(across, along)
     lobes = sum(rng.normal(0, 0.045) * np.cos(n * turn + rng.uniform(0, 6.28)) for n in (2, 3, 4))
     radius = np.hypot(along / aspect, across) * (1 + lobes)
@@ -164,6 +165,7 @@ def _granules(rng: np.random.Generator, mpp_um: float, inside: Field) -> Field:
     ragged = 0.16 * _chromatin(rng, inside.shape, 0.5 / mpp_um)
     for i in range(-2, 3):
         for j in range(-2, 3):
+            # 0.87 ≈ √3 / 2, and every second row is shifted by half: a triangular lattice.
             v, u = np.array([i * 0.87 * apart, (j + i % 2 / 2) * apart]) + rng.normal(0, 0.55, 2)
             v, u = v * np.cos(turn) - u * np.sin(turn), v * np.sin(turn) + u * np.cos(turn)
             grain = radius * rng.uniform(0.75, 1.15) - np.hypot(y - v, (x - u) * rng.uniform(0.75, 1.3)) + ragged

@@ -31,6 +31,7 @@ def write_slide(anatomy: Anatomy, path: Path) -> None:
     """
     size = anatomy.spec.size_px
     levels = _levels(size)
+    # Offsets of classic TIFF end at 4 GB.
     with replacing(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=size > 40_000) as tiff:
         for number, level in enumerate(levels):
             tiles = _full_level(anatomy, levels) if number == 0 else level.drain()
@@ -113,6 +114,7 @@ class _PyramidLevel:
 
 def _halved(rows: Field, width: int) -> Field:
     """Return the mean of 2 × 2 pixels; a last odd row or column is dropped."""
+    # 16 bits for the sum of four; + 2 rounds.
     even = rows[: rows.shape[0] // 2 * 2, : width * 2].astype(np.uint16)
     total = even[0::2, 0::2] + even[1::2, 0::2] + even[0::2, 1::2] + even[1::2, 1::2]
     return ((total + 2) >> 2).astype(np.uint8)
@@ -125,6 +127,7 @@ def _tiles(rows: Field) -> Iterator[bytes]:
             tile = rows[y : y + TILE_PX, x : x + TILE_PX]
             short = (TILE_PX - tile.shape[0], TILE_PX - tile.shape[1])
             if any(short):
+                # The edge, not black: JPEG would ring into the tile.
                 tile = np.pad(tile, ((0, short[0]), (0, short[1]), (0, 0)), mode="edge")
             encoded = imagecodecs.jpeg8_encode(
                 np.ascontiguousarray(tile), level=_QUALITY, colorspace="RGB", outcolorspace="YCBCR", subsampling="420"

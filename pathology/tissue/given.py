@@ -128,6 +128,7 @@ class GivenTissue:
         path = Path(self.value)
         if not path.is_dir():
             return path
+        # macOS and Linux spell accents in different ways.
         path = as_on_disk(path / f"{slide_id}.geojson")
         return path if path.exists() else None
 

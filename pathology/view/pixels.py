@@ -118,6 +118,7 @@ class StoredPixels:
         out: RGB = np.empty((*box.shape, 3), np.uint8)
         try:
             self._slide.read(box, level, out=out.transpose(2, 0, 1))
+        # A viewer shows what it can: the damage is seen, the rest stays usable.
         except StoreError:
             mark_damage(out)
         return out
@@ -184,6 +185,7 @@ class FilePixels:
     def tissue(self) -> TissueMask | None:
         """See `ShownSlide`. The mask is computed here, at about 8 µm per pixel; None if the slide is damaged."""
         try:
+            # longest_px=1: the picture itself is not needed.
             mask = thumbnail_of_source(self._source, self.mpp, longest_px=1)[0].tissue
         except SlideError:
             return None
@@ -200,6 +202,7 @@ class FilePixels:
 def mark_damage(out: RGB) -> None:
     """Fill an area that cannot be decoded with stripes, so that it does not look like glass."""
     height, width = out.shape[:2]
+    # Diagonal: neither tissue nor glass looks so.
     stripe = (np.arange(height)[:, None] + np.arange(width)) // _DAMAGE_STRIPE_PX % 2 == 0
     out[...] = np.where(stripe[..., None], *_DAMAGE)
 

@@ -94,9 +94,11 @@ class Scene:
         """
         self._slide(key)
         with self.gallery.opened(key) as slide:
+            # Open while it is cut: the gallery closes slides that nobody uses.
             pixels = self._cutter.cut(slide, key, *tile)
         if pixels is None:
             raise NotInGalleryError(f"{key} has no tile {tile}")
+        # Encoded outside of the context: the slide is free for others.
         return png(pixels) if lossless else jpeg(pixels)
 
     def layer(self, key: str, layer: str, tile: TileAddress, smooth: bool) -> bytes:
@@ -219,6 +221,7 @@ class Scene:
                     raise NotInGalleryError(f"{key}: its tissue mask is unknown")
                 self._masks[key] = mask
                 while len(self._masks) > MAX_MASKS:
+                    # The first that was put in: dicts keep their order.
                     del self._masks[next(iter(self._masks))]
             return mask
 
@@ -247,6 +250,7 @@ def _annotation_target(entry: GallerySlide) -> dict[str, Any]:
     """Return as JSON whether annotations of a slide are saved, the path, and the reason if not."""
     if entry.annotations is None:
         return {"saved": False, "path": "", "reason": "start with --annotations DIR to save annotations"}
+    # The nearest folder that exists: missing ones are made when annotations are saved.
     folder = entry.annotations.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -47,6 +47,7 @@ class Multiclass(Task):
             merge_alike=source.merge_alike,
             missing=source.missing,
         )
+        # A softmax over one class is 1, whatever the model says.
         if len(labels.classes) < 2:
             name = labels.classes[0]
             raise RequestError(f"{source.path}: {column!r} is {name} for every slide; at least two classes are needed")

@@ -120,6 +120,7 @@ class Regression(Task):
         residuals = (self._values(outputs) - targets).abs()
         largest = torch.stack([residuals[members].amax() for members in members_of(of_case)]).sort().values
         cases = len(largest)
+        # + 1 for the new case: with 8 cases, even the largest residual holds for 8 of 9 only.
         rank = math.ceil((cases + 1) * LEVEL)
         if rank > cases:
             return None
@@ -196,6 +197,7 @@ class Regression(Task):
             targets: (N,) in the units of the target.
         """
         predicted = wide(outputs)[:, 0]
+        # In float64 until here: years such as 2024 have few digits left in float32 after the mean is subtracted.
         standard = ((targets - self.mean) / self.std).to(predicted.dtype)
         function = torch.nn.functional.mse_loss if self.kind == "mse" else torch.nn.functional.huber_loss
         return function(predicted, standard, reduction="none")

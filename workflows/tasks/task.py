@@ -178,6 +178,7 @@ class Task(ABC):
         own = own_numbers(self.own_loss, self.own_metrics, self.in_units(outputs), targets)
         if self._own_method and not self.own_loss:
             own["loss"] = finite(float(self.loss(outputs, targets)))
+        # The user's last: a loss of their own replaces the task's.
         return {**{name: values[name] for name in names}, **own}
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
@@ -277,6 +278,7 @@ class Task(ABC):
         Raises:
             RequestError: Its labels have changed.
         """
+        # Of `model.json` only the entries of the task: the rest may differ.
         before = {key: model.get(key) for key in self.to_json()}
         if before != _as_json(self.to_json()):
             raise RequestError(

@@ -137,6 +137,7 @@ def _of_member(
     slide = _combined(whole, views, one)
     drops = np.full((len(slide), *blocks.shape), np.nan)
     for (row, column), changed in without.items():
+        # Images that do not show the block keep their outputs.
         images = [changed.get(k, logits) for k, logits in enumerate(whole)]
         drops[:, row, column] = slide - _combined(images, views, one)
     return drops

@@ -98,6 +98,7 @@ class Ordinal(Multiclass):
         for members in members_of(of_case):
             count = torch.tensor(len(members), dtype=torch.float64)
             mean = self.link.outputs_of(higher[members].logsumexp(0) - count.log())
+            # Σ P(grade > k) is the mean grade.
             most = outputs[members[higher[members].exp().sum(1).argmax()]].double()
             pooled = {
                 "mean": mean if len(members) > 1 else most,  # the inverse of ``above`` rounds; one slide needs no mean

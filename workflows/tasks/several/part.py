@@ -44,6 +44,7 @@ class TargetPart:
         """Return the label of this target, from that of all; None if the slide lacks it."""
         assert isinstance(target, tuple)
         own = target[slice(*self.numbers)]
+        # NaN, the only number that is not itself.
         if own[0] != own[0]:
             return None
         return int(own[0]) if self.task.facts.samples_classes else own
@@ -69,6 +70,7 @@ class TargetPart:
         """
         mine, labels = self.of(outputs, targets)
         if not len(labels):
+            # 0 with a graph: backward must find a gradient on every rank, though no slide has a label.
             return (outputs[:, slice(*self.outputs)] * 0).sum()
         loss = self._loss(mine, labels)
         if self.over_batch:

@@ -60,6 +60,7 @@ class Several(Task):
         self, path: Path | Table, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
     ) -> Labels:
         """Return labels for a model that was trained before; a table may lack the columns of some targets."""
+        # A table of another cohort need not have all targets.
         columns, first = set(read_table(path, "labels").columns), 0
         found: list[Labels | None] = []
         for part in self.parts:
@@ -182,6 +183,7 @@ class Several(Task):
         found: Intervals = {}
         for part in self.parts:
             own = part.task.intervals(*part.of(outputs, targets), counts[:, part.known(targets)])
+            # The user's functions return one number, without draws.
             own |= dict.fromkeys(part.task.own_names)
             found |= {f"{part.name}.{name}": interval for name, interval in own.items()}
         return found
@@ -207,9 +209,11 @@ class Several(Task):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs and labels of M cases; for each target they come from the slides that have its label."""
         cases = int(of_case.max()) + 1 if len(of_case) else 0
+        # Outputs of a case without a label count nowhere: 0 serves.
         merged = torch.zeros(cases, self.outputs, dtype=torch.float64)
         labels = torch.full((cases, self.label_numbers), math.nan, dtype=torch.float64)
         for part in self.parts:
+            # Numbered anew: tasks expect cases 0, 1, …, and here some may lack the target.
             there, own_case = of_case[part.known(targets)].unique(return_inverse=True)
             if not len(there):
                 continue
@@ -259,6 +263,7 @@ class Several(Task):
         """Return the label of such a text, or of the cells of all columns with ``;`` between them: ``high;41``."""
         texts, cells = texts_of(text, [part.name for part in self.parts]), text.split(";")
         if not texts and len(cells) == len(self.columns):
+            # A target of two columns, such as time and event, takes two cells.
             counts = np.cumsum([len(part.task.columns) for part in self.parts])[:-1]
             texts = {part.name: ";".join(own) for part, own in zip(self.parts, np.split(cells, counts), strict=True)}
         numbers: list[float] = []
@@ -283,7 +288,9 @@ class Several(Task):
     def check_batch(self, batch: int) -> None:
         """Check each target for the slides of a batch that have a label of it, on average."""
         for part in self.parts:
+            # Of a user's own loss nothing is known.
             if not part.task.own_loss:
+                # Only labelled slides count: a batch of 8 has 4 of a target that half of the slides lack.
                 part.task.check_batch(max(1, math.floor(batch * part.labelled)))
 
     def check_validation(self, val: Sequence[Target]) -> None:
@@ -347,6 +354,7 @@ def _joined(sections: Mapping[str, tuple[Sequence[int], PageSection]]) -> PageSe
         plots += [replace(plot, title=f"{name}: {plot.title}") for plot in one.plots]
         tables += [replace(table, caption=f"{name}: {table.caption}") for table in one.tables]
         numbers |= {f"{name}.{title}": number for title, number in one.numbers.items()}
+        # Errors of years and of grades have no common unit: each counts by the share of its largest.
         largest = max(one.errors.values(), default=0.0) or 1.0
         for index, size in one.errors.items():
             errors[rows[index]] = errors.get(rows[index], 0.0) + size / largest
@@ -359,6 +367,7 @@ def _in_target(title: str) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
+        # With several targets, keys are those of an entry of the list: `task`, not `data.task`.
         own = _KEYS.sub(r"\1", str(error))
         raise RequestError(f"data.targets, {title}: {own}") from error
 

@@ -155,6 +155,7 @@ class Survival(Task):
         for members in members_of(of_case):
             highest = members[risks[members].argmax()]
             merged.append(outputs[highest] if how == "max" else outputs[members].mean(0))
+            # Slides of a case have one patient: the latest time is what is known of them.
             latest.append(targets[members[targets[members, 0].argmax()]])
         return torch.stack(merged), torch.stack(latest)
 
@@ -167,6 +168,7 @@ class Survival(Task):
         if self.kind != COX:
             return {**calibration, "cutoff": float(np.median(self._risks(cases).numpy()))}
         risks, centre = outputs[:, 0].double(), float(outputs[:, 0].double().mean())
+        # Of these slides themselves, so that one slide has 0, not NaN.
         spread = float(risks.std(correction=0))
         baseline = breslow(risks - centre, targets[:, 0], targets[:, 1], self.times)
         cutoff = float(np.median((cases[:, 0].double() - centre).numpy()))
