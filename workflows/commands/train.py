@@ -93,7 +93,8 @@ def train_rank(config: Config, resumption: Resumption, as_json: bool) -> int:
     """Run this process as a rank of the launcher, or alone; return the exit code."""
     from workflows import signals
 
-    # Before the imports below, which take seconds: until here, a request ended the process.
+    # Before the imports below, which take seconds: a rank that a request interrupts there would leave the others
+    # waiting.
     signals.remember_requests()
 
     from workflows.launch import rank_log

@@ -178,7 +178,7 @@ class OptunaSearch:
         trial = self._optuna.trial.Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)
         known = self._study.get_trials(deepcopy=False)[number].intermediate_values
         for step, value in values:
-            # Optuna refuses a step that is reported twice; a resumed search sees all records again.
+            # Optuna ignores a step that is reported twice, with a warning; a resumed search sees all records again.
             if step not in known:
                 trial.report(value, step)
                 if trial.should_prune():

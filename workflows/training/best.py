@@ -35,7 +35,7 @@ def best_step(records: Records, metric: str, among: Iterable[int]) -> int | None
 
     Weights with outputs that are not finite have no loss, and are never the best.
     """
-    # Only steps that still have a checkpoint: `run.keep` removes others, and `best` must point at one.
+    # For the link `best`, `among` has the steps whose checkpoints `run.keep` has left.
     steps = [step for step in sorted(set(among)) if step in records and records[step].get("loss") is not None]
     # −step: of equals the earliest, so a resumed run that sees all records at once chooses the same.
     return max(steps, key=lambda step: (*merit(records[step], metric), -step), default=None)

@@ -63,7 +63,6 @@ class MetricsLog:
         """Drop the lines of steps after ``until_step`` (atomically)."""
         if self._file is not None:
             self._file.close()
-        # Before the file: a run that is killed here has the old file, whole.
         self.records = [record for record in self.records if record["step"] <= until_step]
         if self.path.exists():
             # Another file takes the name: open it below, because lines written to the old one would be lost.
