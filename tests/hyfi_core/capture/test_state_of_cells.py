@@ -192,8 +192,10 @@ def own_forward(model: nn.Module, size: tuple[int, int] = SHAPE[2:], training: b
         ("dict", None, "of another size"),
         ("attribute", None, "at start"),
         ("attribute", (2, 1), "after predictions"),
-        ("attribute", None, "before a prediction"),
-        ("attribute", None, "of another size"),
+        *(  # as of a dict
+            pytest.param("attribute", None, when, marks=pytest.mark.soak)
+            for when in ("before a prediction", "of another size")
+        ),
         ("evaluation", None, "before a prediction"),
         ("evaluation", (2, 1), "after predictions"),
     ],

@@ -78,7 +78,7 @@ def of_one_rank() -> Result:
 @pytest.mark.parametrize(
     "plan",
     [
-        hyfi_core.ParallelPlan(grids=((1, 2),)),
+        pytest.param(hyfi_core.ParallelPlan(grids=((1, 2),)), marks=pytest.mark.soak),  # columns are in "both", too
         hyfi_core.ParallelPlan(grids=((2, 1),), recompute=True),
         hyfi_core.ParallelPlan(grids=((2, 2),), microbatches=2),
         hyfi_core.ParallelPlan(grids=((2, 1), (1, 1)), cuts=("fc",), microbatches=2),

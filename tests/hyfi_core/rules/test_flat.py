@@ -15,7 +15,7 @@ from hyfi_core.capture.export import capture
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.plan import ParallelPlan
-from tests.harness import assert_equal_also_by_cells, compare, identity, one_process, parallel
+from tests.harness import assert_equal_also_by_cells, captured_once, compare, identity, one_process, parallel
 
 GRIDS = [pytest.param((1, 2), marks=pytest.mark.soak), (3, 2), (5, 1)]
 SHAPE = (2, 3, 18, 21)  # 9 x 11 and then 4 x 5 positions: uneven, and on five rows a part that owns nothing
@@ -122,7 +122,7 @@ def test_heads_equal_one_process(name: str, grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", sorted(set(HEADS) - GATHERED))
 @pytest.mark.parametrize("training", [True, False])
 def test_no_position_is_gathered(name: str, training: bool) -> None:
-    program = capture(headed(name).train(training), SHAPE, torch.float32)
+    program = captured_once(headed(name).double().train(training), SHAPE, torch.float64)  # as above
     ranked = lower(program, Target((2, 2), 1, gather_bytes=0))
     assert ranked.gathered == ()
 

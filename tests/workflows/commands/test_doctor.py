@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,28 @@ def test_here_everything_works_and_files_in_the_current_folder_are_not_imported(
     assert {path.name for path in tmp_path.iterdir()} == planted  # it leaves nothing here, and "imported" is not there
 
 
+SRUN = {"PMI_FD": "77", "PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+def test_the_probe_of_a_task_of_srun_does_not_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `srun -n 2 bash -c "hyfi doctor"` it took itself for a rank of srun without a connection to it."""
+    environments: list[dict[str, str]] = []
+
+    def run(words: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        environments.append(env)
+        return subprocess.CompletedProcess(words, 0, '{"mpi": "MPICH", "difference": 0.0}\n')
+
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(subprocess, "run", run)
+    assert doctor._halo().startswith("two ranks agree with one process, over MPICH")
+    assert len(environments) == 1 and not SRUN.keys() & environments[0].keys()
+
+
 @pytest.mark.mpi
+@pytest.mark.soak
 def test_a_task_of_srun_starts_two_ranks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In `srun -n 2 bash -c "hyfi doctor"` the probe took itself for a rank of srun without a connection to it."""
-    variables = {"PMI_FD": "77", "PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    for name, value in variables.items():
+    for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     assert doctor._halo().startswith("two ranks agree with one process")
 

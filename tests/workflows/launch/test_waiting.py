@@ -68,10 +68,10 @@ def notice(process: subprocess.Popen[str], words: str) -> str:
     ("rank", "number", "command"),
     [
         ("0", signal.SIGTERM, "train"),
-        ("1", signal.SIGINT, "train"),
+        pytest.param("1", signal.SIGINT, "train", marks=pytest.mark.soak),
         ("1", signal.SIGUSR1, "ingest"),
         ("0", signal.SIGINT, "init"),
-        ("1", signal.SIGTERM, "init"),
+        pytest.param("1", signal.SIGTERM, "init", marks=pytest.mark.soak),
     ],
 )
 def test_variables_left_by_torchrun_are_named_and_signals_end_the_wait(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torchmetrics.functional.classification import binary_auroc, binary_average_precision, multiclass_calibration_error
 
 from workflows.tasks.bootstrap import draw_cases
 from workflows.tasks.curves import (
@@ -26,6 +25,9 @@ def slides(count: int = 300, seed: int = 4) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_areas_are_those_of_torchmetrics_ties_included() -> None:
+    # Imported here: it takes three seconds, in each process that collects tests.
+    from torchmetrics.functional.classification import binary_auroc, binary_average_precision
+
     score, positive = slides()
     draws = draw_cases(len(score), 50).numpy()
     roc, found = roc_curve(score, positive, draws), precision_recall_curve(score, positive, draws)
@@ -71,6 +73,8 @@ def test_tables_count_slides() -> None:
 
 
 def test_reliability_gives_the_calibration_error() -> None:
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
     rng = np.random.default_rng(0)
     probabilities = rng.dirichlet([1.0, 1.0, 1.0], 400)
     targets = rng.integers(0, 3, 400)
