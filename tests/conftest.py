@@ -122,9 +122,11 @@ def _captures_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def _pytorch_writes_no_trace() -> None:
     """pytest adds handlers to loggers that do not propagate, so that PyTorch notes each step of a capture in JSON.
 
-    Without handlers it notes nothing, as outside of pytest: captures take a quarter less time.
+    Without handlers it notes nothing, as outside of pytest: captures take a fifth less time.
     """
-    logging.getLogger("torch.__trace").propagate = True
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate = True
+    trace.handlers.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from sklearn import metrics as reference
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import read_model_json
 from tests.workflows.archive import SPLITS, make_config
-from tests.workflows.runs import PARTS, REPLICAS, STAGES, assert_plans_agree, run_here
+from tests.workflows.runs import REPLICAS, STAGES, assert_plans_agree, run_here
 from workflows.commands import validate
 from workflows.config.load import load_config
 from workflows.tasks.number_metrics import number_metrics
@@ -66,7 +66,7 @@ def test_a_number_is_learnt_and_validated(tmp_path: Path, store: Path, capfd: py
 
 
 def test_losses_are_those_of_one_process(tmp_path: Path, store: Path) -> None:
-    assert_plans_agree(config_of(tmp_path, store, 3), [PARTS, STAGES, REPLICAS])
+    assert_plans_agree(config_of(tmp_path, store, 3), [STAGES, REPLICAS])
 
 
 def test_metrics_are_those_of_other_libraries_on_draws() -> None:

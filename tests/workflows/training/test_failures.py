@@ -154,10 +154,10 @@ def test_a_loader_that_meets_a_damaged_chunk(start, store: Path) -> None:
     assert "slide-03.zarr" in errors
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_a_rank_that_is_killed(start, rank: int) -> None:
+@pytest.mark.parametrize(("roles", "rank"), [(TWO, 1), pytest.param(TWO_AND_A_LOADER, 2, marks=pytest.mark.soak)])
+def test_a_rank_that_is_killed(start, roles: list[str], rank: int) -> None:
     """Rank 1 trains, rank 2 loads; `test_loading` kills a loader, too."""
-    job = start(*TWO_AND_A_LOADER)
+    job = start(*roles)
     job.wait_for_step(2)
     killed_s = time.monotonic()
     (pid,) = job.pids(rank)

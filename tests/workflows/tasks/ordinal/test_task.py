@@ -15,7 +15,7 @@ from sklearn import metrics as reference
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import read_model_json
 from tests.workflows.archive import SPLITS, make_config, make_store
-from tests.workflows.runs import PARTS, REPLICAS, STAGES, assert_plans_agree, run_here
+from tests.workflows.runs import REPLICAS, STAGES, assert_plans_agree, run_here
 from workflows.commands import validate
 from workflows.config.load import load_config
 from workflows.tasks.ordinal.corn import (
@@ -80,7 +80,7 @@ def test_grades_are_learnt_and_validated(tmp_path: Path, store: Path, capfd: pyt
 
 def test_losses_are_those_of_one_process(tmp_path: Path, store: Path) -> None:
     overrides = ["data.target=word", "model.classes=[mild, some, severe]"]
-    assert_plans_agree(config_of(tmp_path, store, 3), [PARTS, STAGES, REPLICAS], *overrides)
+    assert_plans_agree(config_of(tmp_path, store, 3), [STAGES, REPLICAS], *overrides)
 
 
 @given(st.lists(st.floats(-30, 30), min_size=3, max_size=3))
