@@ -218,14 +218,18 @@ class PlanBounds:
     def _of_operators(self, images: int, mode: _Mode = _LEAST) -> dict[str, _Work]:
         """Return the least work of each operator of a micro-batch."""
         if (images, mode) not in self._operators:
-            costs = self._costs_of(images)
+            costs = self._priced(images)
             program = costs.program
             self._operators[images, mode] = {
                 op.name: self._least(costs, op, mode) for op in lowered_operators(program, program.outputs, ())
             }
         return self._operators[images, mode]
 
-    def _costs_of(self, images: int) -> _PricedProgram:
+    def costs_of(self, images: int) -> Mapping[str, OperatorCost]:
+        """Return operator -> its cost, of a micro-batch of this many images."""
+        return self._priced(images).each
+
+    def _priced(self, images: int) -> _PricedProgram:
         if images not in self._costs:
             captured = self._programs(images)
             program = pool_before_relu(captured, refs_in(captured.outputs))  # as far as any plan has it

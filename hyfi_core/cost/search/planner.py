@@ -3,6 +3,7 @@
     bounds of all plans              1.0 s         1.1 s   1.3 s   2.0 s   3.0 s   …      nothing is cut or lowered
     with cuts that fit               1.5 s         1.1 s   1.4 s   │
     recomputing                      1.4 s                         │
+    with halos at least              1.7 s         1.1 s   1.5 s   │
     with halos, stage after stage    1.8 s 1.6 s   1.1 s   1.5 s   │
     simulated                                      1.2 s           │ stop: no other plan can be faster than 1.2 s
 
@@ -26,6 +27,7 @@ from hyfi_core.cost.search.plan_bounds import PlanBounds, Programs
 from hyfi_core.cost.search.plan_family import PlanRequest, by_cells, candidates, plan_of
 from hyfi_core.cost.search.plan_memory import PlanMemory, StudiedMemory
 from hyfi_core.cost.search.resized import ResizedPrograms
+from hyfi_core.cost.search.wait_bounds import WaitBounds
 from hyfi_core.cost.step.lowered_stages import LoweredPlans
 from hyfi_core.cost.step.simulator import StepForecast, forecast_step, least_step_s, step_s
 from hyfi_core.cost.step.stage_cost import StageCosts
@@ -67,6 +69,19 @@ class StudiedModel:
     lowered: LoweredPlans = field(default_factory=LoweredPlans)
     memory: StudiedMemory = field(default_factory=StudiedMemory)
     _bounds: dict[bool, PlanBounds] = field(default_factory=dict)
+    _waits: dict[bool, WaitBounds] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Forget the lowered stages, most of the memory of a search."""
+        self.lowered.clear()
+        self._waits.clear()
+
+    def waits(self, request: PlanRequest) -> WaitBounds:
+        """Return the bounds of what grids add; as ``bounds``."""
+        crowded = request.ranks > 1
+        if crowded not in self._waits:
+            self._waits[crowded] = WaitBounds(self.bounds(request), request, self.lowered)
+        return self._waits[crowded]
 
     def bounds(self, request: PlanRequest) -> PlanBounds:
         """Return the bounds of plans for a request; they depend on whether ranks share nodes, not on their number."""
@@ -90,8 +105,8 @@ class ModelStudies:
 
     def clear(self) -> None:
         """Forget the lowered stages, most of the memory of a search."""
-        self.derived.lowered.clear()
-        self.captured.lowered.clear()
+        self.derived.clear()
+        self.captured.clear()
 
 
 def best_plans(
@@ -156,6 +171,7 @@ class _Examined:
         plan: with cuts and as it fits, except before the second bound.
         each_s: time of a forward and a backward of each stage; for the first ones with halos, for others less.
         update_s: time of the optimizer step, or less.
+        waits: whether ``each_s`` has the least that grids add.
         known: number of stages whose time with halos is known.
         costs: of its stages, once all are known; None before.
     """
@@ -165,6 +181,7 @@ class _Examined:
     plan: ParallelPlan = field(compare=False)
     each_s: list[float] = field(default_factory=list, compare=False)
     update_s: float = field(default=0.0, compare=False)
+    waits: bool = field(default=False, compare=False)
     known: int = field(default=0, compare=False)
     costs: StageCosts | None = field(default=None, compare=False)
 
@@ -176,7 +193,7 @@ class _PlanTrials:
         self._programs = model.programs
         self._request = request
         self._refusal = ""
-        self._bounds = model.bounds(request)
+        self._bounds, self._waits = model.bounds(request), model.waits(request)
         self._cut: dict[tuple[int, ...], tuple[str, ...] | Literal["auto"] | RequestError] = {}
         self._measured = model.measured
         self._memory = PlanMemory(model.programs, request, self._bounds, model.memory)
@@ -218,10 +235,14 @@ class _PlanTrials:
         try:
             if not examined.each_s:
                 return list(self._that_fit(examined))
-            if not examined.known and not self._memory.fits(examined.plan):
+            if not examined.waits:
+                added = self.waits_s(examined.plan)
+                examined.each_s = [seconds + more_s for seconds, more_s in zip(examined.each_s, added, strict=True)]
+                examined.waits, bound_s = True, self.least_s(examined.plan, examined.each_s, examined.update_s)
+            elif not examined.known and not self._memory.fits(examined.plan):
                 return []
             # One stage at a time: the first may show already that the plan is not among the best.
-            if examined.known + 1 < examined.plan.stages:
+            elif examined.known + 1 < examined.plan.stages:
                 (stage,) = self._costs(examined.plan, examined.known).stages
                 examined.each_s[examined.known] = stage.forward_s + stage.backward_s
                 examined.update_s = max(examined.update_s, stage.update_s)
@@ -263,6 +284,10 @@ class _PlanTrials:
     def cut_bound_s(self, plan: ParallelPlan) -> float:
         """Return a higher bound of a plan's step, from the operators of its stages."""
         return least_step_s(plan, *self._bounds.of_stages(plan))
+
+    def waits_s(self, plan: ParallelPlan) -> tuple[float, ...]:
+        """Return the least time that the grid of each stage of a plan adds to a micro-batch."""
+        return self._waits.of_stages(self._programs(images_of(self._request, plan)), plan)
 
     def least_s(self, plan: ParallelPlan, each_s: Sequence[float], update_s: float) -> float:
         """Return a lower bound of a plan's step from the times of its stages; see ``least_step_s``."""

@@ -30,7 +30,7 @@ from hyfi_core.rules.batch_norm import has_live_statistics
 from hyfi_core.rules.instructions import CollectiveCall, RankProgram
 from hyfi_core.schedule.in_flight import recomputes
 
-_STATISTICS = 3 * 8
+STATISTICS_BYTES = 3 * 8
 """Bytes of a channel's statistics in a message: count, mean and variance in float64."""
 
 
@@ -331,7 +331,7 @@ class StageCosts:
         """Return the seconds of a sum over ranks; the cells of a rank add theirs with a kernel for each."""
         if isinstance(call.operator, BatchNorm):
             assert call.inputs[0] is not None
-            length = _STATISTICS * ranked.values[call.inputs[0]].shape[1]
+            length = STATISTICS_BYTES * ranked.values[call.inputs[0]].shape[1]
         else:
             infos = [ranked.values[name] for name in call.outputs if name is not None and name in ranked.values]
             length = sum(prod(info.shape) * info.dtype.itemsize for info in infos)

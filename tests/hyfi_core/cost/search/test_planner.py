@@ -73,6 +73,7 @@ def test_the_search_finds_what_trying_every_plan_finds(ranks: int, batch: int, m
     with (
         mock.patch.object(planner._PlanTrials, "bound_s", lambda self, plan: 0.0),
         mock.patch.object(planner._PlanTrials, "cut_bound_s", lambda self, plan: 0.0),
+        mock.patch.object(planner._PlanTrials, "waits_s", lambda self, plan: (0.0,) * plan.stages),
         mock.patch.object(planner._PlanTrials, "least_s", lambda self, plan, each_s, update_s: 0.0),
     ):
         if found is None:
@@ -118,7 +119,7 @@ def test_bounds_rise_with_each_stage_that_is_lowered_and_end_at_those_of_all() -
             (one,) = trials._examined(one)
             known.append(one.bound_s)
         assert known == sorted(known) and known[-1] <= planner.step_s(one.plan, one.costs) * (1 + 1e-9)
-        assert len(known) == 1 + 3
+        assert len(known) == 1 + 1 + 3
         each = programs(8 // plan.replicas // plan.microbatches)
         assert one.costs.stages == StageCosts(each, one.plan, asked.machine).stages
 

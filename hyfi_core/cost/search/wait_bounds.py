@@ -1,0 +1,250 @@
+"""Lower bounds of what a grid adds to stages: halo exchanges or margins, and the sums of batch norms.
+
+    relu ── conv 1 x 1 ── norm ── v ── conv 3 x 3        a chain of pointwise operators, and the window that follows
+
+The window needs pixels of neighbours. Either a value of the chain is exchanged, with messages in forward and backward;
+or every operator of the chain computes the margin that the window needs. An operator is in one chain at most, so that
+all chains of a stage together take at least the sum of their cheaper ways. Runs that reach further back only add to it.
+
+Chains are those of the whole model, lowered once for each grid, so bounds hold for stages with the same layouts, and
+say nothing of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from hyfi_core.capture.program import Operator, Program, refs_in
+from hyfi_core.capture.stages import Stage
+from hyfi_core.cost.links.node_links import NodeLinks
+from hyfi_core.cost.operators import OperatorCost
+from hyfi_core.cost.search.plan_bounds import PlanBounds
+from hyfi_core.cost.search.plan_family import PlanRequest
+from hyfi_core.cost.step.lowered_stages import LoweredPlans
+from hyfi_core.cost.step.stage_cost import STATISTICS_BYTES
+from hyfi_core.cost.step.whole_layouts import WholeLayouts
+from hyfi_core.lowering.fused_halo import Flow, Sketch, reaching
+from hyfi_core.lowering.fused_sketch import sketch_of
+from hyfi_core.lowering.lower import Target, lowered_operators
+from hyfi_core.lowering.pool_before_relu import pool_before_relu
+from hyfi_core.lowering.stage_values import entries_of
+from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.plan.boxes import Boxes
+from hyfi_core.plan.layout import Layout
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.transfer import plan_transfer
+from hyfi_core.rules.instructions import CollectiveCall, Split
+
+_ROUNDING = 1e-9
+"""Bounds are sums in another order than the times of stages."""
+
+
+@dataclass(frozen=True)
+class _PointwiseChain:
+    """Pointwise operators one after the other, before windows.
+
+    Attributes:
+        operators: names, the last one first; each but the last is the only one that uses its input.
+        windows: names of the operators that need pixels of neighbours of its result.
+        part: pixels of the largest part, relative to the map.
+        wide: likewise, with the margin that the windows need.
+        messages: received by the rank in the middle of the grid if a value of the chain is exchanged.
+    """
+
+    operators: tuple[str, ...]
+    windows: frozenset[str]
+    part: float
+    wide: float
+    messages: int
+
+
+@dataclass(frozen=True)
+class _GridWaits:
+    """What a grid adds to the operators of a model.
+
+    Attributes:
+        whole: the model, lowered for the grid.
+        chains: before windows.
+        norms: results of the batch norms whose statistics ranks sum.
+    """
+
+    whole: WholeLayouts
+    chains: tuple[_PointwiseChain, ...]
+    norms: frozenset[str]
+
+    @classmethod
+    def of(cls, whole: WholeLayouts) -> _GridWaits:
+        """Return what the grid of a lowered model adds."""
+        calls = (call for call in whole.ranked.instructions if isinstance(call, CollectiveCall))
+        norms = (name for call in calls if isinstance(call.operator, BatchNorm) for name in call.outputs)
+        return cls(whole, _chains(whole), frozenset(name for name in norms if name is not None))
+
+
+class WaitBounds:
+    """Lower bounds of what grids add to the stages of plans, without cells and branches.
+
+    Args:
+        bounds: has the stages, and the costs of their operators.
+        request: ranks, batch, machine and limits.
+        lowered: lowers the whole model for a grid.
+    """
+
+    def __init__(self, bounds: PlanBounds, request: PlanRequest, lowered: LoweredPlans) -> None:
+        self._bounds, self._machine, self._lowered = bounds, request.machine, lowered
+        self._crowded = request.ranks > 1 and request.machine.devices_per_node > 1
+        self._grids: dict[int, _GridWaits] = {}
+        self._seconds: dict[tuple[int, int, float], tuple[tuple[_PointwiseChain, float], ...]] = {}
+        self._operators: dict[tuple[int, tuple[str, ...] | str], tuple[list[Operator], ...]] = {}
+
+    def of_stages(self, program: Program, plan: ParallelPlan) -> tuple[float, ...]:
+        """Return the least time that the grid of each stage adds to the forward and backward of a micro-batch.
+
+        Args:
+            program: the captured model, of one micro-batch.
+            plan: with named cuts.
+        """
+        pieces, grids = self._bounds.pieces(plan), plan.grids * plan.interleave
+        if plan.cells is not None or plan.branches > 1 or all(grid == (1, 1) for grid in grids):
+            return (0.0,) * len(pieces)
+        operators, turn_s = self._of_pieces(plan, pieces), self._machine.turns_s(plan.ranks)
+        added, splits, links = [], list[Mapping[str, Split] | None](), NodeLinks(plan, self._machine)
+        for stage, (piece, grid) in enumerate(zip(pieces, grids, strict=True)):
+            waits = self._of_grid(program, grid, plan.gather_bytes)
+            holds = waits is not None and _holds(waits.whole, piece, grid, operators[stage], splits)
+            splits.append(waits.whole.ranked.splits if waits is not None and holds else None)
+            if waits is None or not holds or grid == (1, 1):
+                added.append(0.0)
+                continue
+            seconds = self._exchanges_s(program, waits, operators[stage], turn_s)
+            link = links.within_stage(stage % len(plan.grids))
+            for channels in self._summed_channels(program, waits, operators[stage]):
+                seconds += 2 * (self._machine.all_reduce_s(prod(grid), STATISTICS_BYTES * channels, link) + turn_s)
+            added.append(seconds * (1 - _ROUNDING))
+        return tuple(added)
+
+    def _of_pieces(self, plan: ParallelPlan, pieces: tuple[Stage, ...]) -> tuple[list[Operator], ...]:
+        """Return the operators of each stage, as they would be lowered."""
+        key = id(pieces[0].program), plan.cuts  # pieces are kept by the bounds
+        if key not in self._operators:
+            self._operators[key] = tuple(map(_as_lowered, pieces))
+        return self._operators[key]
+
+    def _of_grid(self, program: Program, grid: tuple[int, int], gather_bytes: int) -> _GridWaits | None:
+        whole = self._lowered.layouts(program, Target(grid, _middle(grid), gather_bytes=gather_bytes))
+        if whole is None:
+            return None
+        if id(whole) not in self._grids:
+            self._grids[id(whole)] = _GridWaits.of(whole)  # which keeps it, so that no other one gets its ``id``
+        return self._grids[id(whole)]
+
+    def _exchanges_s(self, program: Program, waits: _GridWaits, operators: list[Operator], turn_s: float) -> float:
+        """Return the least time of exchanges and margins in a stage with these operators."""
+        names = {op.name for op in operators}
+        key = id(program), id(waits), turn_s
+        if key not in self._seconds:
+            message_s = self._machine.message_s + min(self._machine.node.latency_s, self._machine.network.latency_s)
+            costs = self._bounds.costs_of(program.values[program.image].shape[0])
+            self._seconds[key] = tuple(
+                (chain, min(2 * (turn_s + chain.messages * message_s), self._margins_s(chain, costs)))
+                for chain in waits.chains
+            )
+        # Chains of which another stage computes a part are left out.
+        return sum(
+            seconds
+            for chain, seconds in self._seconds[key]
+            if names.issuperset(chain.operators) and not names.isdisjoint(chain.windows)
+        )
+
+    def _margins_s(self, chain: _PointwiseChain, costs: Mapping[str, OperatorCost]) -> float:
+        """Return the time of the margins of a chain, forward and backward."""
+        return sum(
+            min(self._both_s(cost, chain.wide, kind) - self._both_s(cost, chain.part, kind) for kind in _kinds(cost))
+            for cost in map(costs.__getitem__, chain.operators)
+        )
+
+    def _both_s(self, cost: OperatorCost, part: float, kind: str) -> float:
+        """Return the time of forward and backward on a part of the map."""
+        forward_s = cost.forward_s(self._machine, part, self._crowded, kind)
+        return forward_s + cost.backward_s(self._machine, part, self._crowded, kind)
+
+    def _summed_channels(self, program: Program, waits: _GridWaits, operators: list[Operator]) -> list[int]:
+        """Return the channels of each batch norm of a stage whose statistics are summed."""
+        summed = (op for op in operators if op.first_output in waits.norms)
+        return [program.values[op.inputs[0]].shape[1] for op in summed]
+
+
+def _kinds(cost: OperatorCost) -> tuple[str, ...]:
+    """Return the kinds by which an operator may be priced: whether ranks share a norm is not looked at here."""
+    return ("norm", "shared_norm") if cost.kind == "norm" else (cost.kind,)
+
+
+def _as_lowered(piece: Stage) -> list[Operator]:
+    exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
+    pooled = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
+    return lowered_operators(pooled, piece.outputs, exits)
+
+
+def _holds(
+    whole: WholeLayouts,
+    piece: Stage,
+    grid: tuple[int, int],
+    operators: list[Operator],
+    splits: list[Mapping[str, Split] | None],
+) -> bool:
+    """Whether a stage has the layouts of the whole model.
+
+    Args:
+        whole: lowered for the grid of the stage.
+        piece: the stage.
+        grid: rows and columns of its ranks.
+        operators: as they would be lowered.
+        splits: of the values of each earlier stage; None if they are not known.
+    """
+    if any(splits[source] is None for source in piece.entries):
+        return False
+    return whole.hold_for(operators, entries_of(piece, [known or {} for known in splits], grid))
+
+
+def _middle(grid: tuple[int, int]) -> int:
+    """Return the rank for which stages are lowered."""
+    return grid[0] // 2 * grid[1] + grid[1] // 2
+
+
+def _chains(whole: WholeLayouts) -> tuple[_PointwiseChain, ...]:
+    """Return the chains of a model before the windows that need pixels of neighbours."""
+    operators, ranked = list(whole.operators.values()), whole.ranked
+    sketch = sketch_of(ranked.program, operators, ranked.splits, ranked.fusible, ())
+    makers = {value: flow for flow in sketch.flows for value in flow.makes}
+    needs: dict[str, list[tuple[str, Layout, Boxes]]] = {}
+    for flow in sketch.flows:
+        for value, need in reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts):
+            layout = sketch.layouts[value]
+            if value in makers and need.alike(layout.parts):
+                needs.setdefault(makers[value].name, []).append((flow.name, layout, need))
+    return tuple(_pointwise_chain(sketch, makers, name, of_maker) for name, of_maker in needs.items())
+
+
+def _pointwise_chain(
+    sketch: Sketch, makers: Mapping[str, Flow], last: str, needs: list[tuple[str, Layout, Boxes]]
+) -> _PointwiseChain:
+    """Return the chain that ends with an operator, whose results windows need beyond a rank's part."""
+    layout = needs[0][1]
+    flow = next(flow for flow in sketch.flows if flow.name == last)
+    operators = [last]
+    while flow.window is None and len(flow.takes) == 1:
+        (value,) = flow.takes
+        if sketch.readers[value] != 1 or value not in makers or sketch.layouts[value] != layout:
+            break
+        flow = makers[value]
+        operators.append(flow.name)
+    rank = _middle(layout.parts.grid)
+    messages = min(len(plan_transfer(layout.parts, need, layout.map, rank).receives) for _, _, need in needs)
+    return _PointwiseChain(
+        operators=tuple(operators),
+        windows=frozenset(window for window, _, _ in needs),
+        part=layout.parts.largest / layout.map.area,
+        wide=max(layout.parts.largest, min(need.largest for _, _, need in needs)) / layout.map.area,
+        messages=messages,
+    )
