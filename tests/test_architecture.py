@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.syntax import parsed
 
 ROOT = Path(__file__).parent.parent
 
@@ -78,12 +77,6 @@ PURE = ("plan", "schedule")
 ONLY_HERE = {"mpi4py": "hyfi_core/comm/mpi.py", "openslide": "pathology/readers/openslide_source.py"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _trees_are_dropped() -> Iterator[None]:
-    yield
-    parsed.cache_clear()
-
-
 def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
@@ -92,7 +85,7 @@ def sources(package: str) -> list[Path]:
 def imports(path: Path) -> tuple[tuple[int, str], ...]:
     """Return (line, dotted name) of every import, also those inside functions; many tests ask for them."""
     found: list[tuple[int, str]] = []
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -233,7 +226,7 @@ def too_long(path: Path) -> list[str]:
     lines = text.count("\n")
     may_be_longer = path.relative_to(ROOT).as_posix() in MAY_BE_LARGER
     found = [f"{path.name}: {lines} lines"] if lines > LONGEST_FILE_LINES and not may_be_longer else []
-    for node in definitions(parsed(path)):
+    for node in definitions(ast.parse(text)):
         length = (node.end_lineno or node.lineno) - node.lineno + 1
         if not isinstance(node, ast.ClassDef) and length > LONGEST_FUNCTION_LINES:
             found.append(f"{path.name}:{node.lineno}: {node.name} has {length} lines")
@@ -242,7 +235,7 @@ def too_long(path: Path) -> list[str]:
 
 def unexplained(path: Path) -> list[str]:
     """Return the public names of a module without a docstring: itself, classes, functions, methods."""
-    tree = parsed(path)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     found = [] if ast.get_docstring(tree) else [path.name]
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -262,7 +255,7 @@ def used_twice(paths: list[Path]) -> dict[str, list[str]]:
     """Return class names, leading underscores left out, that are defined more than once, with the places."""
     places = defaultdict(list)
     for path in paths:
-        for node in definitions(parsed(path)):
+        for node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     return {name: found for name, found in places.items() if len(found) > 1}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.syntax import parsed
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("hyfi_core", "data", "pathology", "workflows")
@@ -60,10 +59,9 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _trees_are_dropped() -> Iterator[None]:
-    yield
-    parsed.cache_clear()
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def assigned_names(tree: ast.AST) -> Iterator[str]:
