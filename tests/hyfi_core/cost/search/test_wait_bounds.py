@@ -60,6 +60,29 @@ def test_no_bound_is_above_what_a_stage_takes(name: str, machine: str, grid: tup
     assert raised > len(known)
 
 
+class Fork(nn.Module):
+    """Two windows read the result of one expensive operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Sequential(nn.Conv2d(3, 1024, 1), nn.Conv2d(1024, 1024, 1))
+        self.left, self.right = nn.Conv2d(1024, 1, 3, padding=1), nn.Conv2d(1024, 1, 3, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        shared = self.shared(images)
+        return (self.left(shared.relu()) + self.right(shared.sigmoid())).mean((2, 3))
+
+
+def test_margins_that_two_windows_share_are_counted_once() -> None:
+    program = captured_once(Fork().train(), (1, 3, 64, 64), torch.float32)
+    plan, model = ParallelPlan(((1, 8),)), machines("v100-lassen")[2]
+    bounds = PlanBounds(lambda _: program, 1, plan.ranks, model)
+    (added,) = WaitBounds(bounds, PlanRequest(plan.ranks, 1, model, 10**12), LoweredPlans()).of_stages(program, plan)
+    (stage,), ((least_s,), _) = StageCosts(program, plan, model).stages, bounds.of_stages(plan)
+    assert added > 0
+    assert least_s + added <= stage.forward_s + stage.backward_s < 1.0  # no message
+
+
 def test_long_messages_are_weighed_against_margins_and_short_ones_are_sent() -> None:
     plan, program = ParallelPlan(((1, 8),)), captured("resnet18", 1)
     seconds = []
