@@ -5,7 +5,7 @@ from __future__ import annotations
 PATIENCE_S = 240.0
 """How long a test waits for what must come: seconds on a quiet machine, minutes where forty processes share two cores.
 
-It is below the limit of pytest itself, so that the test says what did not come."""
+It is below the limit of pytest itself (600 s), so that the test says what did not come."""
 
 SOON_S = 45.0
 """Within which time that ends which is promised to end within seconds; a hang would last for minutes."""

@@ -78,7 +78,7 @@ class PlanConfig(Section):
     memory_bytes: Positive | None = Field(
         _DEFAULT.memory_bytes,
         description="null, or a whole number ≥ 1: memory limit of a rank in bytes: of the memory model for cuts: "
-        "auto, and of the process with plan.spill",
+        "auto, and of the process with plan.spill or plan.tiles",
     )
 
     gather_bytes: Count = Field(

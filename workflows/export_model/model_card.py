@@ -48,8 +48,13 @@ def _table(title: str, columns: tuple[str, str], rows: Sequence[tuple[str, str]]
     """Return a section with a table of two columns; nothing without rows."""
     if not rows:
         return []
-    lines = [f"| {key} | {value} |".replace("\n", " ") for key, value in rows]
+    lines = [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows]
     return [f"## {title}", "", f"| {columns[0]} | {columns[1]} |", "|---|---|", *lines, ""]
+
+
+def _cell(text: str) -> str:
+    """Return a text that stays in one cell of a table: no line break, no bar."""
+    return text.replace("\n", " ").replace("|", "\\|")
 
 
 def _predicted(config: Mapping[str, Any]) -> str:
