@@ -122,13 +122,14 @@ def test_the_heartbeat_keeps_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_never_two_at_a_time_while_holders_die(tmp_path: Path) -> None:
     rng = random.Random(0)
-    lock, inside, most, turns = threading.Lock(), 0, 0, 0
+    lock, inside, most, turns, last_s = threading.Lock(), 0, 0, 0, time.monotonic() + PATIENCE_S
 
     def work() -> None:
         nonlocal inside, most, turns
-        for _ in range(60):
+        while turns < 40 and time.monotonic() < last_s:
             claim = Claim.take(tmp_path, "a")
             if claim is None:
+                time.sleep(0.001)
                 continue
             with lock:
                 inside, turns = inside + 1, turns + 1
@@ -147,4 +148,4 @@ def test_never_two_at_a_time_while_holders_die(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == 1 and turns > 10
+    assert most == 1 and turns >= 40

@@ -101,7 +101,7 @@ def test_variables_left_by_torchrun_are_named_and_signals_end_the_wait(
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        (TORCHRUN, "waited 0.5 s for the other ranks (HYFI_TIMEOUT_S)"),
+        ({**TORCHRUN, "HYFI_TIMEOUT_S": "0.5"}, "waited 0.5 s for the other ranks (HYFI_TIMEOUT_S)"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "torch.distributed cannot start"),
         ({**TORCHRUN, "WORLD_SIZE": "two"}, "torch.distributed cannot start"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "but MPI sees 1 rank, not 2 (PMI_SIZE)"),
@@ -115,7 +115,7 @@ def test_variables_left_by_torchrun_are_named_and_signals_end_the_wait(
 def test_any_rank_says_why_it_cannot_start(tmp_path: Path, begin: Begin, variables: dict[str, str], words: str) -> None:
     """Rank 1 said nothing, because rank 0 speaks for all; but there is no rank 0."""
     config = make_config(tmp_path, make_store(tmp_path))
-    given = {"HYFI_TIMEOUT_S": "0.5", "HYFI_NOTICE_S": "100", **variables}
+    given = {"HYFI_TIMEOUT_S": f"{PATIENCE_S}", "HYFI_NOTICE_S": f"{PATIENCE_S}", **variables}
     if "MASTER_PORT" in given:
         given["MASTER_PORT"] = free_port()
     process = begin([*HYFI, "train", str(config)], **given)
