@@ -96,8 +96,10 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            # deep: a key may be a sequence, which is else built later, and cannot be hashed.
             key = self.construct_object(key_node, deep=True)
+            # A sequence is no key: `super` refuses it, where a set would raise TypeError.
+            if not isinstance(key, Hashable):
+                continue
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} occurs twice", key_node.start_mark

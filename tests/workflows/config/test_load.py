@@ -144,7 +144,12 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("data: [", "not YAML"), ("- a\n", "allowed: sections"), ("run: {seed: 1, seed: 2}", "occurs twice")],
+    [
+        ("data: [", "not YAML"),
+        ("- a\n", "allowed: sections"),
+        ("run: {seed: 1, seed: 2}", "occurs twice"),
+        ("run: {[seed]: 1}", "unhashable key"),
+    ],
 )
 def test_what_is_no_config(tmp_path: Path, text: str, word: str) -> None:
     file = tmp_path / "c.yaml"
