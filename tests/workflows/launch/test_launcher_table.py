@@ -27,7 +27,8 @@ def test_every_launcher_does_the_same(tmp_path: Path) -> None:
         _, equal, killed, frozen, dead, stopped, resumed = cells
         assert (equal, resumed) == ("equal", "equal"), name
         seconds, _, code = killed.partition(" s, named, in a log, code ")
-        assert float(seconds) < SOON_S, (name, killed)
+        # torchrun kills by itself what is left after thirty seconds.
+        assert float(seconds) < (25 if name == "torchrun" else SOON_S), (name, killed)
         assert int(code) == 1 if name == "torchrun" else int(code) not in (0, 1, 2, 3), (name, killed)
         assert ", named, code " in frozen, (name, frozen)
         assert "no checkpoint, code " in dead and not dead.endswith("code 3"), (name, dead)
