@@ -32,7 +32,7 @@ def open_closed_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # POSIX: `open` gives the lowest free descriptor, so in this order 0, 1 and 2, which children inherit.
+            # POSIX: `open` gives the lowest free descriptor, so in this order 0, 1 and 2.
             number = os.open(os.devnull, os.O_RDWR)
             # As Python's own stderr: names of files that are not UTF-8 must not make a print fail.
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace"))

@@ -80,7 +80,7 @@ def client_of(scheme: str, bucket: str) -> ObjectStore:
             f"{scheme}://{bucket}: this process was forked after its parent had used object storage, whose threads it "
             f"does not have; start it anew (multiprocessing's method spawn), or use object storage first in the child"
         )
-    # The endpoint is part of the key: tests, and a user's session, may change it while the process lives.
+    # The endpoint is part of the key: a notebook, as a test, may change it while the process lives.
     key = os.getpid(), f"{scheme}://{bucket}", _endpoint(scheme)
     with _lock:
         # Under the lock: two clients would have two pools of connections, and two memory stores would be two storages.

@@ -8,4 +8,4 @@ PATIENCE_S = 240.0
 It is below the limit of pytest itself (600 s), so that the test says what did not come."""
 
 SOON_S = 45.0
-"""Within which time that ends which is promised to end within seconds; a hang would last for minutes."""
+"""Within this time a test expects what is promised within seconds; a hang would last for minutes."""

@@ -273,7 +273,6 @@ def main() -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
-    # The parent may have ended before, which prctl never signals; so its id is compared after the call.
     die_with_parent()
     if os.getppid() != parent:
         return  # the parent ended before die_with_parent took effect

@@ -169,9 +169,9 @@ class LoaderService:
     def _make_pool(self) -> DecodePool:
         """Return a pool with a slot for each sample that may be requested at a time."""
         trainers = [t for t in self._trainers.values() if t.parts]
+        # Slots have one size, that of the sample of which this loader sends most.
         boxes_of_samples = [
             [part.box for t in trainers if t.replica == replica for part in t.parts if part.has_sample(position)]
-            # Slots have one size, that of the sample of which this loader sends most.
             for replica in {t.replica for t in trainers}
             for position in range(self._layout.batch_of(replica))
         ]

@@ -49,7 +49,7 @@ class Normalisation:
         if pixels.device.type != "cpu":
             scale, offset = affine[0].view(3, 1, 1), affine[1].view(3, 1, 1)
             return torch.addcmul(offset, pixels, scale, out=images)  # one kernel: converts, reorders and computes
-        # In place on one new tensor: `(pixels / 255 − mean) / std` would allocate the images four times.
+        # In place on one new tensor: `(pixels / 255 − mean) / std` would allocate the images three times.
         if memory_format != torch.channels_last:
             return images.copy_(pixels).mul_(affine[0].view(3, 1, 1)).add_(affine[1].view(3, 1, 1))
         # Channel by channel, then row by row: an inner loop over three channels would take three times as long.

@@ -114,8 +114,8 @@ class Variation:
         return mixed_densities(pixels, density_table(), self._mix(), value_table(self.contrast))
 
     @property
-    # Compared exactly: ranges of 0 give factors of exactly 1.
     def _keeps_colours(self) -> bool:
+        # Compared exactly: ranges of 0 give factors of exactly 1.
         return self.stains == (1.0, 1.0) and self.density == 1.0 and self.contrast == 1.0
 
     def _mix(self) -> NDArray[np.float32]:
@@ -127,5 +127,5 @@ class Variation:
         # density = amounts @ unit, so density @ inverse gives amounts; scaled, they are mixed again.
         unit = stains / np.linalg.norm(stains, axis=1, keepdims=True)
         mix: NDArray[np.float64] = np.linalg.inv(unit) @ np.diag([*self.stains, 1.0]) @ unit * self.density
-        # Computed in float64 and rounded once, so that it is the same on every machine.
+        # Computed in float64 and rounded once: differences in the last bits between machines hardly ever remain.
         return mix.astype(np.float32)

@@ -71,7 +71,7 @@ def _transpose_blocks(words: NDArray[np.uint64], target: NDArray[np.uint64]) -> 
         for apart, bits, mask in _EXCHANGES:
             pairs = blocks.reshape(-1, 2, apart, count, columns)
             upper, lower = pairs[:, 0], pairs[:, 1]
-            # Three XORs exchange two halves without a third buffer.
+            # `exchanged` has the bits in which the two halves differ: XOR with them exchanges the halves.
             exchanged = ((upper >> bits) ^ lower) & mask
             lower ^= exchanged
             upper ^= exchanged << bits

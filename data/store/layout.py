@@ -70,7 +70,6 @@ class ArrayLayout:
     @property
     def index_bytes(self) -> int:
         """Length of a shard's index, its checksum included."""
-        # Offset and length of each chunk, 8 bytes each.
         return self.slots[0] * self.slots[1] * 16 + CRC_BYTES  # offset and length of each chunk, 8 bytes each
 
     def files(self, box: Box | None = None) -> Iterator[tuple[int, int]]:

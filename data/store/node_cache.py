@@ -158,7 +158,7 @@ class NodeCache:
         with self._held(row):
             still = []
             # Looked up again under the lock: whoever held it before may have added all that is missing.
-            for slot in missing:  # another process may have read them meanwhile
+            for slot in missing:
                 cached = self._get(names[slot], shape)
                 if cached is None:
                     still.append(slot)
@@ -283,8 +283,7 @@ class NodeCache:
                 handle = os.open(self._locks() / name, os.O_RDWR | os.O_CREAT, 0o600)
                 # Closing ends the lock, as does the end of the process, however it ends.
                 opened.callback(os.close, handle)
-                # flock belongs to the open file, so it excludes threads of this process, too; locks of `fcntl` would
-                # not.
+                # `flock` belongs to the open file, so it excludes threads of this process, too; `lockf` would not.
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield
 

@@ -138,7 +138,6 @@ class SlideStore:
             raise ValueError(f"out is {out.dtype} {out.shape}; expected uint8 {shape}")
         size = self.levels[level]
         inside = box.intersect(Box.of_size(size.height_px, size.width_px))
-        # Filled first, then the inside is written over it.
         if inside != box:
             out[...] = BACKGROUND
         if not inside.empty:

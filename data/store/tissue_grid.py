@@ -132,7 +132,7 @@ class TissueGrid:
 
 def halve_mask(mask: Mask) -> Mask:
     """Return the mask at half its size (ceil): set where at least two of the 2 × 2 pixels are set."""
-    # An odd last row counts twice, so that it is set where both or one of its pixels are.
+    # An odd last row counts twice, so that it is set where at least one of its two pixels is.
     padded = np.pad(mask, ((0, mask.shape[0] % 2), (0, mask.shape[1] % 2)), mode="edge").astype(np.uint8)
     total = padded[0::2, 0::2] + padded[1::2, 0::2] + padded[0::2, 1::2] + padded[1::2, 1::2]
     result: Mask = total >= 2

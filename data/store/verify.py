@@ -109,8 +109,8 @@ def slides_in(store: Path) -> list[Path]:
     if not store.can_list:
         return [slide_path(store, row["slide_id"]) for row in load_manifest(store) if row["status"] == DONE]
     paths = sorted(store.glob("*.zarr"))
-    # Shown as folders by their objects, with or without the file that is uploaded last.
-    are_folders = each(ObjectPath.is_dir, paths, store)  # the others are interrupted uploads
+    # `glob` also finds interrupted uploads; `is_dir` looks for `zarr.json`, which is uploaded last.
+    are_folders = each(ObjectPath.is_dir, paths, store)
     return [path for path, is_slide in zip(paths, are_folders, strict=True) if is_slide]
 
 

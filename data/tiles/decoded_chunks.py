@@ -70,7 +70,6 @@ class DecodedChunks:
         missing = [position for position in places if position not in self._recent]
         # Those in memory first: decoding the others may push them out.
         for position in places:
-            # Those in memory first: decoding the others may push them out.
             if position in self._recent:
                 self._recent.move_to_end(position)
                 yield position, self._recent[position]

@@ -43,7 +43,6 @@ def reduced(
     total = _sums(rows.transpose(2, 1, 0), corner[1], size_px[1], step[1], _WHITE * area)
     total += area // 2  # rounds halves up; an odd area has no halves
     result = np.empty((pixels.shape[0], *size_px), np.uint8)
-    # In place: a division into a new array would double the memory.
     # In place: a new array would double the memory.
     np.floor_divide(total, area, out=total)
     result[...] = total.transpose(1, 2, 0)

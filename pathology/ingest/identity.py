@@ -143,7 +143,7 @@ class RunningDigest:
 
     def _digest_of(self, file: Path) -> str:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
-        # One buffer for the whole file: hashing itself releases the interpreter's lock.
+        # One buffer, instead of a new one for each read.
         with file.open("rb", buffering=0) as stream:
             # Stopped early, the digest is of a part; nobody asks for it then.
             while (size := stream.readinto(buffer)) and not self._stop.is_set():

@@ -155,7 +155,6 @@ class LevelReader:
             base = all_taps.first
 
             # Bound as defaults, as the loop changes both names.
-            # change.
             def fill(part: tuple[int, int], source: Planes = source, base: int = base) -> None:
                 rows = make_taps(*part, ratio, height)
                 resampled = resample(source[:, rows.first - base : rows.end - base], rows, columns)

@@ -139,11 +139,8 @@ class SlidePool:
             # Python ends all workers and does not say which one died: each slide that was running is tried alone.
             except BrokenProcessPool:
                 return list(running.values())
-            # Workers end before their claims are removed: one that lived on would write a slide that is free for
-            # others.
             except BaseException:
-                # Before the claims are removed: a worker that still lived would go on writing a slide that is free for
-                # others.
+                # Before the claims are removed: a worker that lived on would write a slide that others may take.
                 _end_workers(pool)
                 for number in running.values():
                     remove_ended(self.store / CLAIMS, self._jobs[number].slide_id)

@@ -205,7 +205,7 @@ class ClassReadout(Readout):
 
 def softmax(logits: Values) -> Values:
     """Return the softmax of ``logits`` (classes,)."""
-    # Without the largest, `exp` of a large logit is infinite.
+    # The largest is subtracted, as `exp` of a large logit would be infinite.
     weights = np.exp(logits - logits.max())
     probabilities: Values = weights / weights.sum()
     return probabilities

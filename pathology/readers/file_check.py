@@ -47,7 +47,6 @@ def check_file(path: Path) -> None:
         format_name, converter = UNREAD_FORMATS[path.suffix.lower()]
         raise SlideError(f"{format_name}, which is not read; {converter}")
     try:
-        # Before it is opened.
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait forever
             raise SlideError(_folder_problem(path) if path.is_dir() else "it is not a regular file")
         with path.open("rb") as file:

@@ -205,7 +205,7 @@ class Config(Section):
         if not metric:
             # Resolved here, so that RUN/config.yaml and its readers have the name of a metric.
             chosen = self.validation.model_copy(update={"metric": task.selecting[0]})
-            # The section is frozen: pydantic itself assigns to fields of such models in this way.
+            # `object.__setattr__`, as pydantic refuses an assignment to a frozen section.
             object.__setattr__(self, "validation", chosen)
         own = [name.rpartition(":")[2] for name in self.validation.metrics]
         taken = {"loss", "slides", "case", "intervals", "calibration", "step", "kind", *task.metrics}

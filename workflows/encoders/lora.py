@@ -43,7 +43,7 @@ class LowRankUpdate(nn.Module):
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight with its update, in the weight's precision, under autocast, too."""
-        # Autocast would round the product to bfloat16, and the sum of it with the weight.
+        # Autocast would compute the product in bfloat16.
         with torch.autocast(weight.device.type, enabled=False):
             return weight + SCALE * (self.up @ self.down)
 

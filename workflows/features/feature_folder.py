@@ -112,7 +112,6 @@ class FeatureFolder:
             name: {"sha256": digest_of(self.path / name), "stamp": _stamp(self.path / name)}
             for name in files_of(slide_id, self.form)
         }
-        # Digests of the published files, after they have their names.
         record = {"slide_id": slide_id, "status": DONE, "tiles": count, "tiles_sha256": tiles, "files": files}
         record |= {"reason": note} if note else {}
         write_json_atomically(self._sidecar(slide_id), record)

@@ -44,7 +44,7 @@ def join() -> Communicator:
     except RendezvousError:
         _still_waits = True
         raise
-    # Only then this rank ends when another one dies; else two would report one death.
+    # Under another launcher, this rank ends by itself when another dies; ours reports the death, once.
     foreign = RunStatus.from_environment() is None
     _watch = watch_peers(world, _report_lost, _report_stalled, signals.requested, ends_with_dead=foreign)
     return world

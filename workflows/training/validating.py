@@ -171,8 +171,7 @@ class Validating:
         if self._client is not None and self._recorder is not None:
             self._results += self._client.collect()
             # In the order of steps, and only once published: recording writes the calibration into the checkpoint, and
-            # may link
-            # to it as the best.
+            # may link to it as the best.
             while self._results and self._results[0][0] != self._checkpoints.open_step:
                 step, metrics = self._results.pop(0)
                 self._recorder.validated(step, metrics, self.open_steps)

@@ -77,7 +77,7 @@ def glass_colour(image: Pixels) -> NDArray[np.float32]:
         counts = np.bincount(channel.reshape(-1), minlength=256).astype(np.float64)
         # Over five values, as the highest single count of a sparse histogram is left to chance.
         smooth = np.convolve(counts, np.ones(5), mode="same")
-        # Not the maximum: a few saturated pixels must not decide whether the scanner is grey.
+        # Not the maximum: a few saturated pixels must not decide how dark glass may be.
         brightest = int(np.searchsorted(counts.cumsum(), 0.98 * counts.sum()))
         lowest = max(0, min(_DARKEST_GLASS, brightest - 20))
         modes.append(lowest + int(np.argmax(smooth[lowest:])))
@@ -95,7 +95,7 @@ def glass_of(slide: MeasuredSlide) -> NDArray[np.float32]:
     if height * width <= _OVERVIEW_PX:
         return glass_colour(slide.read(Box.of_size(height, width), index))
     rows = max(1, _OVERVIEW_PX // _STRIPS // width)
-    # The middle of each of 32 equal bands.
+    # The middle of each of `_STRIPS` equal bands.
     tops = [(2 * k + 1) * height // (2 * _STRIPS) for k in range(_STRIPS)]
     strips = [slide.read(Box(top, min(top + rows, height), 0, width), index) for top in tops]
     return glass_colour(np.concatenate(strips, axis=1))

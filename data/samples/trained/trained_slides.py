@@ -74,8 +74,8 @@ class TrainedSlides:
         # By content first: a copy of a training slide under another name is the same slide.
         if content in self._files:
             return True
-        # Two known files of one name that differ are different slides.
-        # The file of this slide is known, so only a training slide of unknown file can be meant by the name alone.
+        # Two known files of one name that differ are different slides: beside a known file, the name counts only for
+        # training slides whose file is unknown.
         return name in self._unread if content else name in self._names
 
     @cached_property

@@ -125,7 +125,7 @@ class StoredFeatures:
         with _opened(self.path) as content:
             _, _, scale = _frame(content)
             coords: NDArray[np.float64] = np.asarray(content["coords"][:], dtype=np.float64).reshape(self.count, 2)
-        # Others write (x, y). Contiguous, as torch does not take negative strides.
+        # Files of other programs have (x, y).
         return coords if self.path.suffix == ".zarr" else np.ascontiguousarray(coords[:, ::-1] * scale)
 
 

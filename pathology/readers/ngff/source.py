@@ -71,7 +71,7 @@ class OmeZarrSource:
             replace(level, tile_px=array.tile_px, missing_tiles=len(boxes))
             for level, array, boxes in zip(believed.levels, self._arrays, absent, strict=True)
         )
-        # Only now errors: until here, all files that are not stored count as unknown.
+        # From here on, only what a coarser level shows is lost; until here, everything that is not stored was.
         self._lost = [self._shown_elsewhere(k, boxes) for k, boxes in enumerate(absent)]
         self.facts = self.facts.noting(*(note for k, boxes in enumerate(absent) for note in self._note(k, boxes)))
         self.bounds = Box.of_size(*self._arrays[0].size_px)

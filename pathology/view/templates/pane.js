@@ -20,7 +20,7 @@ export class Pane {
     this.holder = element("div", {className: "pane"}, this.mapHolder, this.problem,
       element("div", {className: "head"}, this.select, this.closer));
     this.select.addEventListener("change", () => this.show(this.select.value));
-    // In the capture phase: Leaflet stops the event before it comes back up here.
+    // In the capture phase: Leaflet's controls stop touches, which would not come back up here.
     this.holder.addEventListener("pointerdown", () => callbacks.active(this), true);
   }
 
@@ -60,7 +60,7 @@ export class Pane {
     this.controls();
     if (view && Number.isFinite(view.zoom)) this.map.setView([view.y, view.x], view.zoom, {animate: false});
     else this.map.fitBounds(this.bounds, {animate: false});
-    // Only now, when the map has a size; until here −8 allows any zoom.
+    // The least zoom depends on the map's size; until here −8 allows any.
     const whole = this.map.getBoundsZoom(this.bounds);
     this.map.setMinZoom(Math.min(whole - 1, about.finest_zoom, about.mpp ? this.zoomFor(COARSEST_UM) : whole));
     this.map.setMaxBounds(this.bounds.pad(0.6));
