@@ -191,8 +191,7 @@ def _latest(folder: Path, name: str) -> _ClaimFile | None:
 
 def _numbers(folder: Path, name: str) -> list[int]:
     """Return the numbers of a name's claim files, ascending."""
-    # DOTALL: a name of a slide may contain a line feed.
-    pattern = re.compile(re.escape(name) + r"\.(\d+)", re.DOTALL)
+    pattern = re.compile(re.escape(name) + r"\.(\d+)")
     with os.scandir(folder) as entries:
         return sorted(int(match[1]) for entry in entries if (match := pattern.fullmatch(entry.name)))
 

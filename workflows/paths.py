@@ -25,7 +25,7 @@ def require_writable(target: Path) -> None:
     if not folder.is_dir():
         raise RequestError(f"{target}: cannot be written: {folder} is a file, not a folder; choose another path")
     try:
-        # Tried, because rights alone do not tell: of root, on read-only and network file systems, `access` says yes.
+        # Tried, because rights alone do not tell what a quota or a file server allows.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

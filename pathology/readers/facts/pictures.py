@@ -124,7 +124,7 @@ def scenes_of_tiff(path: Path) -> int:
     try:
         if not path.is_file():  # opening a pipe would block
             return 1
-        # Private: the only way not to open the other files of a set.
+        # Private: nothing public keeps tifffile's series from opening the other files of a set.
         with tifffile.TiffFile(path, _multifile=False) as tiff:
             xml = tiff.ome_metadata if tiff.is_ome else None
     except (*PARSE_ERRORS, struct.error):

@@ -28,13 +28,13 @@ class DrawnLabels:
     """Labels of N drawn slides.
 
     Attributes:
-        areas: (N, 2) area of the blue and of the brown discs, each standardised over all slides; all labels follow from
+        areas: (N, 2) area of the blue and of the brown discs, each standardised over all slides; all labels depend on
             them.
         marked: (N, 2) whether the slide has each of two labels, with log-odds of `SLOPE` × area.
         grade: (N,) 0 to 3: how many of `GRADE_CUTS` the blue area exceeds, with logistic noise of scale 1 / `SLOPE`.
         number: (N,) linear in the brown area, with normal noise.
-        months: (N,) time to an event, or to the end of following. It is exponential; the hazard is exp(blue area) times
-            that of a mean slide.
+        months: (N,) time to an event, or to the end of following. The first is exponential, with a hazard of
+            exp(blue area) times that of a mean slide.
         died: (N,) whether the time ended with the event.
     """
 
