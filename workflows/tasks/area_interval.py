@@ -24,7 +24,7 @@ def area_interval(area: float, positives: int, negatives: int, level: float = 0.
         level: coverage.
     """
     z = NormalDist().inv_cdf((1 + level) / 2)
-    # Mean of both group sizes, minus 1, in place of each: that is Newcombe's method 5.
+    # The mean of both group sizes in place of each: that is Newcombe's method 5.
     more = (positives + negatives) / 2 - 1
 
     def reaches(true_area: float) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import SOON_S
+from tests.patience import BEFORE_KILLED_S
 from tests.workflows.launch.launcher_table import rows
 from tests.workflows.slurm import PATH, PROGRAMS, running_slurm
 
@@ -27,8 +27,7 @@ def test_every_launcher_does_the_same(tmp_path: Path) -> None:
         _, equal, killed, frozen, dead, stopped, resumed = cells
         assert (equal, resumed) == ("equal", "equal"), name
         seconds, _, code = killed.partition(" s, named, in a log, code ")
-        # torchrun kills by itself what is left after thirty seconds.
-        assert float(seconds) < (25 if name == "torchrun" else SOON_S), (name, killed)
+        assert float(seconds) < BEFORE_KILLED_S, (name, killed)
         assert int(code) == 1 if name == "torchrun" else int(code) not in (0, 1, 2, 3), (name, killed)
         assert ", named, code " in frozen, (name, frozen)
         assert "no checkpoint, code " in dead and not dead.endswith("code 3"), (name, dead)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from data.cores import usable_cores
-from tests.patience import PATIENCE_S, SOON_S
+from tests.patience import BEFORE_KILLED_S, PATIENCE_S, SOON_S
 from tests.workflows.archive import make_config, make_store
 from workflows.launch.mpiexec import MpiExec
 from workflows.training.metrics_log import read_metrics
@@ -151,7 +151,7 @@ def test_a_killed_rank_under_torchrun(begin: Begin, tmp_path: Path) -> None:
     job = begin(TORCHRUN, "--standalone", "--nproc-per-node=2", *HYFI, "train", "run.yaml")
     wait_for_step(job, tmp_path, 2)
     os.kill(ranks_of(tmp_path, "LOCAL_RANK=1")[0], signal.SIGKILL)
-    said = end(job, tmp_path, 25)
+    said = end(job, tmp_path, BEFORE_KILLED_S)
     assert re.search(r"^\d{4}-\d\d-\d\d \S+ \S+ rank 0 ERROR hyfi: rank 1 was killed or crashed", said, re.MULTILINE)
     assert "rank 1 was killed or crashed" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
