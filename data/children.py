@@ -26,7 +26,7 @@ def import_safely() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open standard input, output and error on the null device where they are closed, as a daemon's may be.
+    """Open standard input, output and error on the null device where they are closed, for child processes, too.
 
     Otherwise the next opened file gets that descriptor, and output of libraries is written into the file.
     """
@@ -34,6 +34,8 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             # POSIX: `open` gives the lowest free descriptor, so in this order 0, 1 and 2.
             number = os.open(os.devnull, os.O_RDWR)
+            # Python opens files for this process alone: in its children, the streams would be closed again.
+            os.set_inheritable(number, True)
             # As Python's own stderr: names of files that are not UTF-8 must not make a print fail.
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace"))
 
