@@ -98,7 +98,7 @@ class Journal:
         """Whether this run or an earlier one wrote this file; a file of an earlier run is read once to check it."""
         if name in self.entries:
             return True
-        # Removed from it: a file is read to check it only once.
+        # Popped: a file is read to check it only once.
         entry = self._earlier.pop(name, None)
         if entry is None or not _is_intact(self._folder / name, entry):
             return False

@@ -271,7 +271,7 @@ def worst(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def in_child(check: Callable[[Make], str], make: Make, limit_s: float) -> str:
-    """Return the outcome of ``what(make)`` in a child process; hanging or crashing is an outcome, too."""
+    """Return the outcome of ``check(make)`` in a child process; hanging or crashing is an outcome, too."""
     # fork: makers and imported packages need not be pickled or imported again.
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
