@@ -130,7 +130,7 @@ export class Annotations {
     this.drawing = {tool, places, line, handlers: {}};
     mapHolder.classList.add("drawing");
     byId("tools").querySelector(`[data-tool=${tool}]`).setAttribute("aria-pressed", "true");
-    // A double click ends a polygon, and the other tools draw by dragging.
+    // A double click ends a polygon; rectangles and freehand areas are drawn by dragging.
     map.doubleClickZoom.disable();
     if (tool !== "polygon") map.dragging.disable();
     Object.assign(this.drawing.handlers, this[tool](map, places, line));
