@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 from data.children import import_safely, open_closed_streams
 from workflows import signals
 
@@ -13,7 +16,16 @@ def main() -> None:
     import_safely()
     from workflows.cli import app
 
-    app()
+    try:
+        app()
+    except OSError as error:
+        # Of texts such as --help, which have no file name; commands report their own errors.
+        if error.filename is not None:
+            raise
+        # Python would try once more at its end, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"hyfi: standard output cannot be written ({error.strerror})", file=sys.stderr)
+        sys.exit(70)
 
 
 if __name__ == "__main__":

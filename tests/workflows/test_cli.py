@@ -157,6 +157,15 @@ def test_a_command_runs_with_closed_streams(closed: str, tmp_path: Path) -> None
     assert (tmp_path / "splits.csv").read_text().startswith("slide_id")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_help_that_cannot_be_written_is_one_line() -> None:
+    words = [sys.executable, "-m", "workflows", "train", "--help"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 70
+    assert done.stderr == "hyfi: standard output cannot be written (No space left on device)\n"
+
+
 def test_progress_in_a_log_is_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock_s = iter(range(0, 10_000, 3))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock_s)))
