@@ -18,7 +18,7 @@ def set_arithmetic(tf32: bool, deterministic: bool = False) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS does not repeat
-        # On by default in this mode: every new tensor would be filled with NaN first, at the price of a kernel each.
+        # On by default in this mode: uninitialised tensors would be filled with NaN, at the price of a kernel each.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)

@@ -76,8 +76,8 @@ class ModuleState(tuple[Any, ...]):
     """Result of ``module_state``: a cache key whose hash is computed once."""
 
     @cached_property
-    # Each step looks a state up in dicts: hashing all attributes again would take as long as comparing them.
     def _hash(self) -> int:
+        # Each step looks a state up in dicts: hashing all attributes again would take as long as comparing them.
         return tuple.__hash__(self)
 
     def __hash__(self) -> int:

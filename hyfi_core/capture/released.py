@@ -158,7 +158,6 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _released_like(tensor: torch.Tensor) -> torch.Tensor:
-    # Detached, so a plain tensor: of a Parameter, nn.Parameter would not make the subclass.
     like = _like(tensor, torch.device("meta")).detach()
     if isinstance(tensor, nn.Parameter):
         return ReleasedParameter(like, tensor.requires_grad)

@@ -71,7 +71,7 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
     for depth in DEPTHS:
         choices.append(margins_of(sketch, depth))
         if not choices[-1].exchanged:
-            break  # no exchange is left
+            break
     costs = [cost_of(sketch, operators, trial.splits, margins) for margins in choices]
     best = min(range(len(choices)), key=lambda at: costs[at].product)
     return choices[best].runs(sketch), costs[best]

@@ -155,7 +155,6 @@ class MachineModel:
 
     def shared(self, ranks: int) -> bool:
         """Whether this many ranks must share cores."""
-        # Rounded up.
         nodes = -(-ranks // self.devices_per_node)
         return self.cores is not None and nodes * self.cores.count < ranks
 

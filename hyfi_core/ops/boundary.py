@@ -273,7 +273,6 @@ def _places(pieces: tuple[BoundaryPiece, ...]) -> list[tuple[int, int]]:
     places, start = [], 0
     for piece in pieces:
         places.append((start, start + piece.bytes))
-        # Rounded up to the next multiple.
         start += -(-piece.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return places
 

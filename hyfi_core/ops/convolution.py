@@ -129,7 +129,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (convolved part,); saves the own part (without a copy) and the strips."""
         image, weight, bias = inputs
-        # By hand: autocast does not know ``aten.convolution``, which is called by name below.
+        # By hand: on CPUs, autocast does not know ``aten.convolution``, which is called by name below.
         own = image.to(_computed_in(image))
         kernel = weight.to(own.dtype)
         offset = None if bias is None else bias.to(own.dtype)

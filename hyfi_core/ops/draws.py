@@ -190,7 +190,8 @@ def permutation(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 def _normal(key: int, where: torch.Tensor) -> torch.Tensor:
     """Return standard normal numbers, float64."""
-    # Two keys for two independent numbers. The sine would give a second normal number, of another position.
+    # Box and Muller's formula, with two keys for its two independent numbers. Its second result, by the sine, is not
+    # needed: each position has numbers of its own.
     radius = (-2.0 * torch.log1p(-_uniform(mixed(key, 1), where, torch.float64))).sqrt()
     angle = _uniform(mixed(key, 2), where, torch.float64) * (2.0 * math.pi)
     return radius * angle.cos()

@@ -81,8 +81,8 @@ def _recorded(tensors: list[torch.Tensor], name: str, number: int) -> torch.Tens
 
 
 @_recorded.register_fake
-# ``_unlike`` and ``_not_pointwise`` have shown before that the result is like the first tensor.
 def _(tensors: list[torch.Tensor], name: str, number: int) -> torch.Tensor:
+    # ``_unlike`` and ``_not_pointwise`` have shown before that the result is like the first tensor.
     return torch.empty_like(tensors[0])
 
 

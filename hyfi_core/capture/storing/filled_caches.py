@@ -174,5 +174,5 @@ class _Values:
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
-    # Equal bits, and NaN equals NaN, which torch.equal does not grant.
+    # Equal numbers, not near ones; and NaN equals NaN, which torch.equal does not grant.
     return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)

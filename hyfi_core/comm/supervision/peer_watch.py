@@ -55,7 +55,7 @@ def is_lost_peer(error: BaseException) -> bool:
     cause: BaseException | None = error
     while cause is not None:
         by_mpi = type(cause).__module__.startswith("mpi4py")
-        # gloo and stores raise a plain RuntimeError: only its text tells.
+        # gloo and stores raise RuntimeErrors for other reasons, too: only the text tells.
         if by_mpi or re.search(r"(closed|reset) by peer|Broken pipe", str(cause)):
             return True
         cause = cause.__cause__ or cause.__context__

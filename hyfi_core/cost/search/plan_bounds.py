@@ -234,7 +234,8 @@ class PlanBounds:
             captured = self._programs(images)
             program = pool_before_relu(captured, refs_in(captured.outputs))  # as far as any plan has it
             costs = operator_costs(program, self._machine, self._dtype)
-            each = {op.name: cost for op, cost in zip(program.operators, costs, strict=True)}
+            # Without sums of cotangents: a stage makes only those of values that it uses several times itself.
+            each = {op.name: replace(cost, forks=0) for op, cost in zip(program.operators, costs, strict=True)}
             self._costs[images] = _PricedProgram(program, each, _map_sizes(program, each))
         return self._costs[images]
 

@@ -206,8 +206,9 @@ class _PlanTrials:
         fastest: list[tuple[float, tuple[int, int], ParallelPlan]] = []
         while queue:
             examined = heapq.heappop(queue)
-            # No bound behind it is lower, and none is above the time of its step.
-            if examined.bound_s >= (fastest[-1][0] if len(fastest) == top else below_s):
+            # No bound behind it is lower, and none is above the time of its step. Of equal times the first in the
+            # family counts, so that the result does not depend on the queue.
+            if (examined.bound_s, examined.number) >= (fastest[-1][:2] if len(fastest) == top else (below_s, (0, 0))):
                 break
             if examined.costs is None:
                 for each in self._examined(examined):
@@ -216,7 +217,6 @@ class _PlanTrials:
             self.simulated += 1
             seconds = step_s(examined.plan, examined.costs)
             if seconds < below_s:
-                # Equal times in the order of the family, so that the result does not depend on the queue.
                 fastest = sorted([*fastest, (seconds, examined.number, examined.plan)])[:top]
         return [self._forecast(plan) for _, _, plan in fastest]
 

@@ -122,7 +122,7 @@ def test_heads_equal_one_process(name: str, grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", sorted(set(HEADS) - GATHERED))
 @pytest.mark.parametrize("training", [True, False])
 def test_no_position_is_gathered(name: str, training: bool) -> None:
-    program = captured_once(headed(name).double().train(training), SHAPE, torch.float64)  # as above
+    program = captured_once(headed(name).double().train(training), SHAPE, torch.float64)  # captured above already
     ranked = lower(program, Target((2, 2), 1, gather_bytes=0))
     assert ranked.gathered == ()
 

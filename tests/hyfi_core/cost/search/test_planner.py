@@ -81,9 +81,27 @@ def test_the_search_finds_what_trying_every_plan_finds(ranks: int, batch: int, m
                 best_plans(programs, asked, top=3)
             return
         every = best_plans(programs, asked, top=3)
-    assert [one.step_s for one in found.plans] == [one.step_s for one in every.plans]
+    assert [(one.step_s, one.plan) for one in found.plans] == [(one.step_s, one.plan) for one in every.plans]
     assert found.simulated <= every.simulated <= every.candidates
     assert all(one.plan.ranks == ranks and batch % one.plan.microbatches == 0 for one in found.plans)
+
+
+def test_of_equal_times_the_first_in_the_family_is_found_whatever_the_bounds() -> None:
+    trials, plans = (
+        planner._PlanTrials(StudiedModel(programs), request()),
+        [ParallelPlan(((1, 2),)), ParallelPlan(((2, 1),))],
+    )
+    of_all: Any = object()
+    queue = [
+        planner._Examined(bound_s, (number, 0), plans[number], costs=of_all) for bound_s, number in ((0.5, 1), (1.0, 0))
+    ]
+    with (
+        mock.patch.object(trials, "_queue", lambda plans: queue),
+        mock.patch.object(trials, "_forecast", lambda plan: plan),
+        mock.patch.object(planner, "step_s", lambda plan, costs: 1.0),
+    ):
+        found: list[Any] = list(trials.best(plans, 1))
+    assert found == plans[:1]
 
 
 @pytest.mark.parametrize(("ranks", "batch", "machine"), [(4, 4, "cpu"), (4, 8, "v100-lassen"), (6, 8, "p40")])
