@@ -81,7 +81,7 @@ class _PricedProgram(NamedTuple):
 
     Attributes:
         program: with the operators.
-        each: operator -> its cost.
+        each: operator -> its cost, without sums of cotangents.
         sizes: map -> its height and width.
     """
 
@@ -226,7 +226,7 @@ class PlanBounds:
         return self._operators[images, mode]
 
     def costs_of(self, images: int) -> Mapping[str, OperatorCost]:
-        """Return operator -> its cost, of a micro-batch of this many images."""
+        """Return operator -> its cost without sums of cotangents, of a micro-batch of this many images."""
         return self._priced(images).each
 
     def _priced(self, images: int) -> _PricedProgram:
