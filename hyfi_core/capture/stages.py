@@ -38,6 +38,11 @@ class Stage:
     outputs: tuple[Any, ...]
 
     @property
+    def sent(self) -> tuple[str, ...]:
+        """The values that other stages need, each once."""
+        return tuple(dict.fromkeys(name for names in self.exits.values() for name in names))
+
+    @property
     def reads_image(self) -> bool:
         """Whether an operator of the stage takes the image itself."""
         return any(self.program.image in op.inputs for op in self.program.operators)

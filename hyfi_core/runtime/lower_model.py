@@ -110,13 +110,8 @@ def _stages(program: Program, results: tuple[Any, ...], plan: ParallelPlan) -> t
 def _can_leave_updates(program: Program, stages: Sequence[Stage]) -> bool:
     """Whether there are updates of buffers that a cell can leave to another one: in evaluation there are none."""
     # All that a stage sends counts as needed, although it may serve only updates of buffers in a later stage.
-    needed = [name for stage in stages for name in (*refs_in(stage.outputs), *_exits(stage))]
+    needed = [name for stage in stages for name in (*refs_in(stage.outputs), *stage.sent)]
     return bool(program.mutations) and updates_are_apart(program, needed)
-
-
-def _exits(stage: Stage) -> tuple[str, ...]:
-    """Return the values that other stages use, each once."""
-    return tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
 
 
 def _plane(subject: Subject, program: Program, plan: ParallelPlan, index: int) -> Plane:
@@ -235,7 +230,7 @@ class _StagesOfRank:
 
     def _lower(self, index: int, position: int) -> HostedStage:
         stage, how = self._stages[index], self._how
-        exits = _exits(stage)
+        exits = stage.sent
         needed = (*refs_in(stage.outputs), *exits)
         program = pool_before_relu(stage.program if how.updates else without_updates(stage.program, needed), needed)
         if how.runs is not None:

@@ -22,7 +22,7 @@ from hyfi_core.cost.links.node_links import NodeLinks
 from hyfi_core.cost.operators import OperatorCost
 from hyfi_core.cost.search.plan_bounds import PlanBounds
 from hyfi_core.cost.search.plan_family import PlanRequest
-from hyfi_core.cost.step.lowered_stages import LoweredPlans
+from hyfi_core.cost.step.lowered_stages import LoweredPlans, middle_rank
 from hyfi_core.cost.step.stage_cost import STATISTICS_BYTES
 from hyfi_core.cost.step.whole_layouts import WholeLayouts
 from hyfi_core.lowering.fused_halo import Flow, Sketch, reaching
@@ -132,7 +132,7 @@ class WaitBounds:
         return self._operators[key]
 
     def _of_grid(self, program: Program, grid: tuple[int, int], gather_bytes: int) -> _GridWaits | None:
-        whole = self._lowered.layouts(program, Target(grid, _middle(grid), gather_bytes=gather_bytes))
+        whole = self._lowered.layouts(program, Target(grid, middle_rank(grid), gather_bytes=gather_bytes))
         if whole is None:
             return None
         if id(whole) not in self._grids:
@@ -181,9 +181,8 @@ def _kinds(cost: OperatorCost) -> tuple[str, ...]:
 
 
 def _as_lowered(piece: Stage) -> list[Operator]:
-    exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
-    pooled = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
-    return lowered_operators(pooled, piece.outputs, exits)
+    pooled = pool_before_relu(piece.program, (*refs_in(piece.outputs), *piece.sent))
+    return lowered_operators(pooled, piece.outputs, piece.sent)
 
 
 def _holds(
@@ -207,39 +206,33 @@ def _holds(
     return whole.hold_for(operators, entries_of(piece, [known or {} for known in splits], grid))
 
 
-def _middle(grid: tuple[int, int]) -> int:
-    """Return the rank for which stages are lowered."""
-    return grid[0] // 2 * grid[1] + grid[1] // 2
-
-
 def _chains(whole: WholeLayouts) -> tuple[_PointwiseChain, ...]:
     """Return the chains of a model before the windows that need pixels of neighbours."""
     operators, ranked = list(whole.operators.values()), whole.ranked
     sketch = sketch_of(ranked.program, operators, ranked.splits, ranked.fusible, ())
     makers = {value: flow for flow in sketch.flows for value in flow.makes}
-    needs: dict[str, list[tuple[str, Layout, Boxes]]] = {}
+    needs: dict[str, tuple[Flow, list[tuple[str, Layout, Boxes]]]] = {}
     for flow in sketch.flows:
         for value, need in reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts):
             layout = sketch.layouts[value]
             if value in makers and need.alike(layout.parts):
-                needs.setdefault(makers[value].name, []).append((flow.name, layout, need))
-    return tuple(_pointwise_chain(sketch, makers, name, of_maker) for name, of_maker in needs.items())
+                last = makers[value]
+                needs.setdefault(last.name, (last, []))[1].append((flow.name, layout, need))
+    return tuple(_pointwise_chain(sketch, makers, last, of_last) for last, of_last in needs.values())
 
 
 def _pointwise_chain(
-    sketch: Sketch, makers: Mapping[str, Flow], last: str, needs: list[tuple[str, Layout, Boxes]]
+    sketch: Sketch, makers: Mapping[str, Flow], last: Flow, needs: list[tuple[str, Layout, Boxes]]
 ) -> _PointwiseChain:
     """Return the chain that ends with an operator, whose results windows need beyond a rank's part."""
-    layout = needs[0][1]
-    flow = next(flow for flow in sketch.flows if flow.name == last)
-    operators = [last]
+    layout, flow, operators = needs[0][1], last, [last.name]
     while flow.window is None and len(flow.takes) == 1:
         (value,) = flow.takes
         if sketch.readers[value] != 1 or value not in makers or sketch.layouts[value] != layout:
             break
         flow = makers[value]
         operators.append(flow.name)
-    rank = _middle(layout.parts.grid)
+    rank = middle_rank(layout.parts.grid)
     messages = min(len(plan_transfer(layout.parts, need, layout.map, rank).receives) for _, _, need in needs)
     return _PointwiseChain(
         operators=tuple(operators),

@@ -231,9 +231,8 @@ class LoweredPlans:
         """
         program, piece, grid, entries, fine = identity
         operators = tuple(op.name for op in piece.program.operators)
-        sent = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
         settings = fine.branches, fine.fused_halo, fine.gather_bytes
-        key = (id(program), operators, sent, bool(piece.outputs), grid, tuple(entries.items()), settings)
+        key = (id(program), operators, piece.sent, bool(piece.outputs), grid, tuple(entries.items()), settings)
         if key not in self._stages:
             _make_room(self._stages, _MOST_STAGES)
             self._stages[key] = lowered()
@@ -268,6 +267,11 @@ def lowered_stages(
     return lowered_plans.plan(program, plan, fine, machine)
 
 
+def middle_rank(grid: tuple[int, int]) -> int:
+    """Return the rank for which stages are lowered: the one in the middle has the most neighbours."""
+    return grid[0] // 2 * grid[1] + grid[1] // 2
+
+
 def _lower_stage(
     piece: Stage,
     grid: tuple[int, int],
@@ -281,10 +285,9 @@ def _lower_stage(
 
     ``layouts`` returns those of the whole model on the grid of a target.
     """
-    exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
+    exits = piece.sent
     program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
-    # The rank in the middle has the most neighbours.
-    middle = grid[0] // 2 * grid[1] + grid[1] // 2
+    middle = middle_rank(grid)
     target = Target(grid, middle, entries=entries, gather_bytes=fine.gather_bytes)
     program, branches = divide_stage(program, piece.outputs, exits, fine.branches, grid)
     operators = lowered_operators(program, piece.outputs, exits)
