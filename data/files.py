@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import socket
 import stat
 import unicodedata
@@ -172,6 +173,15 @@ def remove_leftovers(final: Path) -> None:
                 path.rename(final)
             else:
                 remove_tree(path)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Give directories in ``folder`` their names again, which ended processes of this host were about to replace."""
+    ending = re.compile(rf"\.(.+)\.old-{re.escape(socket.gethostname())}-[0-9]+")
+    for path in [] if is_remote(folder) else list(folder.glob(".*.old-*")):
+        name = ending.fullmatch(path.name)
+        if name is not None and not (folder / name[1]).exists():
+            remove_leftovers(folder / name[1])
 
 
 def sha256_of(path: Path) -> str:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_HERE = -100
+"""``AT_FDCWD``: relative paths are below the working folder, as in all other calls."""
+_EXCHANGE = 2
+"""``RENAME_EXCHANGE`` of renameat2(2)."""
+_NOT_OFFERED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
+"""Errors of file systems, kernels and sandboxes without it; any other would come from a plain rename, too."""
 
 
 @contextmanager
@@ -33,14 +42,56 @@ def sync_file(path: Path) -> None:
 
 
 def swap_directory(prepared: Path, final: Path, aside: Path) -> None:
-    """Rename a finished directory to its final name; an older one is first moved ``aside`` and then removed."""
-    if final.exists():
-        # rename(2) replaces an empty folder only.
-        final.rename(aside)
-    prepared.rename(final)
+    """Rename a finished directory to its final name; an older one is moved ``aside`` and then removed.
+
+    On Linux both change places in one step, so that ``final`` always names a whole directory. File systems without
+    that (NFS) and other platforms have a moment between two renames, in which the older one has the name ``aside``
+    alone: whoever starts next gives it its name again if it finds nothing under ``final``.
+    """
+    if os.path.lexists(final):
+        # One of an earlier process that was killed before it had removed it.
+        _remove(aside)
+        if _exchanged(prepared, final):
+            # Before it is removed, which takes many steps: `prepared` may be a name where a later writer continues.
+            prepared.rename(aside)
+        else:
+            # rename(2) replaces an empty folder only.
+            final.rename(aside)
+            prepared.rename(final)
+    else:
+        prepared.rename(final)
     # The new name is an entry of the parent, which is synced by itself.
     sync_file(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, or a link to one, as far as that is possible; missing is fine."""
+    if folder.is_symlink():  # what it points to is not ours
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange the names of two directories in one step; False, and nothing changed, where that is not offered."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NOT_OFFERED:
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def replaced_name(folder: Path) -> Path:
+    """Return the hidden sibling to which `swap_directory` moves an older checkpoint aside.
+
+    Always the same: a reader that finds no ``folder`` knows where the older one is.
+    """
+    return folder.parent / f".{folder.name}.old"
 
 
 def temporary_name(folder: Path, name: str | None = None) -> Path:

@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hyfi_core.errors import RequestError
-from hyfi_core.files import naming, swap_directory, sync_file, temporary_name
+from hyfi_core.files import naming, replaced_name, swap_directory, sync_file, temporary_name
 from hyfi_core.stored_state import StoredState
 
 FORMAT = 1
@@ -207,7 +207,7 @@ def publish(
     _write_json(temporary / MODEL_FILE, {"format": FORMAT, **model, "files": dict(sorted(fingerprints.items()))})
     sync_file(temporary / MODEL_FILE)
     sync_file(temporary)
-    swap_directory(temporary, folder, temporary_name(folder))
+    swap_directory(temporary, folder, replaced_name(folder))
 
 
 def _file_name(name: str, number: tuple[int, int]) -> str:
@@ -289,6 +289,10 @@ def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _open(path: Path) -> tuple[Path, dict[str, Any]]:
     try:
+        # A process that was killed while it replaced this checkpoint may have left the older one under that name.
+        aside = replaced_name(Path(os.path.realpath(path)))
+        if not path.exists() and aside.is_dir():
+            path = aside
         exists, has_model = path.exists(), (path / MODEL_FILE).is_file()
     except OSError as error:
         raise RequestError(

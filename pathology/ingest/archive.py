@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from data.files import restore_replaced
 from data.location import each, is_remote
 from data.object_path import ObjectPath
 from data.store.manifest import DONE, SlideRecord, load_records, merge_manifest, record_path, record_states
@@ -364,6 +365,7 @@ def _make_store(store: Path) -> None:
         # Tried: access rights alone do not show quotas, read-only mounts and what a file server allows.
         with tempfile.TemporaryFile(dir=store):
             pass
+        restore_replaced(store)
     except OSError as error:
         raise RequestError(
             f"cannot write to {store} ({error.strerror}); choose a place with write permission"

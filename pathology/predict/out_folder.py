@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data.files import read_json_object, write_json_atomically
+from data.files import read_json_object, restore_replaced, write_json_atomically
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim
 from pathology.errors import SlideError
@@ -85,6 +85,7 @@ class OutFolder:
             OSError: The folder cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        restore_replaced(self.path)
         with Claim.wait(self.path, CLAIM):
             if self._made_by_others() is not None:  # False if another process of this run was first
                 (self.path / FILE_NAME).unlink(missing_ok=True)

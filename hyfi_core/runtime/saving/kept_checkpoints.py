@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from hyfi_core.files import sync_file, temporary_name
+from hyfi_core.files import replaced_name, sync_file, temporary_name
 
 
 def point_link(link: Path, target: str) -> None:
@@ -31,7 +31,16 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def remove_leftovers(checkpoints: Path) -> None:
-    """Remove what killed writers left behind, links included; only while nobody writes."""
+    """Remove what killed writers left behind, links included, and restore a checkpoint that was being replaced.
+
+    Only while nobody writes.
+    """
+    for aside in checkpoints.glob(replaced_name(checkpoints / "step-*").name):
+        folder = checkpoints / aside.name.removeprefix(".").removesuffix(".old")
+        if folder.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(folder)
     for leftover in checkpoints.glob(".*.tmp-*"):
         # Asked first: ``is_dir`` follows links, and ``rmtree`` refuses them, so that the link would stay.
         if leftover.is_symlink():
