@@ -95,12 +95,13 @@ class SampleStream:
         return order[position]
 
     def _order(self, epoch: int) -> list[tuple[int, int]]:
+        """Return (key of the augmentation, dataset index) of each sample of an epoch; see ``at``."""
         if self.weights is None:
             return [(epoch, index) for index in epoch_order(self.n, self.seed, epoch).tolist()]
         repeats: Counter[int] = Counter()
         order = []
         for index in weighted_order(self.weights, self.seed, epoch).tolist():
-            # Above any epoch: no key of augmentation occurs twice. The first is the epoch, as without weights.
+            # _OCCURRENCE is larger than any epoch, so each (epoch, repeat) has a key of its own.
             order.append((epoch + repeats[index] * _OCCURRENCE, index))
             repeats[index] += 1
         return order

@@ -77,7 +77,16 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
 def _compare(
     model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, mode: str, stored: StoredTensors
 ) -> str | None:
-    """Compare in the current mode of the modules; see ``verify_capture``."""
+    """Compare in the current mode of the modules; result and error are those of ``verify_capture``.
+
+    Args:
+        model: in the mode to compare.
+        shape: of a micro-batch.
+        dtype: of the images.
+        pick: selects the logits from the output.
+        mode: for the message, such as ", in evaluation mode".
+        stored: collects the tensors that the model may have stored.
+    """
     of_image = OfImage()
 
     def run(image: torch.Tensor) -> Any:
@@ -86,7 +95,7 @@ def _compare(
         with StoringRun(stored, of_image):
             return pick(model(image))
 
-    # A model may need a least size, such as a whole window of its last pool: the first that works is taken.
+    # A model may need a least size, such as a whole window of its last pool: the first shape that works is taken.
     for small in _small_shapes(shape):
         with contextlib.suppress(Exception), undisturbed(model), _without_caches(model, of_image):
             expected = _steps(model, small, dtype, run, lambda: dict(model.named_buffers()))

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Protocol
 
 from hyfi_core.capture.program import Program
@@ -147,30 +147,36 @@ def _most_added(parts: Boxes, boxes: Boxes) -> int:
 
 
 def _exchange_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) -> float:
-    """Return the time of the messages of the rank that receives for the longest time."""
+    """Return the time of an exchange: that of the rank whose messages take the longest.
+
+    Args:
+        sketch: has the layouts.
+        value: the map that is exchanged.
+        need: the box that each rank needs of it.
+        machine: the machine model.
+    """
     parts = sketch.layouts[value].parts
-    if not parts.alike(need):
+    if not parts.same_grid_as(need):
         return _exchange_by_rank_s(sketch, value, need, machine)
-    along_y, along_x = _reached(parts.rows, need.rows), _reached(parts.columns, need.columns)
-    worst = 0.0
-    for y in along_y:
-        for x in along_x:
-            # Its own part is no message.
-            messages = y.owners * x.owners - (1 if y.own_px and x.own_px else 0)
-            received_px = y.px * x.px - y.own_px * x.own_px
-            worst = max(worst, machine.messages_s(messages, received_px * sketch.pixel_bytes[value]))
-    return worst
+    # Boxes are products of intervals, so a rank's owners and pixels are those of its row times those of its column.
+    slowest_s = 0.0
+    for y, x in product(_axis_needs(parts.rows, need.rows), _axis_needs(parts.columns, need.columns)):
+        owns_some = y.own_px > 0 and x.own_px > 0
+        messages = y.owners * x.owners - owns_some  # none from itself
+        received_px = y.px * x.px - y.own_px * x.own_px
+        slowest_s = max(slowest_s, machine.messages_s(messages, received_px * sketch.pixel_bytes[value]))
+    return slowest_s
 
 
 def _exchange_by_rank_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) -> float:
     """Return the same from the transfer of each rank; for any two grids."""
     layout = sketch.layouts[value]
-    worst = 0.0
+    slowest_s = 0.0
     for rank in range(len(layout.parts)):
         transfer = plan_transfer(layout.parts, need, layout.map, rank)
         received_bytes = transfer.received_px * sketch.pixel_bytes[value]
-        worst = max(worst, machine.messages_s(len(transfer.receives), received_bytes))
-    return worst
+        slowest_s = max(slowest_s, machine.messages_s(len(transfer.receives), received_bytes))
+    return slowest_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +195,13 @@ class _AxisNeed:
 
 
 @lru_cache(maxsize=4096)  # networks repeat their blocks
-def _reached(parts: tuple[Interval, ...], need: tuple[Interval, ...]) -> frozenset[_AxisNeed]:
-    """Return the different needs of the rows; most rows need the same."""
+def _axis_needs(parts: tuple[Interval, ...], need: tuple[Interval, ...]) -> frozenset[_AxisNeed]:
+    """Return the different needs of all rows, or of all columns; most need the same.
+
+    Args:
+        parts: the interval that each owns.
+        need: the interval that each needs.
+    """
     starts, stops = [start for start, _ in parts], [stop for _, stop in parts]
     ordered = all(a <= b for ends in (starts, stops) for a, b in pairwise(ends))
     needs = set()

@@ -76,7 +76,7 @@ class Sketch:
     fixed: frozenset[str] = frozenset()
 
     @cached_property
-    def grows(self) -> tuple[tuple[str, ...], ...]:
+    def reached(self) -> tuple[tuple[str, ...], ...]:
         """For each operator, the inputs that a rank needs beyond its own part, to compute its part of the results."""
         return tuple(
             tuple(value for value, _ in reaching(self, flow, self.layouts[flow.makes[0]].parts)) for flow in self.flows
@@ -97,7 +97,8 @@ class Margins:
 
     def runs(self, sketch: Sketch) -> FusedRuns:
         """Return the fused runs; exchanges for one operator, or for maps cut in different ways, are left to rules."""
-        shared = {value: _joined(needs) for value, needs in self.exchanged.items() if len(needs) > 1 and _alike(needs)}
+        several = {value: needs for value, needs in self.exchanged.items() if len(needs) > 1 and _same_grid(needs)}
+        shared = {value: _joined(needs) for value, needs in several.items()}
         return FusedRuns(frozenset(flow.name for flow in sketch.flows), self.computed, shared)
 
 
@@ -126,7 +127,7 @@ def margins_of(sketch: Sketch, depth: int) -> Margins:
             computed[flow.name] = boxes
         for value, need in reaching(sketch, flow, boxes):
             # A map that is cut into strips of flattened positions has no rows and columns that could widen.
-            if value in inner and need.alike(sketch.layouts[value].parts):
+            if value in inner and need.same_grid_as(sketch.layouts[value].parts):
                 wide[value] = _widened(sketch.layouts[value], wide.get(value), need)
             else:
                 needed_boxes[value] = (*needed_boxes.get(value, ()), need)
@@ -164,50 +165,54 @@ def _owned(layout: Layout, need: Boxes) -> bool:
 def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
     """Return the values at which runs begin."""
     made_by = {value: at for at, flow in enumerate(sketch.flows) for value in flow.makes}
-    grows = sketch.grows
-    windows: dict[str, float] = {sketch.image: 0}
+    windows_behind: dict[str, float] = {sketch.image: 0}  # value -> windows since the last exchange
     exchanged: set[str] = set()
     at = 0
     while at < len(sketch.flows):
         flow = sketch.flows[at]
         # What no flow makes has no margin: infinity, so that the next window exchanges it.
-        counts = {v: (0 if v in exchanged else windows.get(v, math.inf)) + (v in grows[at]) for v in flow.takes}
-        over = next((value for value in grows[at] if counts[value] > depth), None)
+        reached = sketch.reached[at]
+        counts = {v: (0 if v in exchanged else windows_behind.get(v, math.inf)) + (v in reached) for v in flow.takes}
+        over = next((value for value in reached if counts[value] > depth), None)
         if over is not None:
-            begin = _branch_point(sketch, made_by, grows, over, depth)
+            begin = _branch_point(sketch, made_by, over, depth)
             exchanged.add(begin)
             # Back to the first operator behind the new exchange: what was counted there is no longer so.
             at = made_by.get(begin, -1) + 1  # counting restarts after it
             continue
         for value in flow.makes:
             # A fixed value has no margin, so that the next window exchanges it at any depth.
-            windows[value] = math.inf if value in sketch.fixed else max(counts.values())
+            windows_behind[value] = math.inf if value in sketch.fixed else max(counts.values())
         at += 1
     return exchanged
 
 
-def _branch_point(
-    sketch: Sketch, made_by: Mapping[str, int], grows: Sequence[Sequence[str]], value: str, depth: int
-) -> str:
-    """Return the value with several users from which ``value`` is computed by a chain, or ``value`` itself.
+def _branch_point(sketch: Sketch, made_by: Mapping[str, int], value: str, depth: int) -> str:
+    """Return the value to exchange before a window that takes ``value``; see the module's docstring.
 
-    The chain must have room for one more window, the one that has to exchange.
+    It is the nearest value with several users that leads to ``value`` by a chain of operators with one input each, if
+    the windows of that chain and the window that takes ``value`` are at most ``depth``. Otherwise it is ``value``.
+
+    Args:
+        sketch: the operators.
+        made_by: value -> index of the operator that makes it.
+        value: input of a window that would be one too many in its run.
+        depth: most windows of a run.
     """
-    # The window that has to exchange is one already.
-    point, passed = value, 1
-    while sketch.readers.get(point, 0) < 2:
-        at = made_by.get(point)
-        if at is None or point in sketch.fixed or len(sketch.flows[at].takes) != 1:
+    candidate, windows = value, 1  # the window that takes ``value``
+    while sketch.readers.get(candidate, 0) < 2:
+        maker = made_by.get(candidate)
+        if maker is None or candidate in sketch.fixed or len(sketch.flows[maker].takes) != 1:
             return value
-        point = sketch.flows[at].takes[0]
-        passed += bool(grows[at])
-        if passed > depth or point == sketch.image:
+        (candidate,) = sketch.flows[maker].takes
+        windows += bool(sketch.reached[maker])
+        if windows > depth or candidate == sketch.image:
             return value
-    return point
+    return candidate
 
 
-def _alike(several: Sequence[Boxes]) -> bool:
-    return all(boxes.alike(several[0]) for boxes in several)
+def _same_grid(several: Sequence[Boxes]) -> bool:
+    return all(boxes.same_grid_as(several[0]) for boxes in several)
 
 
 def _joined(several: Sequence[Boxes]) -> Boxes:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from hyfi_core.capture.program import refs_in
 from hyfi_core.ops.avg_pool import AvgPool
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.convolution import Convolution
@@ -48,7 +47,7 @@ def in_place(ranked: RankProgram, alone: bool = False) -> RankProgram:
     """
     uses = Counter(name for instruction in ranked.instructions for name in instruction.inputs)
     # Whoever gets a result of the program counts as one more user.
-    uses.update((*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()))
+    uses.update(ranked.results)
     fresh: set[str] = set()
     instructions: list[Instruction] = []
     for instruction in ranked.instructions:
@@ -59,8 +58,8 @@ def in_place(ranked: RankProgram, alone: bool = False) -> RankProgram:
         instructions.append(instruction)
         if _makes_fresh(instruction) and instruction.outputs[0] is not None:
             fresh.add(instruction.outputs[0])
-    left = {*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()}
-    return replace(ranked, instructions=tuple(_pools_over(instructions, fresh - left)))
+    # Results are read after the run: no pool may write over them.
+    return replace(ranked, instructions=tuple(_pools_over(instructions, fresh.difference(ranked.results))))
 
 
 def _is_small_relu(call: LocalCall, ranked: RankProgram) -> bool:

@@ -128,17 +128,17 @@ class Boxes(Sequence[Box]):
             lambda start, stop: (max(start, box.x0), min(stop, box.x1)),
         )
 
-    def alike(self, other: Boxes) -> bool:
+    def same_grid_as(self, other: Boxes) -> bool:
         """Whether both have the same rows and columns of ranks; a map in strips has another grid of as many ranks."""
         return self.grid == other.grid and self.turned == other.turned
 
     def hull(self, other: Boxes) -> Boxes:
-        """Return boxes that cover those of both, which must be ``alike``.
+        """Return boxes that cover those of both, which must have the same grid.
 
         Each is the smallest one if no rank has an empty box; else some may be larger, because all ranks of a row have
         one interval.
         """
-        assert self.alike(other)
+        assert self.same_grid_as(other)
         rows = tuple(map(_hull, self.rows, other.rows))
         return Boxes(rows, tuple(map(_hull, self.columns, other.columns)), self.turned)
 
@@ -146,7 +146,7 @@ class Boxes(Sequence[Box]):
         """Whether each rank's box contains the pixels of ``map_box`` that the rank needs."""
         needed_boxes = need.within(map_box)
         # Rows of other grids do not correspond: rank by rank.
-        if not self.alike(need):
+        if not self.same_grid_as(need):
             return all(has.contains(box) for has, box in zip(self, needed_boxes, strict=True))
         along_y, along_x = (
             _needed_pairs(self.rows, needed_boxes.rows),

@@ -55,7 +55,7 @@ def gathered(builder: Builder, op: Operator, problem: str = "cannot be computed 
     for output, result in zip(op.outputs, wholes, strict=True):
         if output is None or result is None:
             continue
-        split = next((split for name, split in maps.items() if _alike(builder, name, output, split)), None)
+        split = next((split for name, split in maps.items() if _has_map_of(builder, output, name, split)), None)
         if split is None:
             builder.compute(lambda tensor: torch.ops.aten.alias.default(tensor), (result,), (output,))
         else:
@@ -63,8 +63,15 @@ def gathered(builder: Builder, op: Operator, problem: str = "cannot be computed 
             builder.compute(part, (result,), (output,), split.owned)
 
 
-def _alike(builder: Builder, name: str, output: str, split: Split) -> bool:
-    """Whether an output has the same pixels in the same dims as a gathered input."""
+def _has_map_of(builder: Builder, output: str, name: str, split: Split) -> bool:
+    """Whether an output has the height and width of an input, in the same dims, so that it can be cut into parts.
+
+    Args:
+        builder: knows the shapes.
+        output: result of an operator on gathered maps.
+        name: one of these maps.
+        split: of that map; outputs are cut only if it is plain.
+    """
     input_shape, output_shape = builder.shape(name), builder.shape(output)
     return (
         split.plain

@@ -114,7 +114,7 @@ def attention(builder: Builder, op: Operator) -> None:
 
     within windows, each on one rank        local
     queries are pixels                      keys and values are gathered, if they are small enough
-    only keys and values are pixels         softmax over all ranks, see ``_pooled``
+    only keys and values are pixels         softmax over all ranks, see ``_over_all_pixels``
     """
     arguments: dict[str, Any] = {**dict(zip(_ATTENTION, op.args, strict=False)), **op.kwargs}
     if _within_windows(builder, op, arguments):
@@ -142,7 +142,7 @@ def attention(builder: Builder, op: Operator) -> None:
         builder.refuse(op, "has keys and values, and only one of them is a map", "maps for both, or for neither")
     if builder.shape(query)[:-2] != builder.shape(key)[:-2]:
         builder.refuse(op, "has different numbers of heads for queries and keys", "the same number of heads")
-    _pooled(builder, op, (query, key, value), arguments.get("scale"))
+    _over_all_pixels(builder, op, (query, key, value), arguments.get("scale"))
 
 
 def _within_windows(builder: Builder, op: Operator, arguments: dict[str, Any]) -> bool:
@@ -161,19 +161,26 @@ def _within_windows(builder: Builder, op: Operator, arguments: dict[str, Any]) -
     return True
 
 
-def _pooled(builder: Builder, op: Operator, names: tuple[str, str, str], scale: float | None) -> None:
-    """Emit attention of replicated queries over the pixels of all ranks."""
+def _over_all_pixels(builder: Builder, op: Operator, names: tuple[str, str, str], scale: float | None) -> None:
+    """Emit attention of replicated queries to keys and values that are pixels, each rank having those of its part.
+
+    Args:
+        builder: of the rank's program.
+        op: the attention.
+        names: of query (..., N, C), key (..., H · W, C) and value (..., H · W, V).
+        scale: factor of the scores; None: 1 / √C.
+    """
     query, key, value = names
     key_split = builder.splits[key].owned
     key, value = builder.part(key, key_split), builder.part(value, key_split)
     shape, output = builder.shape(query), op.first_output
     wide = torch.promote_types(builder.values[query].dtype, torch.float32)
     factor = 1.0 / math.sqrt(shape[-1]) if scale is None else float(scale)
-    pixels = builder.shape(key)[-2]
-    scores = builder.fresh(query, (*shape[:-1], pixels), wide)
-    split = Split(key_split.layout, (len(shape) - 1, len(shape) - 1), leads=key_split.leads)
-    builder.compute(lambda q, k: (q * factor) @ k.transpose(-1, -2), (query, key), (scores,), split)
-    largest = largest_over_ranks(builder, scores, (len(shape) - 1,))
+    # Scores (..., N, H · W): each rank computes those of its pixels.
+    scores, last = builder.fresh(query, (*shape[:-1], builder.shape(key)[-2]), wide), len(shape) - 1
+    score_split = Split(key_split.layout, (last, last), leads=key_split.leads)
+    builder.compute(lambda q, k: (q * factor) @ k.transpose(-1, -2), (query, key), (scores,), score_split)
+    largest = largest_over_ranks(builder, scores, (last,))
     partial, total = builder.fresh(output, dtype=wide), builder.fresh(output, dtype=wide)
 
     def own(x: torch.Tensor, shift: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -74,21 +74,21 @@ def lower_model(
     active = active_values(program, results, trained)
     stages = _stages(program, results, plan)
     index, rank = divmod(comm.rank, placement.size)
-    how = _LoweringSettings(
+    settings = _LoweringSettings(
         plan=plan,
         placement=placement,
         rank=rank,
         trained=trained,
         active=active,
         together=_taken_together(plan, program, subject.model.training),
-        runs=None if subject.model.training or not in_turn else _known_runs(subject.runs, program, plan, stages),
+        cell_runs=None if subject.model.training or not in_turn else _known_runs(subject.runs, program, plan, stages),
         cells=cells,
         spills=spills,
         plane=_plane(subject, program, plan, index),
         compiler=None if spills else subject.compiler,
         updates=updates or plan.directions > 1 or not _can_leave_updates(program, stages),
     )
-    lowered = _StagesOfRank(stages, how)
+    lowered = _StagesOfRank(stages, settings)
     return LoweredModel(
         program,
         hosted=lowered.hosted,
@@ -162,7 +162,7 @@ class _LoweringSettings:
         trained: values of the parameters that are trained.
         active: values that have a gradient.
         together: images in batch norm statistics, as a multiple of those of a micro-batch.
-        runs: fused runs of cells in evaluation mode; None: chosen by cost.
+        cell_runs: fused runs of cells in evaluation mode, chosen by memory; None: they are to be chosen by cost.
         cells: number of cells of one process.
         spills: whether maps are spilled.
         plane: of this rank.
@@ -177,7 +177,7 @@ class _LoweringSettings:
     active: frozenset[str]
     together: Fraction
     # Chosen by memory only in evaluation: training keeps maps for backward anyway, and its fused runs save time.
-    runs: FusedRuns | None
+    cell_runs: FusedRuns | None
     cells: int
     spills: bool
     plane: Plane
@@ -194,12 +194,12 @@ class _LoweringSettings:
 class _StagesOfRank:
     """The stages of a program, lowered in order, because a stage's inputs have the layouts of earlier outputs."""
 
-    def __init__(self, stages: Sequence[Stage], lowering: _LoweringSettings) -> None:
-        self._stages, self._how = stages, lowering
+    def __init__(self, stages: Sequence[Stage], settings: _LoweringSettings) -> None:
+        self._stages, self._settings = stages, settings
         self._splits: list[Mapping[str, Split]] = []
         self._entries: list[dict[str, Split | None]] = []
         self.hosted: dict[tuple[int, int], HostedStage] = {}
-        placement, rank, branches = lowering.placement, lowering.rank, lowering.plan.branches
+        placement, rank, branches = settings.placement, settings.rank, settings.plan.branches
         divided = False
         for index in range(len(stages)):
             self._entries.append(entries_of(stages[index], self._splits, placement.grids[index]))
@@ -223,73 +223,81 @@ class _StagesOfRank:
     def boundary(self, edge: tuple[int, int]) -> BoundaryTransfer:
         """Return the transfer between two stages."""
         source, target = edge
-        grids = self._how.placement.grids[source], self._how.placement.grids[target]
+        grids = self._settings.placement.grids[source], self._settings.placement.grids[target]
         have, need = self._splits[source], self._entries[target]
-        stage, active, plane = self._stages[source], self._how.active, self._how.plane
+        stage, active, plane = self._stages[source], self._settings.active, self._settings.plane
         return boundary(stage, target, have, need, grids, active, plane.dtypes, plane.channels_last)
 
     def _lower(self, index: int, position: int) -> HostedStage:
-        stage, how = self._stages[index], self._how
+        """Return a stage as the rank at a position of its grid runs it.
+
+        Args:
+            index: of the stage.
+            position: number of the rank in the stage's grid, row-major.
+        """
+        stage, settings = self._stages[index], self._settings
         exits = stage.sent
         needed = (*refs_in(stage.outputs), *exits)
-        program = pool_before_relu(stage.program if how.updates else without_updates(stage.program, needed), needed)
-        if how.runs is not None:
-            ranked = self._in_evaluation(program, how.runs, index, position, exits)
+        program = pool_before_relu(
+            stage.program if settings.updates else without_updates(stage.program, needed), needed
+        )
+        if settings.cell_runs is not None:
+            ranked = self._by_memory(program, settings.cell_runs, index, position, exits)
         else:
             ranked = self._by_cost(program, index, position, exits)
         instructions = ranked.instructions
-        if how.cells > 1 and not (how.runs is not None and how.shares_memory):
+        if settings.cells > 1 and not (settings.cell_runs is not None and settings.shares_memory):
             # In evaluation without spilling, cells of one process read each other's maps in place instead.
-            instructions = tuple(for_training(instruction, how.spills) for instruction in instructions)
-        if how.plane.device == "cuda":
-            of_cells = how.cells > 1 and how.runs is None
+            instructions = tuple(for_training(instruction, settings.spills) for instruction in instructions)
+        if settings.plane.device == "cuda":
+            of_cells = settings.cells > 1 and settings.cell_runs is None
             instructions = tuple(for_gpu(instruction, of_cells) for instruction in instructions)
         ranked = replace(ranked, instructions=instructions)
-        if how.plan.recomputes(index):
+        if settings.plan.recomputes(index):
             _refuse_drawn(ranked)
-        if how.compiler is not None:
+        if settings.compiler is not None:
             # After all replacements of operators: it compiles what lies between messages as it is now.
-            ranked = how.compiler.compile(ranked)
-        sources = {*how.trained, *self._entries[index]} & how.active
-        tape = build_tape(ranked, sources, in_two=how.plan.divides_backwards)
+            ranked = settings.compiler.compile(ranked)
+        sources = {*settings.trained, *self._entries[index]} & settings.active
+        tape = build_tape(ranked, sources, in_two=settings.plan.divides_backwards)
         return HostedStage(ranked, tape, position, stage.reads_image)
 
-    def _in_evaluation(
+    def _by_memory(
         self, program: Program, runs: FusedRuns, index: int, position: int, exits: tuple[str, ...]
     ) -> RankProgram:
-        """Return a stage of cells in evaluation mode, whose fused runs are chosen by memory."""
-        how = self._how
+        """Return the instructions of a stage of cells in evaluation mode, whose fused runs were chosen by memory."""
+        settings = self._settings
         target = Target(
-            how.placement.grids[index],
+            settings.placement.grids[index],
             position,
             CELL_OPERATORS,
-            gather_bytes=how.plan.gather_bytes,
-            joins=how.compiler is not None,
+            gather_bytes=settings.plan.gather_bytes,
+            joins=settings.compiler is not None,
         )
         ranked = lower(program, target, self._stages[index].outputs, exits, runs)
-        if how.shares_memory:
+        if settings.shares_memory:
             ranked = replace(ranked, instructions=tuple(map(for_prediction, ranked.instructions)))
         return ranked
 
     def _by_cost(self, program: Program, index: int, position: int, exits: tuple[str, ...]) -> RankProgram:
-        """Return a stage whose fused runs are chosen by cost, with parallel branches divided among planes."""
-        how, outputs = self._how, self._stages[index].outputs
-        grid = how.placement.grids[index]
+        """Return the instructions of a stage, with fused runs chosen by cost and branches divided among planes."""
+        settings, outputs = self._settings, self._stages[index].outputs
+        grid = settings.placement.grids[index]
         target = Target(
             grid,
             position,
             entries=self._entries[index],
-            replicas=how.together,
-            gather_bytes=how.plan.gather_bytes,
-            alone=how.plan.ranks == 1,
-            joins=how.compiler is not None,
-            apart=how.trained if how.plan.divides_backwards else frozenset(),
+            replicas=settings.together,
+            gather_bytes=settings.plan.gather_bytes,
+            alone=settings.plan.ranks == 1,
+            joins=settings.compiler is not None,
+            apart=settings.trained if settings.plan.divides_backwards else frozenset(),
         )
-        if how.plan.branches > 1:
-            program, branches = divide_stage(program, outputs, exits, how.plan.branches, grid)
-            target = replace(target, plane=replace(how.plane, branches=branches))
+        if settings.plan.branches > 1:
+            program, branches = divide_stage(program, outputs, exits, settings.plan.branches, grid)
+            target = replace(target, plane=replace(settings.plane, branches=branches))
         # Of the divided program: a plane computes other branches, and fuses others.
-        runs = fused_runs(program, target, outputs, exits, how.plan.fused_halo)
+        runs = fused_runs(program, target, outputs, exits, settings.plan.fused_halo)
         return lower(program, target, outputs, exits, runs)
 
 

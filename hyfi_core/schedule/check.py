@@ -17,10 +17,11 @@ Backward = tuple[int, int, int]
 
 
 def divided(schedule: Schedule) -> frozenset[Backward]:
-    """Return the backwards that a schedule divides into I and W: any rank has one of the two."""
+    """Return the backwards that a schedule divides into I and W; one of the two on any rank is enough."""
+    distinct = dict.fromkeys(schedule.actions)  # ranks of a stage mostly have equal rows
     return frozenset(
         (action.stage, action.direction, action.microbatch)
-        for row in dict.fromkeys(schedule.actions)
+        for row in distinct
         for action in row
         if action.verb in (Verb.I, Verb.W) and action.microbatch is not None
     )

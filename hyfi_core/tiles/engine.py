@@ -119,16 +119,16 @@ class TilesEngine(EngineState):
         Returns:
             Attention is as the aggregator returns it, without a dim for the batch; None if it returns none.
         """
-        known, _, found = self._evaluated(agree(self._groups.replica, lambda: check_slides(tiles, None)))
-        attention = [a.squeeze(0) if known.call.batched and a.dim() > 1 else a for _, a in found if a is not None]
-        return torch.stack([logits for logits, _ in found]), attention or None
+        trials, _, results = self._evaluated(agree(self._groups.replica, lambda: check_slides(tiles, None)))
+        attention = [a.squeeze(0) if trials.call.batched and a.dim() > 1 else a for _, a in results if a is not None]
+        return torch.stack([logits for logits, _ in results]), attention or None
 
     def explain(self, tiles: TileSource) -> TileExplanation:
         """Return each tile's own logits and its contribution to its slide's; in evaluation mode, equal on all ranks."""
         (slide,) = agree(self._groups.replica, lambda: check_slides([tiles], None))
-        known, features, found = self._evaluated([slide])
+        trials, features, results = self._evaluated([slide])
         with evaluating(self._model, self.device):
-            return explained(known.call, features[0], slide.coords, found[0], self._groups.replica.of("stage"))
+            return explained(trials.call, features[0], slide.coords, results[0], self._groups.replica.of("stage"))
 
     def _evaluated(
         self, slides: list[TileSource]
@@ -139,12 +139,12 @@ class TilesEngine(EngineState):
         parts = SlideParts(gather_lengths(comm, slides, comm.size)[0], comm.size)
         self._consensus.check_evaluation("predict", (len(slides), sum(parts.tiles), 0, 0), "tiles")
         with evaluating(self._model, self.device), without_grad():
-            known = agree(comm, lambda: self._tried(slides, train=False))
-            encoding = self._pass(known, slides, parts, train=False)
+            trials = agree(comm, lambda: self._tried(slides, train=False))
+            encoding = self._pass(trials, slides, parts, train=False)
             features = encoding.forward(0)[0]
             key = DrawKey(self.random.seed, 0, 0)
-            found = [known.call(bag, slide.coords, key) for bag, slide in zip(features, slides, strict=True)]
-        return known, features, found
+            results = [trials.call(bag, slide.coords, key) for bag, slide in zip(features, slides, strict=True)]
+        return trials, features, results
 
     def accumulate(self, tiles: Sequence[TileSource], labels: torch.Tensor) -> float:
         """Run both passes; this call's gradient is reduced and added to earlier ones.
@@ -174,17 +174,17 @@ class TilesEngine(EngineState):
         batches = gather_lengths(everyone, slides, replica.size)
         firsts = first_slides([len(batch) for batch in batches])
         parts = SlideParts(batches[self._groups.index], replica.size, firsts[self._groups.index])
+        # Numbers of slides and tiles stand for the shape of an image batch.
         self._consensus.check_training((len(slides), sum(parts.tiles), 0, 0), "tiles", labels, self._optimizer)
-        known = agree(everyone, lambda: self._tried(slides, train=True))
-        encoding = self._pass(known, slides, parts, train=True)
-        room = self._room(known, encoding)
-        kept = agree(everyone, lambda: self._chunks_kept(known, encoding, room.needs))
+        trials = agree(everyone, lambda: self._tried(slides, train=True))
+        encoding = self._pass(trials, slides, parts, train=True)
+        room = self._room(trials, encoding)
+        kept = agree(everyone, lambda: self._chunks_kept(trials, encoding, room.needs))
         hooks = ParameterHooks(dict(self._model.named_parameters()), 1)
-        head = BagHead(known.call, self._model, self._loss, self._groups, [len(batch) for batch in batches])
+        head = BagHead(trials.call, self._model, self._loss, self._groups, [len(batch) for batch in batches])
         # The caller may be in inference mode or no_grad, which would make a step without gradients.
         with self._watch.changing(noticed=True), hooks, torch.inference_mode(False), torch.enable_grad():
-            asked = None if self._keeps_all(known.facts) else room
-            loss = self._step(encoding, head, labels, (kept, asked), hooks)
+            loss = self._step(encoding, head, labels, kept, None if self._keeps_all(trials.facts) else room, hooks)
             self._take_buffers()
         ACTIVITY.action = None
         self.read_wait_s += encoding.waited_s
@@ -238,10 +238,10 @@ class TilesEngine(EngineState):
         slides = agree(everyone, lambda: check_slides(tiles, None))
         lengths = gather_lengths(everyone, slides, self._groups.replica.size)[self._groups.index]
         parts = SlideParts(lengths, self._groups.replica.size)
-        known = agree(everyone, lambda: self._tried(slides, train=True))
-        encoding = self._pass(known, slides, parts, train=True)
-        needs = agree(everyone, lambda: self._room(known, encoding).needs)
-        agree(everyone, lambda: self._chunks_kept(known, encoding, needs))
+        trials = agree(everyone, lambda: self._tried(slides, train=True))
+        encoding = self._pass(trials, slides, parts, train=True)
+        needs = agree(everyone, lambda: self._room(trials, encoding).needs)
+        agree(everyone, lambda: self._chunks_kept(trials, encoding, needs))
         if self.vectors is not None:
             self.vectors.step_bytes = needs.lasting + needs.working
 
@@ -262,35 +262,37 @@ class TilesEngine(EngineState):
         encoding: EncoderPass,
         head: BagHead,
         labels: torch.Tensor,
-        keeping: tuple[int, KeepingRoom | None],
+        kept: int,
+        room: KeepingRoom | None,
         hooks: ParameterHooks,
     ) -> torch.Tensor:
-        wanted, (kept, room) = bool(encoding.facts.trained), keeping
+        """Return the loss; ``room`` is asked before each of the ``kept`` chunks, None: all are kept."""
+        trains_encoder = bool(encoding.facts.trained)
         with self._call.norms():
             ACTIVITY.action = "encoding tiles"
-            features, graphs = encoding.forward(kept if wanted else 0, room)
+            features, graphs = encoding.forward(kept if trains_encoder else 0, room)
             self.kept = (sum(graph is not None for graph in graphs), len(graphs))
             ACTIVITY.action = "aggregating features"
             first = DrawKey(self.random.seed, self.random.step, encoding.parts.first_slide)
-            found = head(features, encoding.slides, labels, first, wanted)
+            of_head = head(features, encoding.slides, labels, first, trains_encoder)
             # The head is done with them: the second pass needs the memory.
             del features
-            self._attention = found.attention
+            self._attention = of_head.attention
             of_encoder = (f"encoder.{name}" for name in encoding.facts.trained)
             # In the model's order, which is the same on all ranks: their reductions are sent in it.
             ordered = {name: n for n, (name, _) in enumerate(self._model.named_parameters())}
-            trained = tuple(sorted({*found.trained, *of_encoder}, key=lambda name: ordered[name]))
+            trained = tuple(sorted({*of_head.trained, *of_encoder}, key=lambda name: ordered[name]))
             self._names.trained = trained
             if trained not in self._reducing:
                 dtype = torch.bfloat16 if self.plan.reduce_dtype == "bfloat16" else None
                 self._reducing[trained] = self._make_gradients(trained, dtype)
             gradients = self._reducing[trained]
             ACTIVITY.action = "driving tiles backward"
-            gradients.begin(found.counted)
-            if wanted:
-                encoding.backward(graphs, found.features, gradients, room)
+            gradients.begin(of_head.counted)
+            if trains_encoder:
+                encoding.backward(graphs, of_head.features, gradients, room)
             gradients.finish(hooks)
-        return found.loss
+        return of_head.loss
 
     def _distribute(self, comm: Communicator) -> None:
         """Send the weights of rank 0 to all ranks."""
@@ -313,30 +315,30 @@ class TilesEngine(EngineState):
             for buffer in self._model.buffers():
                 self._groups.all.broadcast(buffer)
 
-    def _pass(self, known: TriedModel, slides: list[TileSource], parts: SlideParts, train: bool) -> EncoderPass:
+    def _pass(self, trials: TriedModel, slides: list[TileSource], parts: SlideParts, train: bool) -> EncoderPass:
         """Return the passes over the encoder for these slides, in chunks that fit the plan's memory."""
         # Exact norms wait for the sums of all ranks once for each slide, so a rank encodes its tiles in one call.
         whole = train and self._call.exact and bool(self._call.live_norms)
-        size = None if whole else chunk_size(known.facts, self.plan.memory_bytes, self._settings.chunk)
+        size = None if whole else chunk_size(trials.facts, self.plan.memory_bytes, self._settings.chunk)
         chunks, comm = parts.chunks(self._groups.replica.rank, size), self._groups.replica.of("stage")
         key = self.random.seed, self.random.step if train else 0
         reader: ChunkReader = SourceReader()
         if train:
             reader, self._chunk = self.reader, size
-        facts, like = known.facts, known.like
+        facts, like = trials.facts, trials.like
         return self._passes(self._call, facts, slides, parts, chunks, comm, *key, like, train, reader, self.vectors)
 
     def own_chunks(self, tiles: Sequence[int]) -> list[TileChunk]:
         """Return the chunks of this rank of slides with these numbers of tiles, as the last step would divide them."""
         return SlideParts(tuple(tiles), self._groups.replica.size).chunks(self._groups.replica.rank, self._chunk)
 
-    def _chunks_kept(self, known: TriedModel, encoding: EncoderPass, needs: MemoryNeeds) -> int:
+    def _chunks_kept(self, trials: TriedModel, encoding: EncoderPass, needs: MemoryNeeds) -> int:
         """Return how many chunks of this rank are kept.
 
         Raises:
             RequestError: the plan's memory is too little.
         """
-        facts, chunks = known.facts, len(encoding.chunks)
+        facts, chunks = trials.facts, len(encoding.chunks)
         kept = chunks_kept(needs, self.plan.memory_bytes, self.device, self._groups.sharers(), chunks)
         if self._keeps_all(facts):
             if kept < chunks and self.plan.memory_bytes is not None:
@@ -352,14 +354,14 @@ class TilesEngine(EngineState):
         """Whether norms wait for the sums of all chunks, which are all kept."""
         return bool(self._call.exact and self._call.live_norms and facts.trained)
 
-    def _room(self, known: TriedModel, encoding: EncoderPass) -> KeepingRoom:
+    def _room(self, trials: TriedModel, encoding: EncoderPass) -> KeepingRoom:
         """Return what a step needs, and whether another chunk may be kept."""
         largest = max((len(chunk) for chunk in encoding.chunks), default=0)
-        facts, comm = known.facts, self._groups.all
-        numbers, read = torch.Size(known.like[0]).numel(), known.like[1].itemsize
+        facts, comm = trials.facts, self._groups.all
+        numbers, read = torch.Size(trials.like[0]).numel(), trials.like[1].itemsize
         # The chunk at work and the next one, each as it is read and as input; chunks read further ahead only as read.
         tiles = numbers * (read + self._call.dtype.itemsize) * 2 + numbers * read * (self.reader.ahead - 1)
-        lasting = known.lasting(encoding.parts.tiles) + encoding.reader.kept_bytes(encoding.slides)
+        lasting = trials.lasting(encoding.parts.tiles) + encoding.reader.kept_bytes(encoding.slides)
         lasting += new_bytes(self._model, self._optimizer, comm.size > 1)
         work = facts.peak if facts.trained else facts.forward
         needs = MemoryNeeds(lasting, work.of(largest) + tiles * largest, facts.kept.of(largest))

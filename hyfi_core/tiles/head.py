@@ -64,7 +64,7 @@ class BagHead:
         slides: Sequence[TileSource],
         labels: torch.Tensor,
         key: DrawKey,
-        wanted: bool,
+        trains_encoder: bool,
     ) -> HeadGradients:
         """Return loss and gradients (collective over all ranks).
 
@@ -73,13 +73,13 @@ class BagHead:
             slides: for their coordinates.
             labels: of this replica.
             key: of the replica's first slide.
-            wanted: whether gradients of the features are needed.
+            trains_encoder: whether gradients of the features are needed.
 
         Raises:
             RequestError: nothing is trained, or the loss is refused.
         """
         # The gathered features are this step's own, so they may become leaves themselves.
-        bags: list[torch.Tensor] = [of.requires_grad_(wanted and of.is_floating_point()) for of in features]
+        bags: list[torch.Tensor] = [of.requires_grad_(trains_encoder and of.is_floating_point()) for of in features]
         keys = [DrawKey(key.seed, key.step, key.slide + number) for number in range(len(bags))]
         aggregated = [self.call(bag, slide.coords, k) for bag, slide, k in zip(bags, slides, keys, strict=True)]
         own = torch.stack([logits for logits, _ in aggregated])
@@ -89,10 +89,10 @@ class BagHead:
             raise RequestError("neither encoder nor aggregator has a parameter to train; set requires_grad of some")
         # The loss of the gathered logits and the aggregator's graph are differentiated one after the other:
         # logits of other replicas have no graph here.
-        value, cotangent, by_loss = self._lossy(own.detach(), labels.to(own.device), [*named.values()])
-        leaves: list[torch.Tensor] = [*bags, *named.values()] if wanted else [*named.values()]
+        value, cotangent, by_loss = self._loss_of_all(own.detach(), labels.to(own.device), [*named.values()])
+        leaves: list[torch.Tensor] = [*bags, *named.values()] if trains_encoder else [*named.values()]
         of_own: tuple[torch.Tensor | None, ...] = torch.autograd.grad(own, leaves, cotangent, allow_unused=True)
-        of_bags: list[torch.Tensor | None] = list(of_own[: len(bags)]) if wanted else [None] * len(bags)
+        of_bags: list[torch.Tensor | None] = list(of_own[: len(bags)]) if trains_encoder else [None] * len(bags)
         by_own = dict(zip(named, of_own[len(leaves) - len(named) :], strict=True))
         of_loss = dict(zip(named, by_loss, strict=True))
         trained = tuple(name for name in named if by_own[name] is not None or of_loss[name] is not None)
@@ -106,32 +106,45 @@ class BagHead:
                 counted[named[name]] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
         return HeadGradients(value, of_bags, trained, counted, attention)
 
-    def _lossy(
-        self, own: torch.Tensor, labels: torch.Tensor, parameters: list[nn.Parameter]
+    def _loss_of_all(
+        self, own: torch.Tensor, own_labels: torch.Tensor, parameters: list[nn.Parameter]
     ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor | None]]:
-        """Return the loss, the cotangent of this replica's logits, and gradients of parameters within the loss."""
-        here, comm = self.groups.index, self.groups.all.of("reduce")
-        logits, targets = own, labels
-        if len(self.batches) > 1:
-            like = {
-                # On the meta device: shapes are all that a receiver needs to know.
-                (name, replica): tensor.new_empty((batch, *tensor.shape[1:]), device="meta")
-                for name, tensor in (("logits", own), ("labels", labels))
-                for replica, batch in enumerate(self.batches)
-            }
-            owned = {("logits", here): own, ("labels", here): labels} if self.groups.replica.rank == 0 else {}
-            gathered = gather_tensors(comm, like, owned, own.device)
-            logits, targets = (
-                torch.cat([gathered[name, replica] for replica in range(len(self.batches))])
-                for name in ("logits", "labels")
-            )
+        """Return the loss of the slides of all replicas, and its gradients (collective over all ranks).
+
+        Args:
+            own: logits of this replica's slides, (B, …), without graph.
+            own_labels: their labels, on the same device.
+            parameters: of the model; the loss function may use some itself, without the logits.
+
+        Returns:
+            The loss, float64 without dims; the cotangent of ``own``; for each parameter, the gradient of its use in the
+            loss function, None if it is not used there.
+        """
+        logits, labels = (own, own_labels) if len(self.batches) == 1 else self._gathered(own, own_labels)
         leaf = logits.detach().requires_grad_()
-        loss = self.loss(leaf, targets)
-        cotangent, *others = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
-        value = loss.detach().double().reshape(())
+        loss = self.loss(leaf, labels)
+        cotangent, *of_parameters = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
+        value, comm = loss.detach().double().reshape(()), self.groups.all.of("reduce")
         if comm.size > 1:
             # One rank's value for all: on other devices, its last bit may differ.
             comm.broadcast(value)
-        first = sum(self.batches[:here])
-        whole = torch.zeros_like(leaf) if cotangent is None else cotangent
-        return value, whole[first : first + len(own)], others
+        first = sum(self.batches[: self.groups.index])
+        # None: a loss that does not use the logits.
+        of_all = torch.zeros_like(leaf) if cotangent is None else cotangent
+        return value, of_all[first : first + len(own)], of_parameters
+
+    def _gathered(self, own: torch.Tensor, own_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and labels of all replicas, in their order, on every rank."""
+        tensors = {"logits": own, "labels": own_labels}
+        like = {
+            # On the meta device: shapes are all that a receiver needs to know.
+            (name, replica): tensor.new_empty((batch, *tensor.shape[1:]), device="meta")
+            for name, tensor in tensors.items()
+            for replica, batch in enumerate(self.batches)
+        }
+        # All ranks of a replica have the same logits: the first one sends them.
+        sends = self.groups.replica.rank == 0
+        owned = {(name, self.groups.index): tensor for name, tensor in tensors.items()} if sends else {}
+        by_replica = gather_tensors(self.groups.all.of("reduce"), like, owned, own.device)
+        logits, labels = (torch.cat([by_replica[name, r] for r in range(len(self.batches))]) for name in tensors)
+        return logits, labels

@@ -132,16 +132,29 @@ def _patch_means(mask: Mask, rows: int, columns: int, height: float, width: floa
         height: Height of the slide in patches; not whole if the last row is cut off.
         width: Width of the slide in patches.
     """
-    down = np.clip(np.round(np.arange(rows + 1) * mask.shape[0] / height).astype(int), 0, mask.shape[0])
-    across = np.clip(np.round(np.arange(columns + 1) * mask.shape[1] / width).astype(int), 0, mask.shape[1])
     if not mask.any():
         return np.zeros((rows, columns), np.float32)
+    y_edges, x_edges = _edges(rows, height, mask.shape[0]), _edges(columns, width, mask.shape[1])
     # A patch is about twenty rows of a mask, whose sum fits in a byte; sums of bytes are faster.
-    dtype = np.uint8 if int(np.diff(down).max()) < 256 else np.int32
-    # One more row and column: `reduceat` refuses a start behind the last pixel, as that of an empty border is.
-    total = np.add.reduceat(np.pad(mask, ((0, 1), (0, 1))).view(np.uint8), down[:-1], axis=0, dtype=dtype)
-    total = np.add.reduceat(total, across[:-1], axis=1, dtype=np.int32)
-    # At least 1: a patch of a coarse mask may have no row of its own.
-    area = np.maximum(np.diff(down), 1)[:, None] * np.maximum(np.diff(across), 1)
-    result: Float = (total / area).astype(np.float32)
+    dtype = np.uint8 if int(np.diff(y_edges).max()) < 256 else np.int32
+    # One more row and column, of zeros: a narrow last patch may begin at the end of a coarse mask, where `reduceat`
+    # accepts no start.
+    padded = np.pad(mask, ((0, 1), (0, 1))).view(np.uint8)
+    covered = np.add.reduceat(padded, y_edges[:-1], axis=0, dtype=dtype)
+    covered = np.add.reduceat(covered, x_edges[:-1], axis=1, dtype=np.int32)
+    # At least 1: a patch of a coarse mask may have no row of its own; `reduceat` then takes the one at its start.
+    area = np.maximum(np.diff(y_edges), 1)[:, None] * np.maximum(np.diff(x_edges), 1)
+    result: Float = (covered / area).astype(np.float32)
     return result
+
+
+def _edges(patches: int, length: float, side_px: int) -> npt.NDArray[np.int64]:
+    """Return the ``patches + 1`` edges of patches along an axis of a mask with ``side_px`` pixels.
+
+    Args:
+        patches: Number of patches, the cut one at the end included.
+        length: Length of the slide in patches.
+        side_px: Length of the slide in pixels of the mask.
+    """
+    edges: npt.NDArray[np.int64] = np.round(np.arange(patches + 1) * side_px / length).astype(np.int64)
+    return edges.clip(0, side_px)

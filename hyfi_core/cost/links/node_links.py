@@ -19,6 +19,8 @@ from hyfi_core.plan.placement import Placement
 
 PeerOffset = tuple[int, int]
 """Rows and columns of ranks from one to another of the same grid."""
+Crossings = tuple[bool | None, ...]
+"""For each of several peers: whether its messages leave the node; None if there is no such rank in the grid."""
 Messages = Sequence[tuple[int, float]]
 """(rank of the earlier stage, bytes) of all that one rank of the later stage receives from it."""
 
@@ -44,11 +46,11 @@ class NodeLinks:
 
         Args:
             stage: whose ranks exchange.
-            received: way from a rank to a peer -> bytes that it receives from there; 0 for a message to it alone.
+            received: peer of a rank -> bytes that the rank receives from it.
         """
-        ways = tuple(received)
-        # A set: thousands of ranks are of a few kinds.
-        return tuple({self._messages_s(zip(kind, received.values(), strict=True)) for kind in self._kinds(stage, ways)})
+        # Sets: thousands of ranks are of a few kinds.
+        kinds = self._crossings(stage, tuple(received))
+        return tuple({self._messages_s(zip(kind, received.values(), strict=True)) for kind in kinds})
 
     def edge_s(self, edge: tuple[int, int], incoming: Sequence[Messages]) -> float:
         """Return the time in which values from one stage arrive at the rank of another that waits the longest.
@@ -81,23 +83,24 @@ class NodeLinks:
     def between_planes(self) -> DeviceLink:
         """Return the slowest link between ranks with the same position in all planes of a replica."""
         size = self._placement.size
-        ways = [range(rank, self._plan.ranks_per_replica, size) for rank in range(size)]
-        return self._link(any(self._leaves(begin, way) for begin in self._replica_begins for way in ways))
+        groups = [range(rank, self._plan.ranks_per_replica, size) for rank in range(size)]
+        return self._link(any(self._leaves(begin, group) for begin in self._replica_begins for group in groups))
 
     def _leaves(self, begin: int, ranks: Iterable[int]) -> bool:
+        """Whether ranks are on more than one node, if rank 0 is device ``begin`` of its node."""
         return len({(begin + rank) // self._machine.devices_per_node for rank in ranks}) > 1
 
     def _link(self, network: bool) -> DeviceLink:
         return self._machine.network if network else self._machine.node
 
-    def _kinds(self, stage: int, ways: tuple[PeerOffset, ...]) -> frozenset[tuple[bool | None, ...]]:
-        """Return, for each rank that differs, whether a message in each way leaves its node; None for no message."""
+    def _crossings(self, stage: int, peers: tuple[PeerOffset, ...]) -> frozenset[Crossings]:
+        """Return which messages leave their node, once for all ranks of a stage that are alike."""
         grid, per_node = self._placement.grids[stage], self._machine.devices_per_node
-        kinds: frozenset[tuple[bool | None, ...]] = frozenset()
+        kinds: frozenset[Crossings] = frozenset()
         for direction in range(self._plan.directions):
             first = self._placement.group(stage, direction)[0]
             begins = tuple(sorted({(begin + first) % per_node for begin in self._begins}))
-            kinds |= _kinds(grid, begins, per_node, direction == 1, ways)
+            kinds |= _crossings(grid, begins, per_node, direction == 1, peers)
         return kinds
 
     def _messages_s(self, messages: Iterable[tuple[bool | None, float]]) -> tuple[float, float]:
@@ -112,26 +115,28 @@ class NodeLinks:
 
 
 @lru_cache(maxsize=4096)  # networks repeat their blocks, and plans their grids
-def _kinds(
-    grid: tuple[int, int], begins: tuple[int, ...], per_node: int, backwards: bool, ways: tuple[PeerOffset, ...]
-) -> frozenset[tuple[bool | None, ...]]:
-    """Return what differs between the ranks of a grid; see ``NodeLinks``.
+def _crossings(
+    grid: tuple[int, int], begins: tuple[int, ...], per_node: int, backwards: bool, peers: tuple[PeerOffset, ...]
+) -> frozenset[Crossings]:
+    """Return which messages leave their node, once for all ranks of a grid that are alike.
 
     Args:
         grid: rows and columns of ranks.
-        begins: where its first rank may be on its node.
+        begins: devices of a node that may have the first rank of the grid; replicas begin at different ones.
         per_node: devices of a node.
-        backwards: whether ranks count down along the grid: the second direction.
-        ways: to peers.
+        backwards: whether ranks count down along the grid, as in the second direction.
+        peers: of each rank.
     """
     (rows, columns), step = grid, -1 if backwards else 1
-    kinds = set()
+
+    def node_of(begin: int, y: int, x: int) -> int:
+        return (begin + step * (y * columns + x)) // per_node
+
+    kinds: set[Crossings] = set()
     for begin, y, x in product(begins, range(rows), range(columns)):
-        node = (begin + step * (y * columns + x)) // per_node
-        kind: list[bool | None] = []
-        for down, right in ways:
+        node, kind = node_of(begin, y, x), list[bool | None]()
+        for down, right in peers:
             inside = 0 <= y + down < rows and 0 <= x + right < columns
-            peer = (begin + step * ((y + down) * columns + x + right)) // per_node
-            kind.append(peer != node if inside else None)
+            kind.append(node_of(begin, y + down, x + right) != node if inside else None)
         kinds.add(tuple(kind))
     return frozenset(kinds)

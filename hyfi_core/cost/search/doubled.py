@@ -65,7 +65,7 @@ def doubled(single: Program) -> Program | None:
     try:
         with torch.no_grad():
             for op in single.operators:
-                operators.append(_operator(op, values, single.values))
+                operators.append(_for_two(op, values, single.values))
                 _run(operators[-1], values, single.values)
     except Exception:  # each kernel refuses shapes in its own way
         return None
@@ -73,35 +73,42 @@ def doubled(single: Program) -> Program | None:
     return replace(single, operators=tuple(operators), values=infos)
 
 
-def _operator(op: Operator, values: Mapping[str, torch.Tensor], single: Mapping[str, ValueInfo]) -> Operator:
-    """Return an operator for two images.
+def _for_two(op: Operator, values: Mapping[str, torch.Tensor], single: Mapping[str, ValueInfo]) -> Operator:
+    """Return the operator that computes for two images what ``op`` computes for one.
 
     Args:
-        op: for one image.
-        values: for two images, all that are computed so far.
-        single: for one image.
+        op: an operator of the program for one image.
+        values: the values computed so far, for two images.
+        single: the same values, for one image.
+
+    Raises:
+        _UnclearError: it depends on the batch in a way that one image does not show.
     """
+    # Values that do not depend on the image, such as weights, have the same shape for two images.
     batched = [name for name in op.inputs if values[name].shape != single[name].shape]
-    named = _named(op)
+    arguments = _arguments(op)
     if op.text in _RESHAPES:
         return _reshape(op, batched, values, single)
-    if _SIZES & named.keys():
+    if _SIZES & arguments.keys():
         raise _UnclearError
-    if not op.inputs and any(item == 1 for item in named.values() if type(item) is int):  # as of arange(batch)
+    # A 1 may be the number of images, as in arange(batch).
+    if not op.inputs and any(item == 1 for item in arguments.values() if type(item) is int):
         raise _UnclearError
-    if op.text in _CHOOSING and batched and not _chooses_all(named):
-        rank = len(single[batched[0]].shape) + (op.text == "aten.stack.default")
-        if named.get("dim", 0) % rank == 0:
+    if op.text in _CHOOSING and batched and not _chooses_all(arguments):
+        # A negative dim counts from the end: for `stack`, from the end of the result, which has one dim more.
+        dims = len(single[batched[0]].shape) + (op.text == "aten.stack.default")
+        if arguments.get("dim", 0) % dims == 0:
             raise _UnclearError
     return op
 
 
-def _chooses_all(named: Mapping[str, Any]) -> bool:
-    """Whether it is a slice from the first to the last."""
-    return not named.get("start", 1) and (named.get("end") or _TO_THE_END) >= _TO_THE_END
+def _chooses_all(arguments: Mapping[str, Any]) -> bool:
+    """Whether the arguments are those of a slice from the first to the last position."""
+    # Operators without a start are no slices: 1 stands for "not from the first".
+    return not arguments.get("start", 1) and (arguments.get("end") or _TO_THE_END) >= _TO_THE_END
 
 
-def _named(op: Operator) -> dict[str, Any]:
+def _arguments(op: Operator) -> dict[str, Any]:
     """Return the arguments that an operator was given, by name."""
     schema = getattr(op.target, "_schema", None)
     if schema is None:

@@ -42,6 +42,21 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
+class _WindowNeed:
+    """The pixels of a value that a window operator needs, some of them beyond the parts that ranks own.
+
+    Attributes:
+        window: name of the operator.
+        layout: of the value.
+        boxes: that each rank needs.
+    """
+
+    window: str
+    layout: Layout
+    boxes: Boxes
+
+
+@dataclass(frozen=True)
 class _PointwiseChain:
     """Pointwise operators one after the other, before windows.
 
@@ -211,21 +226,21 @@ def _chains(whole: WholeLayouts) -> tuple[_PointwiseChain, ...]:
     operators, ranked = list(whole.operators.values()), whole.ranked
     sketch = sketch_of(ranked.program, operators, ranked.splits, ranked.fusible, ())
     makers = {value: flow for flow in sketch.flows for value in flow.makes}
-    needs: dict[str, tuple[Flow, list[tuple[str, Layout, Boxes]]]] = {}
-    for flow in sketch.flows:
-        for value, need in reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts):
+    needs: dict[Flow, list[_WindowNeed]] = {}  # the last operator of a chain -> what windows need of its results
+    for window in sketch.flows:
+        for value, boxes in reaching(sketch, window, sketch.layouts[window.makes[0]].parts):
             layout = sketch.layouts[value]
-            if value in makers and need.alike(layout.parts):
-                last = makers[value]
-                needs.setdefault(last.name, (last, []))[1].append((flow.name, layout, need))
-    return tuple(_pointwise_chain(sketch, makers, last, of_last) for last, of_last in needs.values())
+            # A map in strips cannot have margins; bounds without its exchanges are still bounds.
+            if value in makers and boxes.same_grid_as(layout.parts):
+                needs.setdefault(makers[value], []).append(_WindowNeed(window.name, layout, boxes))
+    return tuple(_pointwise_chain(sketch, makers, last, of_last) for last, of_last in needs.items())
 
 
 def _pointwise_chain(
-    sketch: Sketch, makers: Mapping[str, Flow], last: Flow, needs: list[tuple[str, Layout, Boxes]]
+    sketch: Sketch, makers: Mapping[str, Flow], last: Flow, needs: list[_WindowNeed]
 ) -> _PointwiseChain:
     """Return the chain that ends with an operator, whose results windows need beyond a rank's part."""
-    layout, flow, operators = needs[0][1], last, [last.name]
+    layout, flow, operators = needs[0].layout, last, [last.name]
     while flow.window is None and len(flow.takes) == 1:
         (value,) = flow.takes
         if sketch.readers[value] != 1 or value not in makers or sketch.layouts[value] != layout:
@@ -233,11 +248,11 @@ def _pointwise_chain(
         flow = makers[value]
         operators.append(flow.name)
     rank = middle_rank(layout.parts.grid)
-    messages = min(len(plan_transfer(layout.parts, need, layout.map, rank).receives) for _, _, need in needs)
+    messages = min(len(plan_transfer(layout.parts, need.boxes, layout.map, rank).receives) for need in needs)
     return _PointwiseChain(
         operators=tuple(operators),
-        windows=frozenset(window for window, _, _ in needs),
+        windows=frozenset(need.window for need in needs),
         part=layout.parts.largest / layout.map.area,
-        wide=max(layout.parts.largest, min(need.largest for _, _, need in needs)) / layout.map.area,
+        wide=max(layout.parts.largest, min(need.boxes.largest for need in needs)) / layout.map.area,
         messages=messages,
     )

@@ -12,7 +12,7 @@ order remains::
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -32,30 +32,43 @@ def on_shared_cores(run: Simulation, weights: Sequence[float], cores: SharedCore
         weights: for each of its ranks, the number of ranks that it stands for.
         cores: of the node.
     """
+    times_s, stretched_s = _stretched(_changes(run, weights, cores), run.makespan_s, cores)
+
+    def stretch(time_s: float) -> float:
+        index = min(bisect_right(times_s, time_s), len(times_s) - 1)
+        begin_s, end_s = times_s[index - 1], times_s[index]
+        part = (time_s - begin_s) / (end_s - begin_s) if end_s > begin_s else 0.0
+        return stretched_s[index - 1] + part * (stretched_s[index] - stretched_s[index - 1])
+
+    events = tuple(replace(event, start_s=stretch(event.start_s), end_s=stretch(event.end_s)) for event in run.events)
+    busy_s = [0.0] * len(run.busy_s)
+    for event in events:
+        if event.kind in COMPUTE:
+            busy_s[event.rank] += event.end_s - event.start_s
+    return replace(run, events=events, makespan_s=stretched_s[-1], busy_s=tuple(busy_s))
+
+
+def _changes(run: Simulation, weights: Sequence[float], cores: SharedCores) -> dict[float, float]:
+    """Return time -> by how many cores the ranks of a node need more from then on; fewer: negative."""
     changes: dict[float, float] = {}
     for rank, weight in enumerate(weights):
         for start_s, end_s, share in _shares(_busy(run, rank), run.makespan_s, cores.waiting):
             changes[start_s] = changes.get(start_s, 0.0) + weight * share
             changes[end_s] = changes.get(end_s, 0.0) - weight * share
-    times = sorted({0.0, run.makespan_s, *changes})
-    working, later = changes.get(0.0, 0.0), [0.0]
-    # Time passes more slowly while more ranks work than there are cores.
-    for begin_s, end_s in pairwise(times):
-        later.append(later[-1] + (end_s - begin_s) * max(1.0, working / cores.count))
-        working += changes.get(end_s, 0.0)
+    return changes
 
-    def at(time_s: float) -> float:
-        index = min(bisect_right(times, time_s), len(times) - 1)
-        begin_s, end_s = times[index - 1], times[index]
-        part = (time_s - begin_s) / (end_s - begin_s) if end_s > begin_s else 0.0
-        return later[index - 1] + part * (later[index] - later[index - 1])
 
-    events = tuple(replace(event, start_s=at(event.start_s), end_s=at(event.end_s)) for event in run.events)
-    busy_s = [0.0] * len(run.busy_s)
-    for event in events:
-        if event.kind in COMPUTE:
-            busy_s[event.rank] += event.end_s - event.start_s
-    return replace(run, events=events, makespan_s=later[-1], busy_s=tuple(busy_s))
+def _stretched(
+    changes: Mapping[float, float], makespan_s: float, cores: SharedCores
+) -> tuple[list[float], list[float]]:
+    """Return times of the dry run at which the need of cores changes, and when they are with shared cores."""
+    times_s = sorted({0.0, makespan_s, *changes})
+    needed, stretched_s = changes.get(0.0, 0.0), [0.0]
+    # Time passes more slowly while more cores are needed than there are.
+    for begin_s, end_s in pairwise(times_s):
+        stretched_s.append(stretched_s[-1] + (end_s - begin_s) * max(1.0, needed / cores.count))
+        needed += changes.get(end_s, 0.0)
+    return times_s, stretched_s
 
 
 def _shares(

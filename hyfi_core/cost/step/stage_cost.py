@@ -21,7 +21,7 @@ from hyfi_core.cost.links.node_links import NodeLinks, PeerOffset
 from hyfi_core.cost.links.reduction import GradientHolders
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.operators import OperatorCost, operator_costs, value_bytes
-from hyfi_core.cost.step.lowered_stages import DividedStage, LoweredPlans, lowered_stages
+from hyfi_core.cost.step.lowered_stages import DividedStage, LoweredPlans, lowered_stages, middle_rank
 from hyfi_core.cost.step.spilling import NOTHING_SPILLED, SpilledMaps, SpillRule, SpillTimes
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -305,21 +305,14 @@ class StageCosts:
             waits.halo_s += self._cells * (self.machine.kernel_s + 2 * length / self.machine.memory_bytes_per_s)
             return
         overlapped_s = max((hidden_s.get(output, 0.0) for output in call.outputs if output is not None), default=0.0)
-        ways = self._ways(ranked.splits[name].held.grid, transfer.receives, pixel_bytes)
-        back = self._ways(ranked.splits[name].held.grid, transfer.sends, pixel_bytes)
-        kinds = (*self._links.halo_s(stage, ways), *self._links.halo_s(stage, back))
-        # The kind of rank that waits longest, on its way or on the way back.
+        grid = ranked.splits[name].held.grid
+        # Backward receives cotangents of what forward has sent.
+        in_forward = self._links.halo_s(stage, _bytes_by_peer(grid, transfer.receives, pixel_bytes))
+        in_backward = self._links.halo_s(stage, _bytes_by_peer(grid, transfer.sends, pixel_bytes))
+        kinds = (*in_forward, *in_backward)
+        # The kind of rank that waits longest, in forward or in backward.
         waits.halo_s += self._turn_s + max(software_s + max(0.0, wire_s - overlapped_s) for software_s, wire_s in kinds)
         waits.halo_bytes += length
-
-    def _ways(self, grid: tuple[int, int], strips: Sequence[Strip], pixel_bytes: float) -> dict[PeerOffset, float]:
-        """Return way to a peer -> bytes, of the rank in the middle of a grid, for which stages are lowered."""
-        (rows, columns), bytes_by_way = grid, dict[PeerOffset, float]()
-        for strip in strips:
-            y, x = divmod(strip.peer, columns)
-            way = y - rows // 2, x - columns // 2
-            bytes_by_way[way] = bytes_by_way.get(way, 0.0) + pixel_bytes * strip.box.area
-        return bytes_by_way
 
     def _branch_s(self, divided: DividedStage) -> float:
         """Return the waits for values of other planes in a forward."""
@@ -340,6 +333,17 @@ class StageCosts:
         link = None if call.all_replicas else self._links.within_stage(stage)
         waited_s = self.machine.all_reduce_s(group, length, link) + (self._turn_s if group > 1 else 0.0)
         return waited_s + (self._cells - 1) * self.machine.kernel_s
+
+
+def _bytes_by_peer(grid: tuple[int, int], strips: Sequence[Strip], pixel_bytes: float) -> dict[PeerOffset, float]:
+    """Return peer -> bytes of its strips, for the rank in the middle of a grid, for which stages are lowered."""
+    (_, columns), result = grid, dict[PeerOffset, float]()
+    middle_y, middle_x = divmod(middle_rank(grid), columns)
+    for strip in strips:
+        y, x = divmod(strip.peer, columns)
+        peer = y - middle_y, x - middle_x
+        result[peer] = result.get(peer, 0.0) + pixel_bytes * strip.box.area
+    return result
 
 
 def update_s(program: Program, machine: MachineModel) -> float:

@@ -84,8 +84,8 @@ class ShardedTilesEngine(TilesEngine):
             )
         return tile_like(slides[0])
 
-    def _room(self, known: TriedModel, encoding: EncoderPass) -> KeepingRoom:
-        room = super()._room(known, encoding)
+    def _room(self, trials: TriedModel, encoding: EncoderPass) -> KeepingRoom:
+        room = super()._room(trials, encoding)
         needs = MemoryNeeds(room.needs.lasting + self._gathered_bytes, room.needs.working, room.needs.kept)
         return KeepingRoom(needs, room.memory_bytes, room.device)
 

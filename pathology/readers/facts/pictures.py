@@ -191,12 +191,19 @@ def check_plane(pick: Pick, planes: int) -> None:
 def picked_plane(planes: list[Any], pick: Pick, size_px: tuple[int, int]) -> Any:
     """Return the picked one of several pages of one size, in a TIFF that need not say what they are.
 
+    Args:
+        planes: The pages, as tifffile has them.
+        pick: What the user has chosen; its plane counts from 1, and 0 is no choice.
+        size_px: Height and width of each page, for the message.
+
     Raises:
-        PlanesError: None is picked, or there are fewer; or they are channels.
+        PlanesError: No plane is picked, or the file has fewer; or the pages are channels.
     """
-    if names := _channels_among(planes):
+    channels = _channel_names(planes)
+    if channels is not None:
+        listed = f" ({', '.join(channels)})" if channels else ""
         raise PlanesError(
-            f"it has {len(planes)} channels{names.rstrip()}, as of fluorescence; slides are stained and in colour"
+            f"it has {len(planes)} channels{listed}, as of fluorescence; slides are stained and in colour"
         )
     described = f"{len(planes)} pictures of {size_px[0]} × {size_px[1]} px (channels, focal planes or times)"
     if not pick.plane:
@@ -205,13 +212,15 @@ def picked_plane(planes: list[Any], pick: Pick, size_px: tuple[int, int]) -> Any
     return planes[pick.plane - 1]
 
 
-def _channels_among(planes: list[Any]) -> str:
-    """Return the names of channels in brackets where pages say that they are channels."""
+def _channel_names(planes: list[Any]) -> list[str] | None:
+    """Return the names of channels that pages state, if pages say that they are channels; None if they do not."""
     first = planes[0]
     if first.samplesperpixel == 1 and first.is_qpi:
         names = [re.search(r"<Name>([^<]+)</Name>", page.description) for page in planes]
-        return f" ({', '.join(name[1] for name in names if name)})" if any(names) else " "
-    return " " if first.is_imagej and re.search(r"^channels=(?!1$)\d+$", first.description, re.MULTILINE) else ""
+        return [name[1] for name in names if name]
+    # ImageJ states a number of channels, and no names.
+    is_several = first.is_imagej and re.search(r"^channels=(?!1$)\d+$", first.description, re.MULTILINE)
+    return [] if is_several else None
 
 
 def picked_directory(picture: Picture, pick: Pick) -> int:

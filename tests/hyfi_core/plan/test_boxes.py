@@ -58,8 +58,8 @@ def test_they_are_a_sequence_in_order_of_ranks(given_boxes: list[Boxes]) -> None
 
 def test_grids_that_differ_are_not_alike() -> None:
     row, column = Boxes(((0, 1),), ((0, 1), (1, 2))), Boxes(((0, 1), (1, 2)), ((0, 1),))
-    assert row.alike(row) and not row.alike(column) and not row.alike(row.transposed())
-    assert not row.alike(Boxes(column.rows, column.columns, turned=True)), "the same grid, the other way round"
+    assert row.same_grid_as(row) and not row.same_grid_as(column) and not row.same_grid_as(row.transposed())
+    assert not row.same_grid_as(Boxes(column.rows, column.columns, turned=True)), "the same grid, the other way round"
     assert Boxes.same(Box(1, 2, 3, 4), (2, 3)) == Boxes(((1, 2),) * 2, ((3, 4),) * 3)
 
 
