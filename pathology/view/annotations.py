@@ -70,7 +70,7 @@ class AnnotationFile:
 
         Raises:
             AnnotationError: The data is not GeoJSON of annotations; nothing is written.
-            ChangedMeanwhileError: The file has another version; nothing is written.
+            ChangedMeanwhileError: The file has another version and other content; nothing is written.
             OSError: The file cannot be written.
         """
         collection = level0_collection(data, self.grid)
@@ -81,6 +81,9 @@ class AnnotationFile:
                 current = _version(self.path.read_bytes())
             except FileNotFoundError:
                 current = NO_FILE
+            # A client that got no answer sends the same again: it is there already.
+            if current == _version(text):
+                return current
             if current != version:
                 raise ChangedMeanwhileError(f"{self.path}: was changed by somebody else; load the page again to see it")
             self.path.parent.mkdir(parents=True, exist_ok=True)

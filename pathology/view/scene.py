@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hyfi_core.errors import RequestError
-from pathology.view.annotations import AnnotationFile, level0_collection, shown_collection
+from pathology.view.annotations import AnnotationFile, shown_collection
 from pathology.view.byte_cache import ByteCache
 from pathology.view.gallery import Gallery, GallerySlide
 from pathology.view.layers import HeatmapChannel, HeatmapFile, LayerError, LayerPainter
@@ -78,6 +78,7 @@ class Scene:
                 "finest_zoom": grid.finest_zoom,
                 "tile_px": TILE_PX,
                 "mpp": slide.mpp,
+                "to_level0": slide.to_level0.affine.tolist(),
                 "facts": slide.facts,
                 "tissue": slide.mpp is not None,
                 "layers": layers,
@@ -155,16 +156,6 @@ class Scene:
         if file is None:
             raise RequestError(f"{key}: {_annotation_target(self._slide(key))['reason']}")
         return file.save(data, version)
-
-    def exported(self, key: str, data: bytes) -> dict[str, Any]:
-        """Convert annotations in shown pixels to level 0, as of QuPath; nothing is written.
-
-        Raises:
-            RequestError, SlideError: They are not GeoJSON, or the slide cannot be opened.
-        """
-        self._slide(key)
-        with self.gallery.opened(key) as slide:
-            return level0_collection(data, slide.to_level0)
 
     def _annotation_file(self, key: str) -> AnnotationFile | None:
         path = self._slide(key).annotations

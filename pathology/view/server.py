@@ -138,7 +138,6 @@ class _Handlers:
             Route("/slide/{key}/regions.json", self.regions),
             Route("/slide/{key}/annotations.json", self.annotations, methods=["GET"]),
             Route("/slide/{key}/annotations.json", self.save, methods=["PUT"]),
-            Route("/slide/{key}/export.geojson", self.export, methods=["POST"]),
         ]
 
     def first(self, request: Request) -> Response:
@@ -211,10 +210,6 @@ class _Handlers:
         # In a thread: writing and syncing a file would stop all other requests.
         new_state = await run_in_threadpool(self._scene.save, request.path_params["key"], data, state)
         return _json({"saved": True}, ETag=f'"{new_state}"')
-
-    async def export(self, request: Request) -> Response:
-        data = await _body(request)
-        return _json(await run_in_threadpool(self._scene.exported, request.path_params["key"], data))
 
     def _folder(self, request: Request) -> Any:
         number = request.path_params["number"]

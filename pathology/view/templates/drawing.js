@@ -1,7 +1,7 @@
-// Annotations of the active slide: drawing, naming, editing. Changes are saved automatically after a short delay.
+// Annotations of the active slide: drawing, naming, editing. Those that are not saved yet are kept, also of other slides.
 import {byId, css, element, formatArea, formatLength, request, slideUrl, toLatLng, toPosition} from "./page.js";
+import {SlideAnnotations} from "./slide_annotations.js";
 
-const SAVE_AFTER_MS = 400;
 const MAX_EDITABLE_CORNERS = 200;
 const FREEHAND_STEP_PX = 3;
 const COLORS = [[200, 0, 0], [150, 200, 150], [90, 60, 190], [230, 150, 20], [0, 140, 160], [120, 120, 120]];
@@ -11,51 +11,81 @@ const feature = (type, coordinates, name, color) => ({
   properties: {objectType: "annotation", classification: {name, color}},
 });
 
+// Coordinates of any depth, from shown pixels to level 0; `affine` maps (row, column, 1) to (y, x).
+const mapped = (coordinates, affine) => coordinates.every(Array.isArray)
+  ? coordinates.map(one => mapped(one, affine))
+  : affine.map(([down, right, from]) => Math.round((down * coordinates[1] + right * coordinates[0] + from) * 100) / 100).reverse();
+
 export class Annotations {
-  constructor() {
-    this.pane = this.collection = this.selected = this.drawing = null;
+  // `open` shows a slide by its key.
+  constructor(open) {
+    this.open = open;
+    this.pane = this.slide = this.selected = this.drawing = null;
     this.shapes = new Map();
     this.corners = [];
     this.colors = new Map();
-    this.timer = 0;
-    this.writes = 0;
-    this.refused = NaN;  // key of the slide whose last changes could not be saved; equal to no key before
-    // Writes run one after the other: each states the version that the one before it returned.
-    this.writing = Promise.resolve();
+    this.requests = 0;
+    this.kept = new Map();  // by key, the slides whose annotations are not saved yet
     for (const button of byId("tools").children) button.addEventListener("click", () => this.draw(button.dataset.tool));
-    byId("download").addEventListener("click", () => this.download().catch(error => this.say(error.message, true)));
-    addEventListener("beforeunload", event => { if (this.unsaved || this.refused === this.key) event.preventDefault(); });
+    byId("download").addEventListener("click", () => this.download());
+    addEventListener("beforeunload", event => { if (this.unsaved) event.preventDefault(); });
   }
 
-  // Whether changes wait to be sent, or were sent and not yet answered: leaving the page could cancel the request.
-  get unsaved() { return this.timer !== 0 || this.writes > 0; }
+  get key() { return this.slide?.key; }
+  get collection() { return this.slide?.collection; }
 
-  // Show the annotations of a pane's slide; pending changes are saved first.
+  // Whether leaving the page would lose changes.
+  get unsaved() { return this.kept.size > 0; }
+
+  // Show the annotations of a pane's slide.
   async show(pane) {
-    // Repeated: an annotation may change while another change is being saved.
-    while (this.unsaved) await this.flush();
     this.stop();
     this.remove();
     this.pane = pane;
-    this.collection = null;
+    this.slide = null;
     this.list();
+    this.say("");
     if (!pane?.about) return;
-    const {key} = pane, {saved, reason, path} = pane.about.annotations;
-    this.say(saved ? "" : `Not saved: ${reason}`);
+    const {key} = pane, number = ++this.requests;
     try {
-      const response = await request(slideUrl(key, "annotations.json"));
-      const found = await response.json();
+      // What is not saved yet is newer than the file.
+      const found = this.kept.get(key) || await this.load(key, pane.about.annotations);
       // Another slide may have been chosen, or the pane closed, while the file was loaded.
-      if (this.pane !== pane || pane.key !== key || !pane.map) return;
-      this.version = (response.headers.get("ETag") || "").replaceAll('"', "");
-      this.collection = found;
-      // Together with the collection, not before: changes are saved in the file that they were loaded from.
-      Object.assign(this, {key, saved, path});
-      for (const one of found.features) this.put(one);
+      if (number !== this.requests || this.pane !== pane || pane.key !== key || !pane.map) return;
+      this.slide = found;
+      for (const one of found.collection.features) this.put(one);
+      this.tell(found);
+      // At once, not after the delay of a failed attempt.
+      if (found.problem) found.save();
     } catch (error) {
-      this.say(error.message, true);
+      if (number === this.requests) this.say(error.message, true);
     }
     this.list();
+  }
+
+  async load(key, target) {
+    const response = await request(slideUrl(key, "annotations.json"));
+    const version = (response.headers.get("ETag") || "").replaceAll('"', "");
+    return new SlideAnnotations(key, target, await response.json(), version, slide => this.told(slide));
+  }
+
+  told(slide) {
+    if (slide.unsaved) this.kept.set(slide.key, slide);
+    else this.kept.delete(slide.key);
+    this.tell(slide);
+  }
+
+  // Say whether the slide's annotations are saved, and of which other slides they are not.
+  tell(slide) {
+    if (slide === this.slide) {
+      const {problem, unsaved, hopeless, changes, path} = slide;
+      const help = !unsaved ? "" : hopeless ? "; Download keeps them" : "; tried again, and kept until the page is left";
+      if (problem) this.say(`Not saved: ${problem}${help}`, unsaved);
+      else this.say(unsaved ? "Saving …" : changes ? `Saved in ${path}` : "");
+    }
+    const others = [...this.kept.values()].filter(one => one !== this.slide && one.problem);
+    byId("unsaved").replaceChildren(...others.length ? ["Not saved, too:"] : [], ...others.map(one =>
+      element("button", {textContent: one.key, title: one.problem, onclick: () => this.open(one.key)})));
   }
 
   remove() {
@@ -225,48 +255,18 @@ export class Annotations {
     this.changed();
   }
 
-  // Saving.
   changed() {
+    this.slide.changed();
     this.list();
-    // After a conflict the server would refuse each save: the page must be loaded again first.
-    if (!this.saved || this.conflict === this.key) return;
-    this.say("Saving …");
-    clearTimeout(this.timer);
-    // Once for many changes: each save writes the whole file.
-    this.timer = setTimeout(() => this.flush(), SAVE_AFTER_MS);
   }
 
-  flush() {
-    if (this.timer) {
-      clearTimeout(this.timer);
-      this.timer = 0;
-      // Copied now: when the server answers, all of them may be those of the next slide.
-      const {key, path} = this, body = JSON.stringify(this.collection);
-      this.writes++;
-      this.writing = this.writing.then(() => this.write(key, path, body)).finally(() => this.writes--);
-    }
-    return this.writing;
-  }
-
-  async write(key, path, body) {
-    try {
-      const response = await request(slideUrl(key, "annotations.json"), {method: "PUT", body, headers: {"If-Match": `"${this.version}"`}});
-      this.version = response.headers.get("ETag").replaceAll('"', "");
-      this.refused = NaN;
-      this.say(`Saved in ${path}`);
-    } catch (error) {
-      this.refused = key;
-      // Precondition Failed: the file has another version than this page has loaded.
-      if (error.status === 412) this.conflict = key;
-      this.say(`Not saved: ${error.message}`, true);
-    }
-  }
-
-  // Download the annotations for QuPath; also possible if they cannot be saved.
-  async download() {
+  // Download the annotations for QuPath; also possible if they cannot be saved, or hyfi view has ended.
+  download() {
     if (!this.collection) return;
-    const response = await request(slideUrl(this.key, "export.geojson"), {method: "POST", body: JSON.stringify(this.collection)});
-    const link = element("a", {href: URL.createObjectURL(await response.blob()), download: `${this.pane.about.slide_id}.geojson`});
+    const {slide_id, to_level0} = this.pane.about;
+    const features = this.collection.features.map(one => ({...one, geometry: {...one.geometry, coordinates: mapped(one.geometry.coordinates, to_level0)}}));
+    const blob = new Blob([JSON.stringify({...this.collection, features}, null, 1), "\n"], {type: "application/geo+json"});
+    const link = element("a", {href: URL.createObjectURL(blob), download: `${slide_id}.geojson`});
     link.click();
     // Not at once: the browser reads the address after the click has returned.
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);

@@ -7,7 +7,7 @@ const POWERS = [2.5, 5, 10, 20, 40, null]; // null: one slide pixel per screen p
 const MAX_PANES = 4, MAX_LISTED = 400;
 const panes = [];
 let slides = [], active = null, region = -1, origins = null, following = false;
-const annotations = new Annotations();
+const annotations = new Annotations(key => active.show(key));
 
 // Panes.
 function addPane(key, view = null) {

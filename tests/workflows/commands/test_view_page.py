@@ -1,90 +1,23 @@
-"""The viewer's page in a real browser: zoom, pan, layers, regions, annotations, side by side, a hundred fast jumps."""
+"""The viewer's page in a real browser: zoom, pan, layers, regions, side by side, a hundred fast jumps."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.pathology.tiffs import stained, write_slide
-from tests.pathology.view.predictions import SLIDE_ID, make_predictions
-from tests.patience import PATIENCE_S
-from tests.workflows.commands.serving import serving
+from tests.pathology.view.predictions import SLIDE_ID
+from tests.workflows.commands.viewing import SETTLED, address, at_of, browser, new_page, page, results
 from tests.workflows.evaluation.test_cohort_page import READOUT, TASK, slide_of
 from workflows.evaluation.cohort_page import write_cohort_page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-SETTLED = """() => {
-    const images = [...document.querySelectorAll('.leaflet-tile-container img')];
-    const there = images.length > 0 && images.every(one => one.complete && one.naturalWidth > 0);
-    const pane = viewer.active;
-    const drawable = viewer.annotations.collection && viewer.annotations.key === pane?.key;
-    return there && drawable && pane.map && pane.key === pane.wanted && !pane.map._animatingZoom;
-}"""
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("predicted")
-    write_slide(folder / "other.tiff", stained(900, 1400), mpp=0.25, levels=2)
-    return make_predictions(folder)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("no chromium on this machine (apt-get install chromium)")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def address(results: Path) -> Iterator[str]:
-    with serving(results, results.parent / "other.tiff") as (_, found):
-        yield found
-
-
-def new_page(browser: Any, width: int = 1280, height: int = 720) -> Any:
-    page = browser.new_page(viewport={"width": width, "height": height})
-    page.set_default_timeout(1000 * PATIENCE_S)
-    return page
-
-
-@pytest.fixture
-def page(browser: Any, address: str) -> Iterator[Any]:
-    """A page on the predicted slide; whatever it says on its console, or fails to load, fails the test."""
-    page = new_page(browser, width=1200, height=800)
-    said: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("response", lambda answer: answer.status >= 400 and said.append(f"{answer.status} {answer.url}"))
-    page.goto(f"{address}view?slide={SLIDE_ID}")
-    page.wait_for_function(SETTLED)
-    yield page
-    assert said == []
-    page.close()
+__all__ = ["address", "browser", "page", "results"]  # fixtures
 
 
 def view_of(page: Any) -> dict[str, float]:
     found: dict[str, float] = page.evaluate("() => viewer.active.view")
     return found
-
-
-def at_of(page: Any, x: float, y: float) -> tuple[float, float]:
-    """Return where a pixel of the slide is on the screen."""
-    found = page.evaluate(
-        "([x, y]) => { const at = viewer.active.map.latLngToContainerPoint([y, x]), box = viewer.active.mapHolder"
-        ".getBoundingClientRect(); return [at.x + box.x, at.y + box.y]; }",
-        [x, y],
-    )
-    return found[0], found[1]
 
 
 def test_the_table_opens_the_slide_with_its_heatmap(browser: Any, address: str) -> None:
@@ -207,137 +140,6 @@ def test_a_region_of_the_list_is_flown_to(page: Any) -> None:
     page.wait_for_function("([x, y]) => Math.hypot(viewer.active.view.x - x, viewer.active.view.y - y) < 8", arg=middle)
     page.keyboard.press("n")
     assert page.get_attribute("#regions button >> nth=1", "aria-current") == "true"
-
-
-def test_annotations_are_drawn_saved_and_there_again(page: Any, results: Path) -> None:
-    path = results / "annotations" / f"{SLIDE_ID}.geojson"
-    page.keyboard.press("0")
-    page.wait_for_function(SETTLED)
-    page.fill("#class", "Stroma")
-    page.click("[data-tool=polygon]")
-    corners = [(200, 200), (400, 220), (380, 500)]
-    for x, y in corners:
-        page.mouse.click(*at_of(page, x, y))
-    page.keyboard.press("Enter")
-    page.click("[data-tool=rectangle]")
-    page.mouse.move(*at_of(page, 1450, 300))
-    page.mouse.down()
-    page.mouse.move(*at_of(page, 1600, 450), steps=4)
-    page.mouse.up()
-    page.click("[data-tool=freehand]")
-    page.mouse.move(*at_of(page, 800, 300))
-    page.mouse.down()
-    for x, y in ((900, 300), (900, 500), (800, 500)):
-        page.mouse.move(*at_of(page, x, y), steps=3)
-    page.mouse.up()
-    page.wait_for_function("() => document.getElementById('saving').textContent.startsWith('Saved in')")
-    page.wait_for_function("() => viewer.annotations.collection.features.length === 3 && !viewer.annotations.unsaved")
-    written = json.loads(path.read_text())["features"]
-    assert [one["geometry"]["type"] for one in written] == ["Polygon"] * 3
-    ring = written[0]["geometry"]["coordinates"][0]
-    assert ring[0] == ring[-1] and len(ring) == 4
-    for found, drawn in zip(ring, corners, strict=False):
-        assert found == pytest.approx(list(drawn), abs=4)  # a pixel of the screen is about 2.5 of the slide's
-    assert written[0]["properties"]["classification"]["name"] == "Stroma"
-    assert written[0]["properties"]["objectType"] == "annotation"
-    page.reload()
-    page.wait_for_function(SETTLED)
-    page.wait_for_function("() => document.querySelectorAll('#annotations li').length === 3")
-    page.click("#annotations .pick >> nth=1")
-    page.keyboard.press("Delete")
-    page.wait_for_function("() => document.getElementById('saving').textContent.startsWith('Saved in')")
-    assert [one["id"] for one in json.loads(path.read_text())["features"]] == [written[0]["id"], written[2]["id"]]
-    path.unlink()
-
-
-def test_tools_wait_for_the_annotations_of_the_slide(page: Any) -> None:
-    held: list[Any] = []
-    page.route("**/annotations.json", lambda route: held.append(route))
-    page.evaluate("() => viewer.active.show('other')")
-    page.wait_for_function("() => viewer.active.about.key === 'other' && !viewer.annotations.collection")
-    disabled = "() => [...document.getElementById('tools').children].map(button => button.disabled)"
-    assert set(page.evaluate(disabled)) == {True}
-    held[0].continue_()
-    page.wait_for_function(SETTLED)
-    assert set(page.evaluate(disabled)) == {False}
-
-
-def test_leaving_warns_while_annotations_are_being_saved_and_the_message_has_their_own_file(
-    page: Any, results: Path
-) -> None:
-    held: list[Any] = []
-    saves: list[str] = []
-
-    def answer(route: Any) -> None:
-        """Hold the first request that saves; let all others pass."""
-        if route.request.method == "PUT":
-            saves.append(route.request.url)
-        if route.request.method == "PUT" and not held:
-            held.append(route)
-        else:
-            route.continue_()
-
-    page.route("**/annotations.json", answer)
-    leaving = """() => {
-        const event = new Event('beforeunload', {cancelable: true});
-        dispatchEvent(event);
-        return event.defaultPrevented;
-    }"""
-    assert not page.evaluate(leaving)
-    with page.expect_request(lambda request: request.method == "PUT"):
-        page.evaluate("() => viewer.annotations.add({type: 'Feature', geometry: {type: 'Point', coordinates: [9, 9]}})")
-        assert page.evaluate(leaving)
-    assert page.evaluate("() => viewer.annotations.timer") == 0
-    assert page.evaluate(leaving)
-    page.evaluate("() => viewer.active.show('other')")
-    page.wait_for_function("() => viewer.active.about.key === 'other'")
-    other = page.evaluate("() => viewer.active.about.annotations.path")
-    page.evaluate("() => viewer.annotations.drop(viewer.annotations.collection.features[0])")
-    page.evaluate(
-        """() => {
-            window.said = [];
-            const say = viewer.annotations.say.bind(viewer.annotations);
-            viewer.annotations.say = (text, bad) => { said.push(text); say(text, bad); };
-        }"""
-    )
-    held[0].continue_()
-    page.wait_for_function("() => said.length > 0")
-    path = results / "annotations" / f"{SLIDE_ID}.geojson"
-    assert page.evaluate("() => said[0]") == f"Saved in {path}" != f"Saved in {other}"
-    page.wait_for_function("() => !viewer.annotations.unsaved && viewer.annotations.key === 'other'")
-    assert not page.evaluate(leaving)
-    assert len(saves) == 2 and saves[0] == saves[1]
-    assert json.loads(path.read_text())["features"] == []
-    path.unlink()
-
-
-def test_leaving_warns_of_annotations_that_could_not_be_saved(page: Any, results: Path) -> None:
-    leaving = """() => {
-        const event = new Event('beforeunload', {cancelable: true});
-        dispatchEvent(event);
-        return event.defaultPrevented;
-    }"""
-    point = "() => viewer.annotations.add({type: 'Feature', geometry: {type: 'Point', coordinates: [9, 9]}})"
-
-    def answer(route: Any) -> None:
-        """Answer instead of the server, as a proxy may do, without the version that was saved."""
-        if route.request.method == "PUT":
-            route.fulfill(status=200, body="{}")
-        else:
-            route.continue_()
-
-    page.route("**/annotations.json", answer)
-    page.evaluate(point)
-    page.wait_for_function("() => document.getElementById('saving').textContent.startsWith('Not saved')")
-    assert not page.evaluate("() => viewer.annotations.unsaved")
-    assert page.evaluate(leaving)
-    page.unroute("**/annotations.json")
-    page.evaluate(point)
-    page.wait_for_function("() => document.getElementById('saving').textContent.startsWith('Saved in')")
-    assert not page.evaluate(leaving)
-    path = results / "annotations" / f"{page.evaluate('() => viewer.active.about.key')}.geojson"
-    assert len(json.loads(path.read_text())["features"]) == 2
-    path.unlink()
 
 
 def test_slides_side_by_side_move_together(page: Any) -> None:
