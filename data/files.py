@@ -102,6 +102,17 @@ def in_utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def json_in_utf8(value: object) -> str:
+    """Return compact JSON with the texts of `in_utf8`: scripts of pages cannot make an address of half a character.
+
+    Raises:
+        ValueError: A number is NaN or infinite, which JSON does not have.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # In JSON a backslash is two.
+    return re.sub("[\ud800-\udfff]", lambda half: f"\\\\u{ord(half[0]):04x}", text)
+
+
 def json_bytes(value: dict[str, Any]) -> bytes:
     """Return the object as indented JSON in UTF-8; undecodable bytes of file names are kept."""
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "surrogateescape")

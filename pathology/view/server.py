@@ -22,6 +22,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from data.cores import usable_cores
+from data.files import in_utf8, json_in_utf8
 from data.store.slide_store import StoreError
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
@@ -30,7 +31,6 @@ from pathology.view.scene import NotInGalleryError, Scene
 from pathology.view.web_files import (
     HEADERS,
     PAGE_HEADERS,
-    as_json,
     knows_viewer,
     list_page,
     static_file,
@@ -101,7 +101,7 @@ def _error(request: Request, error: Exception) -> Response:
 
 
 def _json(value: object, status: int = 200, **headers: str) -> Response:
-    return Response(as_json(value), status, media_type="application/json", headers={**_FRESH, **headers})
+    return Response(json_in_utf8(value), status, media_type="application/json", headers={**_FRESH, **headers})
 
 
 async def _body(request: Request) -> bytes:
@@ -168,7 +168,8 @@ class _Handlers:
         return HTMLResponse(list_page(f"Predictions in {folder.name}", links), headers=_FRESH)
 
     def report(self, request: Request) -> Response:
-        path = self._slide_of(request).predictions / request.path_params["slide_id"] / REPORT_FILE
+        slide = self._slide_of(request)
+        path = slide.predictions / slide.slide_id / REPORT_FILE
         if not path.is_file():
             raise HTTPException(404)
         return HTMLResponse(path.read_text(encoding="utf-8"), headers=_FRESH)
@@ -220,6 +221,7 @@ class _Handlers:
     def _slide_of(self, request: Request) -> Any:
         folder, slide_id = self._folder(request), request.path_params["slide_id"]
         for slide in self._gallery.slides.values():
-            if slide.predictions == folder and slide.slide_id == slide_id:
+            # Addresses are UTF-8, names of files need not be.
+            if slide.predictions == folder and in_utf8(slide.slide_id) == slide_id:
                 return slide
         raise HTTPException(404)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
 from pathlib import Path
+
+from data.files import in_utf8
 
 TEMPLATES = Path(__file__).parent / "templates"
 LEAFLET = Path(__file__).parent / "leaflet"
@@ -50,18 +51,7 @@ def knows_viewer(page: str) -> bool:
 def list_page(title: str, links: list[tuple[str, str, str]]) -> str:
     """Return a simple page with a list of links, each (address, text, note)."""
     rows = "\n".join(f'<li><a href="{escape(url)}">{escape(text)}</a> {escape(note)}</li>' for url, text, note in links)
-    return (
+    return in_utf8(
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<link rel="icon" href="data:,"></head><body><h1>{escape(title)}</h1><ul>{rows}</ul></body></html>'
-    )
-
-
-def as_json(value: object) -> bytes:
-    """Return compact JSON in UTF-8.
-
-    Raises:
-        ValueError: A number is NaN or infinite, which JSON does not have.
-    """
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
-        "utf-8", "backslashreplace"
     )

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from data.csv_table import read_own, write_table
-from data.files import write_atomically
+from data.files import json_in_utf8, write_atomically
 from data.samples.dataset import SlideDataset
 from data.samples.labels import Target
 from data.samples.trained.trained_notes import TrainedNotes
@@ -261,7 +261,7 @@ def write_cohort_page(
         "cohort.html",
         title=title,
         # JSON inside of a <script>: a name with "</script>" would end it, so "<" is escaped.
-        content=json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
+        content=json_in_utf8(content).replace("<", "\\u003c"),
         counts=_counts(slides),
         evaluation=section,
         note=note,

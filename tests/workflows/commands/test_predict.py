@@ -281,12 +281,18 @@ def test_a_slide_whose_name_is_not_utf_8_is_predicted_and_shown(
     assert json.loads((out / "M\udcfcller" / "regions.geojson").read_text(encoding="utf-8"))["features"]
     assert escaped in (out / "M\udcfcller" / "report.html").read_text(encoding="utf-8")
     page = (out / "index.html").read_text(encoding="utf-8")
-    assert escaped in page and "M%FCller/report.html" in page
+    assert escaped.replace("\\", "\\\\") in page and "M%FCller/report.html" in page
     with tifffile.TiffFile(out / "M\udcfcller" / "heatmap.tiff") as heatmap:
         assert escaped in (heatmap.ome_metadata or "")
     with TestClient(make_app(Scene(Gallery.of([out]), 10**7), "token"), "http://127.0.0.1/token/") as client:
         (slide,) = client.get("slides.json").json()["slides"]
-        assert client.get(f"slide/{quote(slide['key'], safe='')}/about.json").status_code == 200
+        address = quote(slide["key"], safe="")
+        assert slide["key"] == escaped and client.get(f"slide/{address}/about.json").status_code == 200
+        opened = client.get(f"open/0/{address}", follow_redirects=False)
+        assert opened.headers["location"] == f"../../view?slide={address}"
+        assert escaped in client.get(f"cohort/0/{address}/report.html").text
+        (out / "index.html").unlink()  # as of earlier versions
+        assert escaped in client.get("cohort/0/").text
 
 
 def test_only_a_launcher_starts_a_rank(hyfi_here: Hyfi) -> None:

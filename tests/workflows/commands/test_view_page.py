@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pathology.view.web_files import with_viewer
 from tests.pathology.view.predictions import SLIDE_ID
 from tests.workflows.commands.viewing import SETTLED, address, at_of, browser, new_page, page, results
 from tests.workflows.evaluation.test_cohort_page import READOUT, TASK, slide_of
@@ -50,6 +51,20 @@ def test_the_table_sorts_and_slides_without_a_value_come_last(browser: Any, tmp_
         for expected in (down, up):
             page.click(f"button:has-text('{column}')")
             assert order() == list(expected)
+    page.close()
+
+
+def test_the_table_links_slides_whose_names_are_not_utf_8(browser: Any, tmp_path: Path) -> None:
+    slides = [slide_of("a", 0.3), slide_of("M\udcfcller & co", 0.4, link="M%FCller%20%26%20co/report.html")]
+    written = write_cohort_page(tmp_path, slides, TASK, READOUT, "Cohort")
+    page = new_page(browser)
+    page.goto(written.as_uri())
+    links = "() => [...document.querySelectorAll('.space .row a')].map(one => one.getAttribute('href'))"
+    assert page.evaluate(links) == ["M%FCller%20%26%20co/report.html"]
+    written.write_text(with_viewer(written.read_text(), "../../open/0/"))
+    page.reload()
+    name = "M%5Cudcfcller%20%26%20co"
+    assert page.evaluate(links) == ["../../open/0/a", f"../../open/0/{name}", f"{name}/report.html"]
     page.close()
 
 
