@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import socket
 import stat
 import unicodedata
@@ -22,6 +23,8 @@ from hyfi_core.files import naming, swap_directory, sync_file
 
 # Each upload has its whole file in memory: this bounds the memory, too.
 _UPLOADS_AT_A_TIME = 4
+_ENOUGH_FILES = 1024
+"""Files that a process may usually have open on Linux."""
 
 
 def temporary_path(path: Path) -> Path:
@@ -193,6 +196,20 @@ def restore_replaced(folder: Path) -> None:
         name = ending.fullmatch(path.name)
         if name is not None and not (folder / name[1]).exists():
             remove_leftovers(folder / name[1])
+
+
+def reason_of(error: OSError) -> str:
+    """Return the system's words for an error; of too many open files also the limit, and what raises it."""
+    reason = error.strerror or str(error)
+    if error.errno != errno.EMFILE:
+        return reason
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Up to the hard limit, users raise it themselves.
+    may_raise = most == resource.RLIM_INFINITY or most >= _ENOUGH_FILES
+    advice = (
+        f"raise it by `ulimit -n {_ENOUGH_FILES}` before the command" if may_raise else "an administrator can raise it"
+    )
+    return f"{reason}; a process may have {limit}: {advice}"
 
 
 def sha256_of(path: Path) -> str:

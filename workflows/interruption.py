@@ -65,10 +65,11 @@ def describe_file_error(error: BaseException) -> str | None:
     """Return which file or folder cannot be used, and why; None for errors that name no file."""
     if not isinstance(error, OSError) or error.errno is None or not error.filename:
         return None
-    advice = _FILE_ADVICE.get(error.errno, "")
-    return (
-        f"{os.fsdecode(error.filename)}: {error.strerror}{advice}" if isinstance(error.filename, (str, bytes)) else None
-    )
+    if not isinstance(error.filename, (str, bytes)):
+        return None
+    from data.files import reason_of
+
+    return f"{os.fsdecode(error.filename)}: {reason_of(error)}{_FILE_ADVICE.get(error.errno, '')}"
 
 
 def file_of(error: OSError) -> Path | None:

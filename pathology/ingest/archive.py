@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from data.files import restore_replaced
+from data.files import reason_of, restore_replaced
 from data.location import each, is_remote
 from data.object_path import ObjectPath
 from data.store.manifest import DONE, SlideRecord, load_records, merge_manifest, record_path, record_states
@@ -168,7 +169,8 @@ def store_errors(report: IngestReport, store: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        report.stopped = f"cannot write to the store {store}: {error.strerror or error}"
+        fewer = ", or use --workers 1, which needs fewer" if error.errno == errno.EMFILE else ""
+        report.stopped = f"cannot write to the store {store}: {reason_of(error)}{fewer}"
 
 
 def end(store: Path) -> None:

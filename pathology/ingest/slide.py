@@ -33,7 +33,8 @@ from pathology.readers.slide_source import SlideSource
 from pathology.readers.sources import open_source
 from pathology.readers.tiff_metadata import is_truncated
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
+_CONCERNS_ALL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE}
+"""Errors of the disk or the process, which all slides after this one would have, too."""
 
 
 def ingest_slide(
@@ -227,7 +228,7 @@ def _unchanged(source: Path, stamp: SourceStamp, digest: RunningDigest) -> str:
 
 def _concerns_store(error: OSError, store: Path, cache: Path | None) -> bool:
     """Whether an error concerns the store's disk and not the slide."""
-    if error.errno in _FULL:
+    if error.errno in _CONCERNS_ALL:
         return True
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str)]
     roots = (str(store.absolute()), str(working_folder(store, cache).absolute()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 import hyfi_core.files
-from data.files import publish_directory, replacing, restore_replaced, temporary_path, write_atomically
+from data.files import publish_directory, reason_of, replacing, restore_replaced, temporary_path, write_atomically
 
 
 def test_a_file_is_replaced_when_the_context_ends(tmp_path: Path) -> None:
@@ -108,3 +110,11 @@ def test_what_a_kill_left_aside_has_its_name_again_at_the_next_start(
     running.rename(running.with_name(f".slide.zarr.old-{socket.gethostname()}-{ended.pid}"))
     restore_replaced(final.parent)
     assert (final / "zarr.json").read_text() == "old" and not list(final.parent.glob("*.old-*"))
+
+
+def test_too_many_open_files_name_the_limit_and_who_can_raise_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OSError(errno.EMFILE, "Too many open files")
+    for most, words in ((4096, "ulimit -n 1024"), (resource.RLIM_INFINITY, "ulimit -n 1024"), (64, "administrator")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, most=most: (64, most))
+        assert "a process may have 64" in reason_of(error) and words in reason_of(error)
+    assert reason_of(OSError(errno.EACCES, "Permission denied")) == "Permission denied"

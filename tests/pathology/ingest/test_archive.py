@@ -4,6 +4,7 @@ import csv
 import errno
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -308,8 +309,15 @@ def test_workers_give_the_same_store_and_fail_alone(tmp_path: Path, make_slide: 
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
 
 
-def test_a_full_disk_stops_all_and_keeps_what_is_finished(
-    tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, ["No space left"]),
+        (errno.EMFILE, ["Too many open files", "may have 20", "ulimit -n 1024", "--workers 1"]),
+    ],
+)
+def test_a_full_disk_or_too_many_open_files_stop_all_and_keep_what_is_finished(
+    number: int, words: list[str], tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, store = make_slide("a.tiff").parent, tmp_path / "store"
     for name in ("b.tiff", "c.tiff"):
@@ -318,12 +326,13 @@ def test_a_full_disk_stops_all_and_keeps_what_is_finished(
 
     def full(writer: SlideWriter, level: int, y0: int, x0: int, block: np.ndarray) -> None:
         if writer.final.name == "b.zarr" and level == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(number, os.strerror(number))
         write(writer, level, y0, x0, block)
 
     monkeypatch.setattr(SlideWriter, "write", full)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 4096))
     report = run([folder], store)
-    assert [r.slide_id for r in report.done] == ["a"] and "No space left" in report.stopped
+    assert [r.slide_id for r in report.done] == ["a"] and all(word in report.stopped for word in words)
     assert sorted(p.name for p in store.iterdir()) == [
         ".claims",
         ".records",
