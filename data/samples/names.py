@@ -170,24 +170,26 @@ class AgreedCases:
             RequestError: Slides of one case in one of them are of two in the other, or the table calls a case by the
                 name of another. With one of the two, splits, bags and metrics by case would be wrong.
         """
-        known, named = set(stored.values()), set(own.values())
-        of_case: dict[str, str] = {}
-        of_name: dict[str, str] = {}
+        # A case has a name in the manifest, ``case``, and one in the table, ``name``; often they are the same.
+        cases, names = set(stored.values()), set(own.values())
+        first_of_case: dict[str, str] = {}
+        first_of_name: dict[str, str] = {}
         # Sorted, so that the message names the same slides every time.
         for slide in sorted(slide for slide in stored.keys() & own.keys() if stored[slide] and own[slide]):
             case, name = stored[slide], own[slide]
-            same, alike = of_case.setdefault(case, slide), of_name.setdefault(name, slide)
-            if own[same] != name:
-                both = f"of one case in the manifest ({case}), and of two in the table ({own[same]}, {name})"
-                raise _contradiction(table, manifest, f"{same} and {slide} are {both}", case)
-            if stored[alike] != case:
-                both = f"of one case in the table ({name}), and of two in the manifest ({stored[alike]}, {case})"
-                raise _contradiction(table, manifest, f"{alike} and {slide} are {both}", name)
-            if name != case and (name in known or case in named):
+            # The first slide with this case, or this one.
+            by_case, by_name = first_of_case.setdefault(case, slide), first_of_name.setdefault(name, slide)
+            if own[by_case] != name:
+                both = f"of one case in the manifest ({case}), and of two in the table ({own[by_case]}, {name})"
+                raise _contradiction(table, manifest, f"{by_case} and {slide} are {both}", case)
+            if stored[by_name] != case:
+                both = f"of one case in the table ({name}), and of two in the manifest ({stored[by_name]}, {case})"
+                raise _contradiction(table, manifest, f"{by_name} and {slide} are {both}", name)
+            if name != case and (name in cases or case in names):
                 both = f"of the case {case} in the manifest, and of {name} in the table"
                 text = f"{slide} is {both}, and one of these names is another case's, too"
                 raise _contradiction(table, manifest, text)
-        renamed = {name: stored[slide] for name, slide in of_name.items() if name != stored[slide]}
+        renamed = {name: stored[slide] for name, slide in first_of_name.items() if name != stored[slide]}
         merged = {slide: renamed.get(name, name) for slide, name in own.items() if name}
         # The manifest's last: it wins where both have a case.
         merged |= {slide: case for slide, case in stored.items() if case}

@@ -73,6 +73,7 @@ def _exported(
     stored: StoredTensors,
     assigned: list[Stored] | None,
 ) -> ExportedProgram:
+    """Return the exported graph of a model, made functional; arguments as of ``capture`` and ``trace_guards``."""
     # The lock first: two exports at once crash, and the other contexts change state of the whole process.
     with PATCHING, collection_paused(), _graphs_without_code(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -103,6 +104,7 @@ def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 def _difference(
     x: torch.Tensor, n: int = 1, dim: int = -1, prepend: torch.Tensor | None = None, append: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """Return ``torch.diff`` as slices and subtractions, which have rules."""
     ends = [part for part in (prepend, x, append) if part is not None]
     result = torch.cat(ends, dim) if len(ends) > 1 else x
     for _ in range(n):
@@ -268,6 +270,17 @@ def _canonical(getitem: torch.fx.Node) -> str:
 
 
 def _declare(values: dict[str, ValueInfo], name: str, value: Any, traced: str | None = None) -> None:
+    """Add a value if it is a tensor.
+
+    Args:
+        values: gets its shape and dtype.
+        name: of the value.
+        value: of the trace.
+        traced: stack of the line that computes it; None: it is an input.
+
+    Raises:
+        RequestError: its shape depends on the image's pixels.
+    """
     if not isinstance(value, torch.Tensor):
         return
     try:
@@ -283,6 +296,7 @@ def _declare(values: dict[str, ValueInfo], name: str, value: Any, traced: str | 
 
 
 def _argument(item: Any) -> Any:
+    """Return an argument of a node as an ``Operator`` has it: values by name, containers of the same kind."""
     if isinstance(item, torch.fx.Node):
         return Ref(_canonical(item) if item.target is operator.getitem else item.name)
     # Before lists: a device is a leaf.
@@ -298,6 +312,17 @@ def _argument(item: Any) -> Any:
 def _assemble(
     exported: ExportedProgram, values: dict[str, ValueInfo], operators: list[Operator], outputs: tuple[Any, ...]
 ) -> Program:
+    """Return the program, after sorting inputs and outputs of the graph by what they are.
+
+    Args:
+        exported: the exported graph.
+        values: shape and dtype of each value.
+        operators: in order.
+        outputs: of the graph: new values of buffers, then what the model returns.
+
+    Raises:
+        RequestError: the model changes a parameter or its input, or computes with what is not a tensor.
+    """
     parameters: dict[str, str] = {}
     buffers: dict[str, str] = {}
     constants: dict[str, torch.Tensor] = {}

@@ -162,7 +162,17 @@ def _counted(calls: WatchedCalls) -> Iterator[None]:
 
 
 def _refuse_changed(model: nn.Module, before: Attributes, after: Attributes, assigned: list[Stored] | None) -> None:
-    """Refuse attributes that the forward has changed; tensors are allowed, because nothing reads them here."""
+    """Refuse attributes that the forward has replaced, because export keeps their values of this one trace.
+
+    Allowed are tensors, which nothing reads here, and attributes that the forward has created.
+
+    Args:
+        model: the model, after its forward.
+        before: attributes before the forward.
+        after: attributes after it.
+        assigned: collects attributes that are constants now, for another trace that begins with them; None: such
+            attributes are refused, too.
+    """
     for (path, name), value in after.items():
         if before.get((path, name)) == value or is_tensor(value):
             continue
@@ -189,6 +199,7 @@ def _traces() -> bool:
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
+    """Refuse a model with backward hooks."""
     for name, module in model.named_modules():
         # A graph has operators, not modules, so that nothing would call these.
         if module._backward_hooks or module._backward_pre_hooks:

@@ -66,6 +66,7 @@ class LossGuard(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _refuse_foreign(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor whose values are on other ranks, or whose gradient would not be summed over ranks."""
         name = self._elsewhere.get(id(tensor))
         if name is not None:
             raise RequestError(

@@ -224,6 +224,13 @@ def is_tensor(attribute: Hashable) -> bool:
 
 
 def _comparable(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
+    """Return what is equal for two values only if nothing has changed between them.
+
+    Args:
+        value: any.
+        depth: how deep to look into containers and objects.
+        values: results by ``id``, of all objects seen so far.
+    """
     if value is None or isinstance(value, _PLAIN):
         return (type(value), value)
     if isinstance(value, (_Same, _Identities)):
@@ -244,6 +251,7 @@ def _comparable(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable
 
 
 def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
+    """Return the same for an object, by its identity and its contents."""
     if isinstance(value, np.ndarray):
         data = value.tobytes()
         # A checksum of large arrays, so that the state does not hold a copy of them.
@@ -287,6 +295,7 @@ def _slots(value: Any) -> Iterator[Any]:
 
 
 def _items(container: Any) -> Iterator[Any]:
+    """Yield the items of a container, keys and values of a dict; those of a large one together, by their identities."""
     if len(container) > _ITEMS:
         items = tuple(container.values() if isinstance(container, dict) else container)
         yield _Identities(tuple(map(id, items)), items)

@@ -238,6 +238,7 @@ class _Walk:
                 self._add_member((holder, name, value, own), created)
 
     def _add_member(self, member: _Member, created: bool) -> None:
+        """Note a member of a class as reached, or as waiting until code that is read names it."""
         holder, name, _, own = member
         creates = name in _CREATING
         # Python calls ``__getattr__``, ``__call__`` and others itself, so no code has their names.
@@ -260,6 +261,7 @@ class _Walk:
                 members[:] = [member for member in members if not member[3]]
 
     def _of_function(self, function: Any, depth: int) -> NamedValues:
+        """Yield what a function may read: defaults, variables of its closure, and globals that it names."""
         function = _unwrapped(function)
         if isinstance(function, functools.partial):
             yield from self._found("partial()", function, True, depth)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 
-from hyfi_core.cells.page import Page
+from hyfi_core.cells.page import Page, When
 
 Entry = tuple[int, int, int, Page]
 """(waits before the next use, cell, a number that no other entry has, page); the first two negative if latest first."""
@@ -27,6 +27,14 @@ class PageOrder:
         self.dirty: list[Entry] = []
         self.nearest: list[Entry] = []
         self._entries = 0
+
+    @property
+    def latest_use(self) -> When | None:
+        """The latest next use of the pages in memory, perhaps of an outdated entry; None if there are no pages."""
+        if not self.farthest:
+            return None
+        when, cell, _, _ = self.farthest[0]
+        return -when, -cell
 
     def add(self, page: Page) -> None:
         """Add entries for a page, by its next use."""

@@ -327,8 +327,8 @@ class Pager:
         pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
         limit_bytes = self._limit_now()
         while self._memory_bytes + room_bytes > limit_bytes:
-            # The first of this heap is the farthest: its times are negative.
-            if not self._order.farthest or (-self._order.farthest[0][0], -self._order.farthest[0][1]) <= before:
+            latest_use = self._order.latest_use
+            if latest_use is None or latest_use <= before:
                 return False
             page = pop_latest(self._order.farthest)
             if page is None:

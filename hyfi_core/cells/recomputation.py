@@ -116,7 +116,8 @@ def _operator_call(source: Made, over: Sequence[str]) -> Call | None:
         saved = None  # it is the map itself: the recomputation must not keep it alive
 
     def call(so_far: torch.Tensor | None) -> torch.Tensor:
-        arguments: Any = tuple(None if name is None else so_far if name in over else inputs[name] for name in names)
+        values = {**inputs, **dict.fromkeys(over, so_far)}
+        arguments: Any = tuple(None if name is None else values[name] for name in names)
         return operator.recompute(arguments, saved)
 
     return call

@@ -331,6 +331,7 @@ def _initialise() -> None:
 
 
 def _world() -> MpiCommunicator:
+    """Return the communicator of all ranks, after starting MPI."""
     _initialise()
     # Tags of the duplicate are ours alone: a library that sends on the world cannot be taken for a peer.
     duplicate = MPI.COMM_WORLD.Dup()

@@ -63,6 +63,7 @@ class _ProgressThread:
         self._thread: threading.Thread | None = None
 
     def watch(self, pending: Pending) -> None:
+        """Add an operation to those that are tested; the first one starts the thread."""
         with self._changed:
             self._watched.append(pending)
             if self._thread is None:
@@ -77,6 +78,7 @@ class _ProgressThread:
             self._watched = [watched for watched in self._watched if watched is not pending]
 
     def _run(self, device: torch.device) -> None:
+        """Test the watched operations until they are over, first every 0.1 ms, then more and more rarely."""
         make_current(device)
         pause_s = _FIRST_S
         while True:

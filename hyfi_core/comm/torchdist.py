@@ -312,6 +312,7 @@ def world(
 
 
 def _world(limit_s: float, gpu: int | None) -> TorchCommunicator:
+    """Return the communicator of all ranks, after ``init_process_group`` if nobody has called it."""
     if gpu is not None:
         torch.cuda.set_device(gpu)  # each thread has a current device of its own
     if not dist.is_initialized():

@@ -76,6 +76,7 @@ class TwoLevelCommunicator(ForwardingCommunicator):
         self.start_all_reduce(tensor, op).wait()
 
     def _phases(self, tensor: torch.Tensor, op: ReduceOp) -> Phases:
+        """Yield the operations of a reduction, which replaces ``tensor``: inside the node, across nodes, and back."""
         yield self._inside.start_all_reduce(tensor, op)
         if self._across is None:
             yield self._back.exchange([], [Message(0, tensor)])
@@ -120,6 +121,7 @@ class NarrowCommunicator(ForwardingCommunicator):
         self.start_all_reduce(tensor, op).wait()
 
     def _phases(self, tensor: torch.Tensor) -> Phases:
+        """Yield the exchanges of a sum, which replaces ``tensor``: each rank adds one part and sends it to all."""
         flat = tensor.reshape(-1)
         # Some are empty if there are more ranks than numbers: no message is sent for these.
         parts = list(flat.tensor_split(self.size))

@@ -38,8 +38,8 @@ class _Chain:
     Attributes:
         names: of the operators.
         seconds: of forward and backward.
-        sources: chains whose values it uses.
-        users: chains that use its values.
+        sources: numbers of the chains whose values it uses.
+        users: numbers of the chains that use its values; filled by ``_sorted``.
         sent_bytes: bytes of the results of its last operator, which other chains or the stage's result use.
         is_result: whether the stage returns one of them.
         level: largest number of chains before it on any path.
@@ -158,14 +158,14 @@ def _users(operators: Sequence[Operator]) -> dict[str, set[str]]:
 
 
 def _sorted(chains: list[_Chain]) -> list[_Chain]:
-    """Return the chains by level, with the numbers of their sources and users."""
-    order = sorted(range(len(chains)), key=lambda at: (chains[at].level, at))
-    position = {at: rank for rank, at in enumerate(order)}
-    ordered = [chains[at] for at in order]
-    for at, chain in enumerate(ordered):
-        chain.sources = {position[source] for source in chain.sources}
+    """Return the chains by level, numbered anew: ``sources`` and ``users`` are positions in the result."""
+    order = sorted(range(len(chains)), key=lambda number: (chains[number].level, number))
+    new_number = {old: new for new, old in enumerate(order)}
+    ordered = [chains[old] for old in order]
+    for number, chain in enumerate(ordered):
+        chain.sources = {new_number[old] for old in chain.sources}
         for source in chain.sources:
-            ordered[source].users.add(at)
+            ordered[source].users.add(number)
     return ordered
 
 

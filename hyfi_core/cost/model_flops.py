@@ -59,6 +59,7 @@ def _forward(program: Program, op: Operator) -> float:
 
 
 def _without_data(program: Program, value: Any) -> Any:
+    """Return an argument of an operator with tensors on the meta device in the place of values."""
     if isinstance(value, Ref):
         info = program.values[value.name]
         return torch.empty(info.shape, dtype=info.dtype, device="meta")

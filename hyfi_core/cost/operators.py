@@ -132,6 +132,16 @@ def _cost(
     dtype: str | None,
     users: Mapping[str, int],
 ) -> OperatorCost:
+    """Return the cost of an operator; see ``operator_costs``.
+
+    Args:
+        program: the captured model.
+        op: the operator.
+        machine: the machine model.
+        active: values that carry gradients.
+        dtype: of products under autocast; None: the dtype of their values.
+        users: value -> number of operators that add to its cotangent.
+    """
     outputs = [name for name in op.outputs if name is not None and name in program.values]
     made_bytes = sum(value_bytes(program, name) for name in outputs)
     inputs = [name for name in op.inputs if name in program.values]

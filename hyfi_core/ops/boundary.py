@@ -177,11 +177,13 @@ class BoundaryTransfer:
 
     def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_ReceivedPiece]) -> torch.Tensor | None:
         """Return a copy of the value if it is a single piece."""
-        if len(parts) == 1 and parts[0][0].shape == value.local_shape(box):
-            part = parts[0][1]
-            # A copy: the message's memory is used for the next one as soon as this returns.
-            return part.clone(memory_format=self._format(part.dim()))
-        return None
+        if len(parts) != 1:
+            return None
+        ((piece, part),) = parts
+        if piece.shape != value.local_shape(box):
+            return None
+        # A copy: the message's memory is used for the next one as soon as this returns.
+        return part.clone(memory_format=self._format(part.dim()))
 
     def _format(self, dims: int) -> torch.memory_format:
         return torch.channels_last if self.channels_last and dims == 4 else torch.contiguous_format

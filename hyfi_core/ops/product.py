@@ -62,8 +62,8 @@ class LocalProduct(LocalSplitBackward):
     ) -> tuple[Cotangents, Rest]:
         """Return the cotangents of maps, and a function that computes those of weights."""
         needs_grad = needs_grad or (True,) * len(self.weights)
-        of_maps = tuple(asked and not of_user for asked, of_user in zip(needs_grad, self.weights, strict=True))
-        of_weights = tuple(asked and of_user for asked, of_user in zip(needs_grad, self.weights, strict=True))
+        of_maps = tuple(needed and not weight for needed, weight in zip(needs_grad, self.weights, strict=True))
+        of_weights = tuple(needed and weight for needed, weight in zip(needs_grad, self.weights, strict=True))
         # The second part needs the graph again.
         first = _differentiated(saved, cotangents, of_maps, keep=True)
         return first, lambda: _differentiated(saved, cotangents, of_weights, keep=False)
@@ -75,9 +75,11 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 def _differentiated(saved: _SavedProduct, cotangents: Cotangents, needs_grad: Sequence[bool], keep: bool) -> Cotangents:
     """Return the cotangents of the inputs that need them, None for others, and where the result has none."""
-    leaves = [leaf for leaf, asked in zip(saved.taken, needs_grad, strict=True) if asked and leaf.requires_grad]
+    inputs = list(zip(saved.taken, needs_grad, strict=True))
+    leaves = [leaf for leaf, needed in inputs if needed and leaf.requires_grad]
     if cotangents[0] is None or saved.result is None or not leaves:
         return (None,) * len(saved.taken)
     gradients = torch.autograd.grad([saved.result], leaves, [cotangents[0]], retain_graph=keep, allow_unused=True)
-    of = dict(zip(map(id, leaves), gradients, strict=True))
-    return tuple(of.get(id(leaf)) if asked else None for leaf, asked in zip(saved.taken, needs_grad, strict=True))
+    # By identity: tensors compare element by element.
+    gradient_of = dict(zip(map(id, leaves), gradients, strict=True))
+    return tuple(gradient_of.get(id(leaf)) if needed else None for leaf, needed in inputs)

@@ -78,7 +78,7 @@ def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[i
     """Return how the result is split: like the first map of the same size, or evenly if there is none."""
     first = maps[0]
     # The usual case, all maps alike: no search.
-    if all(split is first or _alike(split, first) for split in maps) and _fits(first, sizes):
+    if all(split is first or _same_pixels(split, first) for split in maps) and _fits(first, sizes):
         return builder.computed(op, first)
     y, x = first.dims
     full = next((split for split in maps if _fits(split, sizes)), None)
@@ -103,7 +103,7 @@ def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[i
     return Split(Layout.even(sizes[y], sizes[x], builder.grid), (y, x))
 
 
-def _alike(split: Split, other: Split) -> bool:
+def _same_pixels(split: Split, other: Split) -> bool:
     """Whether two maps have the same pixels in the same dims."""
     return split.dims == other.dims and split.space == other.space
 
@@ -126,7 +126,7 @@ def _aligned(builder: Builder, name: str, split: Split, anchor: Split) -> str:
         split: how it is split, with dims numbered as in the result.
         anchor: how the result is split.
     """
-    if split is anchor or _alike(split, anchor):
+    if split is anchor or _same_pixels(split, anchor):
         dims = builder.splits[name].dims
         return builder.part(name, anchor if dims == anchor.dims else replace(anchor, dims=dims))
     map_box, turned = split.layout.map, split.dims != anchor.dims

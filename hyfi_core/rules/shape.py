@@ -192,22 +192,22 @@ def _sized(op: Operator, sizes: list[int]) -> Operator:
 
 
 def sliced(builder: Builder, op: Operator) -> None:
-    """``slice``: along height or width, pixels are redistributed."""
+    """``slice``: along height or width, pixels are redistributed; along other dims, each rank slices its part."""
     name = op.args[0].name
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
-    if dim == 0 and builder.splits[name].in_batch:
-        _group(builder, op)
-        return
-    if dim in builder.splits[name].dims and not builder.splits[name].plain:
-        builder.refuse(op, "slices a dim in which height and width are flattened", "a slice of either height or width")
-    if dim in builder.splits[name].dims:
+    split = builder.splits[name]
+    if dim not in split.dims:
+        pointwise(builder, op)
+    elif split.in_batch:
+        _slice_tiles(builder, op)
+    elif split.plain:
         slice_of_space(builder, op, dim)
     else:
-        pointwise(builder, op)
+        builder.refuse(op, "slices a dim in which height and width are flattened", "a slice of either height or width")
 
 
-def _group(builder: Builder, op: Operator) -> None:
-    """Emit a slice of tiles."""
+def _slice_tiles(builder: Builder, op: Operator) -> None:
+    """Emit a slice of the batch, whose entries are the tiles of an image: they form a group of their own."""
     name = op.args[0].name
     start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
     tiles = range(builder.shape(name)[0])[start:stop:step]

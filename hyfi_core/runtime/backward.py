@@ -221,13 +221,13 @@ class BackwardPass:
 
     def _run_local(self, call: CustomCall, saved: Any, cotangents: Cotangents) -> tuple[Cotangents, Rest | None]:
         if self._in_two and isinstance(call.operator, LocalSplitBackward):
-            return call.operator.backward_of_map(saved, cotangents, self._wanted(call))
-        return call.operator.backward(saved, cotangents, self._wanted(call)), None
+            return call.operator.backward_of_map(saved, cotangents, self._needs_grad(call))
+        return call.operator.backward(saved, cotangents, self._needs_grad(call)), None
 
     def _run_collective(
         self, call: CollectiveCall, saved: Any, cotangents: Cotangents, before: Sequence[Record]
     ) -> Waits[tuple[Cotangents, Rest | None]]:
-        operator, comm, needs_grad = call.operator, self._comm_of(call), self._wanted(call)
+        operator, comm, needs_grad = call.operator, self._comm_of(call), self._needs_grad(call)
         # In two parts the weights wait for their own action: computed here, they would delay earlier stages.
         if self._deferred and isinstance(operator, AsyncBackward) and not self._in_two:
             pending, finish = operator.start_backward(comm, saved, cotangents, needs_grad)
@@ -243,7 +243,8 @@ class BackwardPass:
             return (yield from operator.backward_of_map(comm, saved, cotangents, needs_grad, waits=waits))
         return (yield from operator.backward(comm, saved, cotangents, needs_grad)), None
 
-    def _wanted(self, call: CustomCall | CollectiveCall) -> tuple[bool, ...]:
+    def _needs_grad(self, call: CustomCall | CollectiveCall) -> tuple[bool, ...]:
+        """For each input of an operator, whether its cotangent is needed."""
         return tuple(name in self._tape.active for name in call.inputs)
 
     def _may_defer(self, call: CollectiveCall, before: Sequence[Record]) -> bool:

@@ -263,6 +263,7 @@ def _room(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 def _pieces(
     parameters: Sequence[nn.Parameter], flats: Sequence[torch.Tensor]
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Return each parameter with its view of the flat tensors, which are one for each dtype."""
     pieces = []
     for dtype, flat in zip(_dtypes(parameters), flats, strict=True):
         group = [p for p in parameters if p.dtype == dtype]

@@ -33,7 +33,7 @@ def find(run: DryRun) -> FaultFound | None:
         return FaultFound("deadlock", _cycle(run, waits))
     # Ranks have ended all else: what is left can only be reductions that were started in different orders.
     blames = [
-        Blame(number, rank.reduces[0][1], f"waits for {_reduce_waits(run, rank.reduces[0][0])}")
+        Blame(number, rank.reduces[0].at, f"waits for {_reduce_waits(run, rank.reduces[0].stage)}")
         for number, rank in enumerate(run.ranks)
         if rank.reduces
     ]
@@ -100,7 +100,7 @@ def _reduce_waits(run: DryRun, stage: int) -> str:
     """Return a description of the ranks that have started another reduction before this one."""
     others = []
     for number in run.owners[stage]:
-        first = run.ranks[number].reduces[0][0]
+        first = run.ranks[number].reduces[0].stage
         if first != stage:
             others.append(f"rank {number}, which is at {Verb.REDUCE}.s{first}")
     return ", ".join(others)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import COMPUTE, TO_WEIGHTS, Action, Schedule, Verb, act
@@ -105,6 +106,20 @@ class Batch:
     end_s: float = 0.0
 
 
+class PendingReduce(NamedTuple):
+    """A reduction that a rank has started, and that waits for other ranks of its stage.
+
+    Attributes:
+        stage: whose gradients are summed.
+        at: index of the action in the rank's list.
+        start_s: when the rank was ready for it.
+    """
+
+    stage: int
+    at: int
+    start_s: float
+
+
 @dataclass(slots=True)
 class RankState:
     """The state of one rank."""
@@ -119,7 +134,7 @@ class RankState:
     own_s: dict[Action, float] = field(default_factory=dict)  # receive -> time at which this rank sent to itself
     stream: deque[Batch] = field(default_factory=deque)  # pending messages, with one stream
     stream_s: float = 0.0  # when those before them have ended
-    reduces: deque[tuple[int, int, float]] = field(default_factory=deque)  # (stage, index, time) of pending reductions
+    reduces: deque[PendingReduce] = field(default_factory=deque)  # in the order in which the rank has started them
     reduced_s: float = 0.0
     live: int = 0
     peak_live: int = 0
@@ -270,15 +285,16 @@ class DryRun:
         self._start(number, halves)
 
     def _start(self, number: int, halves: list[tuple[int, int, Half]]) -> None:
-        """Start one side of messages, or queue them in the rank's stream."""
+        """Start a rank's side of the messages of its current action, or queue them in its stream."""
+        rank = self.ranks[number]
         if not self._one_stream:
             for sender, receiver, half in halves:
                 self._pair(sender, receiver, half)
         elif halves:
-            batch = Batch(halves[0][2].index, halves, len(halves))
+            batch = Batch(rank.at, halves, len(halves))
             for _, _, half in halves:
                 half.batch = batch
-            self.ranks[number].stream.append(batch)
+            rank.stream.append(batch)
             while any([self._moved(rank) for rank in self.ranks]):  # a list: every stream is tried
                 pass
 
@@ -339,16 +355,16 @@ class DryRun:
         rank = self.ranks[number]
         start_s = max(rank.clock_s, *(rank.arrived_s.get(need, 0.0) for need in rank.needs[action]))
         # Started, not waited for: the rank goes on while the others come to it.
-        rank.reduces.append((action.stage, rank.at, start_s))
+        rank.reduces.append(PendingReduce(action.stage, rank.at, start_s))
         self._reduce(action.stage)
 
     def _reduce(self, stage: int) -> None:
         """Run a stage's reduction if it is the next one on all of its ranks, and those that waited for it."""
         owners = [self.ranks[number] for number in self.owners[stage]]
         # Collective: all owners must be there, and none may have an earlier one under way.
-        if not all(rank.reduces and rank.reduces[0][0] == stage for rank in owners):
+        if not all(rank.reduces and rank.reduces[0].stage == stage for rank in owners):
             return
-        start_s = max(max(rank.reduces[0][2], rank.reduced_s) for rank in owners)
+        start_s = max(max(rank.reduces[0].start_s, rank.reduced_s) for rank in owners)
         end_s = start_s + self._durations.reduce_s[stage]
         for number in self.owners[stage]:
             self._record(number, act(_REDUCE, stage, 0), start_s, end_s)
@@ -356,4 +372,4 @@ class DryRun:
             self.ranks[number].reduces.popleft()
         for rank in owners:
             if rank.reduces:
-                self._reduce(rank.reduces[0][0])
+                self._reduce(rank.reduces[0].stage)

@@ -43,6 +43,11 @@ class Moment:
     gradients: tuple[bool, ...]
     between: tuple[int, ...] = ()
 
+    def in_flight(self, place: int) -> int:
+        """Return the micro-batches of the rank's stage with this index that have begun and not ended."""
+        between = self.between[place] if self.between else 0
+        return self.waiting[place] + between + (self.running == place)
+
     def covers(self, other: Moment) -> bool:
         """Whether at least as much waits, and there are as many gradients, while the same stage runs."""
         return (
@@ -68,10 +73,10 @@ def fullest_moments(plan: ParallelPlan) -> dict[Hosted, tuple[Moment, ...]]:
 def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
     """Return the most micro-batches that one direction of a stage has begun and whose backward has not ended."""
     return max(
-        moment.waiting[at] + sum(moment.between[at : at + 1]) + (moment.running == at)
+        moment.in_flight(place)
         for hosted, moments in fullest_moments(plan).items()
-        for at, (held, _) in enumerate(hosted)
-        if held == stage
+        for place, (hosted_stage, _) in enumerate(hosted)
+        if hosted_stage == stage
         for moment in moments
     )
 

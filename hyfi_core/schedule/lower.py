@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hyfi_core.plan.parallel_plan import Mirror
 from hyfi_core.plan.placement import Placement
@@ -92,6 +93,20 @@ def _joined(row: tuple[Action, ...], slots: list[_Slot]) -> Iterator[Action]:
             yield row[index]
 
 
+class _NeededReceive(NamedTuple):
+    """A receive that a rank needs.
+
+    Attributes:
+        order: of its send among all sends of the schedule: by computation, then by peer.
+        latest_slot: of the rank, at which it must have been posted.
+        action: the receive.
+    """
+
+    order: tuple[int, int]
+    latest_slot: int
+    action: Action
+
+
 class _Lowering:
     """Placement of sends, receives and reductions, from the common order of all computations."""
 
@@ -152,19 +167,20 @@ class _Lowering:
 
     def receives(self, rank: int, reduces: dict[int, int]) -> list[tuple[int, Action]]:
         """Return (slot, receive) of a rank; from each sender in the order of its sends."""
-        wanted = sorted(self._wanted(rank, reduces), key=lambda item: item[0])
-        latest: dict[int, int] = {}  # sender -> slot of its earliest receive so far; earlier sends must not be after it
-        placed = []
+        needed = sorted(self._needed_receives(rank, reduces), key=lambda receive: receive.order)
+        earliest: dict[int, int] = {}  # sender -> slot of its earliest receive so far
+        placed: list[tuple[int, _NeededReceive]] = []
         # From the last: a receive is posted no later than those of the same sender's later messages.
-        for key, slot, action in reversed(wanted):
-            others = [sender for sender in senders(self._placement, rank, action) if sender != rank]
-            slot = min([slot, *(latest[sender] for sender in others if sender in latest)])
-            latest.update(dict.fromkeys(others, slot))
-            placed.append((slot, key, action))
-        return [(slot, action) for slot, _, action in sorted(placed, key=lambda item: item[:2])]
+        for receive in reversed(needed):
+            others = [sender for sender in senders(self._placement, rank, receive.action) if sender != rank]
+            slot = min([receive.latest_slot, *(earliest[sender] for sender in others if sender in earliest)])
+            earliest.update(dict.fromkeys(others, slot))
+            placed.append((slot, receive))
+        placed.sort(key=lambda item: (item[0], item[1].order))
+        return [(slot, receive.action) for slot, receive in placed]
 
-    def _wanted(self, rank: int, reduces: dict[int, int]) -> Iterator[tuple[tuple[int, int], int, Action]]:
-        """Yield (order of the send, latest slot, receive); sends are ordered by computation, then by peer."""
+    def _needed_receives(self, rank: int, reduces: dict[int, int]) -> Iterator[_NeededReceive]:
+        """Yield the receives of a rank, in any order."""
         for index, action in enumerate(self._rows[rank]):
             forward = action.verb is Verb.F
             stage, direction, microbatch = action.stage, action.direction, action.microbatch
@@ -174,7 +190,7 @@ class _Lowering:
             for peer in self._edges.sources[stage] if forward else self._edges.targets[stage]:
                 of_peer = peer, direction, microbatch
                 sender = act(Verb.F, *of_peer) if forward else self._backs[of_peer]
-                yield (
+                yield _NeededReceive(
                     (self._place[sender], self._rank_of_send(sender, stage)),
                     # One computation ahead of the one that needs it, so that the message arrives meanwhile.
                     max(0, index - 1),
@@ -183,8 +199,8 @@ class _Lowering:
         if self._point_to_point:
             for stage, slot in reduces.items():
                 # SEND_G follows all other sends of that computation, whose second numbers are below that of stages.
-                key = (self._place[self._last[stage, 1].action], self._placement.stages)
-                yield key, max(0, slot - 1), act(Verb.RECV_G, stage, 0, None, 1)
+                order = (self._place[self._last[stage, 1].action], self._placement.stages)
+                yield _NeededReceive(order, max(0, slot - 1), act(Verb.RECV_G, stage, 0, None, 1))
 
     def _rank_of_send(self, sender: Action, peer: int) -> int:
         if sender.verb is Verb.F:

@@ -37,7 +37,7 @@ class Representatives:
 
     def for_all(self, rows: Sequence[tuple[Action, ...]]) -> Schedule:
         """Return the schedule of all ranks from the lists of the representatives."""
-        return Schedule(self.schedule.name, tuple(rows[at] for at in self.of))
+        return Schedule(self.schedule.name, tuple(rows[index] for index in self.of))
 
 
 def represented(schedule: Schedule, placement: Placement, partners: bool) -> Representatives:
@@ -61,17 +61,23 @@ def represented(schedule: Schedule, placement: Placement, partners: bool) -> Rep
     while added:
         added = {partner for rank in added for partner in partners_of[rank]} - chosen
         chosen |= added
+    # From here on, representatives are counted among themselves.
     order = sorted(chosen)
-    at = {rank: index for index, rank in enumerate(order)}
-    first: dict[int, int] = {}
+    index_of = {rank: index for index, rank in enumerate(order)}
+    first_of_class: dict[int, int] = {}
     for rank in order:
-        first.setdefault(classes[rank], at[rank])
-    ranks = tuple(
-        tuple(tuple(at[rank] for rank in group if rank in at) for group in direction) for direction in placement.ranks
-    )
+        first_of_class.setdefault(classes[rank], index_of[rank])
+
+    def chosen_of(group: Sequence[int]) -> tuple[int, ...]:
+        return tuple(index_of[rank] for rank in group if rank in index_of)
+
+    groups = tuple(tuple(map(chosen_of, direction)) for direction in placement.ranks)
     rows = tuple(schedule.actions[rank] for rank in order)
-    few = Placement(placement.grids, ranks)
-    return Representatives(Schedule(schedule.name, rows), few, tuple(first[number] for number in classes))
+    return Representatives(
+        Schedule(schedule.name, rows),
+        Placement(placement.grids, groups),
+        of=tuple(first_of_class[number] for number in classes),
+    )
 
 
 def _partners(placement: Placement) -> list[tuple[int, ...]]:

@@ -36,18 +36,20 @@ def check_complete(config: Mapping[str, Any], checkpoint: Path, builds: bool = T
         RequestError: It does not; the message names what is missing, and what would work.
     """
     model = config.get("model")
-    fields_of_model = [] if not builds else ["model"] if model is None else ["model.name", "model.classes"]
+    fields_of_model: list[str] = []
+    if builds:
+        fields_of_model = ["model"] if model is None else ["model.name", "model.classes"]
     present = {*config, *(f"model.{name}" for name in model or ())}
     missing = [name for name in (*fields_of_model, *_OF_IMAGES) if name not in present]
     if missing:
-        how = (
+        remedy = (
             f"save with engine.save(folder, model_json={_EXAMPLE}), with your values"
             if config.get("saved_by") == "Engine.save"
             else "use a checkpoint of hyfi train"
         )
         raise RequestError(
             f"checkpoint {checkpoint} does not say how images are read for it: its model.json has no "
-            f"{', '.join(missing)}; {how}"
+            f"{', '.join(missing)}; {remedy}"
         )
 
 

@@ -291,16 +291,17 @@ def _pages_of_series(tiff: tifffile.TiffFile, pick: Pick) -> list[Any]:
             raise
         return pages
     largest = max(tiff.series, key=lambda s: int(np.prod(s.shape, dtype=np.int64)))
-    pages = [[keyframe(page) for page in level.pages if page is not None] for level in largest.levels]
-    size = _size(pages[0][0])
-    if tiff.is_imagej and len(pages[0]) == 1 and (count := _images_of_imagej(pages[0][0])) > 1:
+    # For each level, its pages: one, or several planes of one size.
+    finest, *coarser = [[keyframe(page) for page in level.pages if page is not None] for level in largest.levels]
+    size = _size(finest[0])
+    if tiff.is_imagej and len(finest) == 1 and (count := _images_of_imagej(finest[0])) > 1:
         raise PlanesError(f"it is an ImageJ stack of {count} pictures of {size[0]} × {size[1]} px in one; export one")
-    planes = pages[0] if len(pages[0]) > 1 else _of_one_size(tiff, pages[0][0])
-    if len(planes) == 1 and all(len(level) == 1 for level in pages):
+    planes = finest if len(finest) > 1 else _of_one_size(tiff, finest[0])
+    if len(planes) == 1 and all(len(level) == 1 for level in coarser):
         check_plane(pick, 1)
-        return [level[0] for level in pages]
+        return [finest[0], *(level[0] for level in coarser)]
     picked = picked_plane(planes, pick, size)
-    return [picked, *(level[pick.plane - 1] for level in pages[1:] if len(level) == len(planes))]
+    return [picked, *(level[pick.plane - 1] for level in coarser if len(level) == len(planes))]
 
 
 def _images_of_imagej(page: Any) -> int:

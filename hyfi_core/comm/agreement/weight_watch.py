@@ -15,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,20 @@ SAMPLED_VALUES = 64
 """Values of each parameter that are compared in a step."""
 _Selection = tuple[dict[str, int], torch.Tensor]
 """(name -> number of values, the values of all names)."""
+
+
+class _FlatTensor(NamedTuple):
+    """A tensor's memory as a flat view.
+
+    Attributes:
+        address: of that memory.
+        values: the view; None if the tensor is on a device, is empty, or has gaps.
+        sampled: a view of every n-th value, at most ``SAMPLED_VALUES``.
+    """
+
+    address: int
+    values: torch.Tensor | None
+    sampled: torch.Tensor
 
 
 class WeightWatch:
@@ -47,7 +61,7 @@ class WeightWatch:
         self._held = {name: tensor for name, tensor in self._tensors.items() if not tensor.is_meta}
         self._arriving = arriving
         self._compared = [name for name in self._held if not self.is_buffer(name)] if keeps_values else []
-        self._flat: dict[str, tuple[int, torch.Tensor | None, torch.Tensor]] = {}
+        self._flat: dict[str, _FlatTensor] = {}
         self._changed: dict[Scope, set[str]] = {"training": set(), "evaluation": set()}
         self._lost: set[str] = set()
         self._last = self._marks()
@@ -122,23 +136,25 @@ class WeightWatch:
         """Return a few values of each tensor, copied into one tensor for each dtype."""
         views: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         for name in names:
-            flat, first = self._flattened(name)
-            if flat is not None:
-                step = -(-len(flat) // SAMPLED_VALUES)
-                views.setdefault(flat.dtype, {})[name] = flat[turn % step :: step] if turn else first
+            flat = self._flattened(name)
+            if flat.values is not None:
+                step = -(-len(flat.values) // SAMPLED_VALUES)
+                # Those of turn 0 are kept: ``_marks`` selects them again and again.
+                sampled = flat.values[turn % step :: step] if turn else flat.sampled
+                views.setdefault(sampled.dtype, {})[name] = sampled
         return [({name: len(few) for name, few in of.items()}, torch.cat([*of.values()])) for of in views.values()]
 
-    def _flattened(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return a tensor's memory as a flat view, None on a device or if it has gaps; and the values of turn 0."""
+    def _flattened(self, name: str) -> _FlatTensor:
+        """Return the flat view of a tensor, the same object as long as its memory is the same."""
         tensor = self._tensors[name]
         address = tensor.data_ptr()
         # ``p.data = …`` gives a tensor other memory, and the view of the old one would never show a change again.
-        if name not in self._flat or self._flat[name][0] != address:
+        if name not in self._flat or self._flat[name].address != address:
             readable = tensor.device.type == "cpu" and torch.ops.aten.is_non_overlapping_and_dense(tensor)
-            flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if readable and tensor.numel() else None
-            first = torch.empty(0) if flat is None else flat[:: -(-len(flat) // SAMPLED_VALUES)]
-            self._flat[name] = (address, flat, first)
-        return self._flat[name][1:]
+            values = tensor.detach().as_strided((tensor.numel(),), (1,)) if readable and tensor.numel() else None
+            sampled = torch.empty(0) if values is None else values[:: -(-len(values) // SAMPLED_VALUES)]
+            self._flat[name] = _FlatTensor(address, values, sampled)
+        return self._flat[name]
 
 
 def change_mark(tensor: torch.Tensor) -> tuple[int, int]:

@@ -96,6 +96,7 @@ def _speaks_pmix(environment: Mapping[str, str]) -> bool:
 
 
 def _answers(address: str) -> bool:
+    """Whether somebody accepts connections at an address ``host:port``."""
     match = re.search(r"([^/;\s\[\]]+):(\d+)$", address.strip())
     if match is None:
         return False

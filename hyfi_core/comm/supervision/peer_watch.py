@@ -116,6 +116,7 @@ class PeerWatch:
                 peer.sendall(word)
 
     def _watch(self) -> None:
+        """Read from all peers and, if there are heartbeats, send and judge them, until every connection has ended."""
         period_s = _PERIOD_S * max(1.0, len(self._places) / _RANKS_PER_PERIOD)
         beaten_s = time.monotonic()
         with selectors.DefaultSelector() as ready:
@@ -155,6 +156,7 @@ class PeerWatch:
         return False  # it has ended
 
     def _beat(self, now_s: float) -> None:
+        """Send this rank's heartbeat to its peers, except those that read no more."""
         beat = self._heart.beat()
         self.rule.hear(self._rank, beat, now_s)
         # Its length is sent in 16 bits.
@@ -307,6 +309,7 @@ def _accept(listener: socket.socket, address: _Address, count: int) -> dict[int,
 
 
 def _connect(address: _Address, rank: int) -> dict[int, socket.socket] | None:
+    """Return rank 0 -> a connection to it, on which this rank has said which one it is; None if there is no answer."""
     try:
         peer = socket.create_connection((address.host, address.port), timeout=_CONNECT_S)
         peer.sendall(address.token + struct.pack("!I", rank))

@@ -153,6 +153,7 @@ def joined(start: Callable[[], T], expected: Expected, interrupted: Callable[[],
 
 
 def _say(expected: Expected, waited_s: float, limit_s: float) -> None:
+    """Print that this process waits, for which ranks, and for how long it will."""
     until = f"for up to {limit_s:g} s ({LIMIT_VARIABLE})" if limit_s else "without a limit"
     line = (
         f"hyfi: {socket.gethostname()}, process {os.getpid()}: waiting for other ranks since {waited_s:.3g} s: "

@@ -89,6 +89,7 @@ def _starting_bytes(folder: Path) -> int:
 
 
 def _allocated(folder: Path) -> list[tuple[Path, int]]:
+    """Return the files of a folder of shared memory, with the bytes of memory that each takes."""
     files = []
     with suppress(OSError):
         for path in folder.iterdir():

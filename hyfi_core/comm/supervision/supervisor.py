@@ -127,6 +127,7 @@ class RankSupervisor:
         return [f"rank {rank} has ended while rank {self._comm.rank} still waits: {where}" for rank, where in ended]
 
     def _end_all(self, words: str) -> NoReturn:
+        """Print an error, unless another rank has already printed one, and end all ranks."""
         with contextlib.suppress(RuntimeError):  # the board's host has ended: other ranks report
             if self._board is not None and not self._board.claim_failure():
                 self._end_quietly(self._board)
@@ -186,6 +187,7 @@ class RankSupervisor:
             time.sleep(pause_s)
 
     def _watch(self, board: Board) -> None:
+        """Check the board again and again until this rank leaves; the more ranks, the more rarely."""
         pause_s = _PERIOD_S * max(1.0, self._comm.size / _RANKS_PER_PERIOD)
         while not self._leaving.wait(pause_s):
             try:
@@ -234,6 +236,7 @@ def _patience_s(states: list[RankStatus]) -> float:
 
 
 def _stuck(states: list[RankStatus]) -> str:
+    """Return the message about ranks that wait for each other, or for ranks that have ended."""
     ended = [rank for rank, status in enumerate(states) if status.state == "ended"]
     waiting = [rank for rank, status in enumerate(states) if status.state == "waits"]
     if ended:

@@ -191,6 +191,7 @@ class ThreadGroup:
             self.world.notify((self.members[source], self.members[target]))
 
     def _refuse_mismatch(self, source: int, target: int, sent: PostedMessage, received: PostedMessage) -> None:
+        """Refuse a message with another shape, dtype or tag at its other end, or changed while it was sent."""
         ours, theirs = received.message, sent.message
         if (ours.tensor.shape, ours.tensor.dtype) != (
             theirs.tensor.shape,

@@ -183,6 +183,7 @@ class ThreadWorld:
             self._turns = max(1, self._turns - 1)
 
     def _detect_deadlock(self) -> None:
+        """End all ranks with an error if each has waited or ended for some time: none could wake another."""
         still_s = time.monotonic() - self._still_since_s
         # A rank that may go on, or runs, is neither waiting nor ended.
         if still_s < _STUCK_S or len(self._waiting.keys() | self._ended) < self.size or not self._waiting:

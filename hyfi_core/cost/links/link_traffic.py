@@ -100,6 +100,15 @@ def _add(pairs: _Pairs, a: int, b: int, length: float) -> None:
 
 
 def _add_halos(pairs: _Pairs, ranked: RankProgram, grid: tuple[int, int], group: Sequence[int], rounds: int) -> None:
+    """Add the bytes of all halos of a stage in a step to those of each pair of ranks.
+
+    Args:
+        pairs: pair of ranks -> bytes.
+        ranked: the stage, lowered for the rank in the middle of the grid.
+        grid: rows and columns of ranks.
+        group: ranks of the grid, row-major.
+        rounds: micro-batches of one direction in a step.
+    """
     rows, columns = grid
     # The rank in the middle has all neighbours; those at the border receive less.
     middle = rows // 2, columns // 2

@@ -54,6 +54,7 @@ def load_machine(name: str | Path) -> MachineModel:
 
 
 def _parse(tree: Any, source: str) -> MachineModel:
+    """Return the machine model of a parsed YAML file; ``source`` names the file in messages."""
     names = [f.name for f in fields(MachineModel)]
     if not isinstance(tree, dict):
         raise RequestError(f"machine {source}: given {type(tree).__name__}; allowed: the keys {', '.join(names)}")

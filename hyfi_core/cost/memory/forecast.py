@@ -208,6 +208,7 @@ class StageMaps:
 
     @classmethod
     def _of_stage(cls, program: Program, piece: Stage, lifetimes: Lifetimes) -> StageMaps:
+        """Return the numbers of a stage; ``program``, the whole model, has the shapes of its values."""
         operators = piece.program.operators
         weights = [value_bytes(program, name) for name in piece.program.parameters]
         entering = {name for names in piece.entries.values() for name in names}

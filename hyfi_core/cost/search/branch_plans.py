@@ -41,7 +41,9 @@ def best_of_all_plans(programs: Programs, request: PlanRequest, top: int = 1) ->
     try:
         search = best_plans(programs, request, top, studies=studies)
         for planes in _PLANES:
-            share = _share(programs, request, planes, search.plans[0]) if request.ranks % planes == 0 else None
+            if request.ranks % planes:
+                continue
+            share = _remaining_share(programs, request, planes, search.plans[0])
             if share is not None:
                 search = _with_planes(programs, request, top, planes, search, share, studies)
     finally:
@@ -93,10 +95,16 @@ def _with_planes(
     )
 
 
-def _share(programs: Programs, request: PlanRequest, planes: int, best: StepForecast) -> float | None:
+def _remaining_share(programs: Programs, request: PlanRequest, planes: int, best: StepForecast) -> float | None:
     """Return the fraction of the computation that remains with ``planes`` planes; None if they cannot pay.
 
     Operators are divided over ranks, branches over planes.
+
+    Args:
+        programs: captures the model.
+        request: ranks, batch, machine and limits.
+        planes: their number.
+        best: the forecast of the best plan without planes, which they would have to beat.
     """
     # Of a size that has been captured: another capture takes seconds.
     images = request.batch // best.plan.replicas // best.plan.microbatches

@@ -157,6 +157,7 @@ class _Search:
         return sums[self._places[end]] - sums[self._places[start]]
 
     def _no_room(self) -> str:
+        """Return the message that no choice of cuts fits the memory."""
         largest_bytes = max(
             min(self._stage_bytes(stage, start, start + 1) for stage in range(self._plan.stages))
             for start in range(len(self._places) - 1)

@@ -230,6 +230,7 @@ class PlanBounds:
         return self._priced(images).each
 
     def _priced(self, images: int) -> _PricedProgram:
+        """Return the operators of the model for a number of images, with their costs; computed once."""
         if images not in self._costs:
             captured = self._programs(images)
             program = pool_before_relu(captured, refs_in(captured.outputs))  # as far as any plan has it

@@ -119,6 +119,7 @@ def _arrangements(ranks: int) -> list[tuple[tuple[int, int], ...]]:
 
 
 def _compositions(ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield numbers of ranks of stages: all for few ranks, else equal ones, one large stage, and halves of halves."""
     if ranks <= _ALL_COMPOSITIONS:
         yield from _all_compositions(ranks)
         return

@@ -147,6 +147,11 @@ def images_of(request: PlanRequest, plan: ParallelPlan) -> int:
 
 
 def _searched(model: StudiedModel, request: PlanRequest, top: int, below_s: float) -> PlanSearch:
+    """Return the fastest plans of the family that take less than ``below_s``.
+
+    Raises:
+        RequestError: no plan fits; not if there is a limit, as then there are other plans already.
+    """
     search = _PlanTrials(model, request)
     plans = list(candidates(request))
     fastest = search.best(plans, top, below_s)
@@ -221,6 +226,7 @@ class _PlanTrials:
         return [self._forecast(plan) for _, _, plan in fastest]
 
     def _queue(self, plans: Iterable[ParallelPlan]) -> list[_Examined]:
+        """Return the plans as a heap, that with the lowest bound first."""
         queue: list[_Examined] = []
         for number, plan in enumerate(plans):
             try:
@@ -324,6 +330,7 @@ class _PlanTrials:
         )
 
     def _tried(self, plan: ParallelPlan) -> StepForecast | str:
+        """Return the forecast of a plan with the best cuts; a text if it does not fit or is refused."""
         try:
             cut = self._with_cuts(plan)
             rank_bytes = self._memory.needed_bytes(cut)

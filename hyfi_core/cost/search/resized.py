@@ -83,6 +83,11 @@ def resized(single: Program, two: Program, images: int) -> Program:
 
 
 def _operator(single: Operator, two: Operator, images: int) -> Operator:
+    """Return an operator for ``images`` images, by its difference between one image and two.
+
+    Raises:
+        _DiffersError: it is another operator for two images.
+    """
     if (single.name, single.target, single.outputs, single.module) != (two.name, two.target, two.outputs, two.module):
         raise _DiffersError
     if single == two:

@@ -164,7 +164,7 @@ class LoweredPlans:
 
     def clear(self) -> None:
         """Forget everything: plans and this refer to each other, and would stay until Python collects such cycles."""
-        for known in (
+        for kept in (
             self._plans,
             self._stages,
             self._active,
@@ -173,16 +173,20 @@ class LoweredPlans:
             self._derived,
             self._layouts,
         ):
-            known.clear()
+            kept.clear()
 
     def layouts(self, program: Program, target: Target) -> WholeLayouts | None:
-        """Return the layouts of a whole model on a grid, if it can be lowered so; it is kept as by ``active``."""
+        """Return the layouts of a whole model on a grid, None if it cannot be lowered so; kept as by ``active``.
+
+        Layouts of another program, such as that for other micro-batches, are used again where they hold for this one.
+        """
         key = id(program), target.grid, target.gather_bytes
         if key not in self._layouts:
-            others = (whole for (_, *where), (_, whole) in self._layouts.items() if tuple(where) == key[1:] and whole)
-            whole = next((whole for whole in others if whole.serve(program)), None)
-            self._layouts[key] = program, whole or WholeLayouts.of(program, target)
-        return self._layouts[key][1]
+            on_this_grid = (whole for other, (_, whole) in self._layouts.items() if other[1:] == key[1:])
+            reused = next((whole for whole in on_this_grid if whole is not None and whole.serve(program)), None)
+            self._layouts[key] = program, reused or WholeLayouts.of(program, target)
+        _, layouts = self._layouts[key]
+        return layouts
 
     def derived(self, stage: DividedStage, way: Hashable, compute: Callable[[], Derived]) -> Derived:
         """Return what was computed before from a stage in this way, or compute it; it must not be changed."""

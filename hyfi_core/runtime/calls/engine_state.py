@@ -80,13 +80,15 @@ class EngineState:
 
     def update_unread(self, max_norm: float | None = None) -> torch.Tensor | None:
         """Like ``update``, but the host does not wait: the norm is a float64 scalar tensor on the device."""
-        # Before clipping, which changes the gradients, too: only the caller's own changes are compared.
+        # Before clipping, which changes gradients, too: this is the factor by which the caller has multiplied them.
         factor, norm = self._scale.factor(), None
         if max_norm is not None:
-            owned, alone = self._ownership.optimized(), self.plan.stages == 1
-            # Ranks of several stages have different weights, and some share a weight, which counts once in the norm.
-            counted = owned if alone else self._ownership.counted()
-            norm = clip(owned, counted, max_norm, None if alone else self._groups.plane)
+            optimized = self._ownership.optimized()
+            if self.plan.stages == 1:
+                norm = clip(optimized, optimized, max_norm, None)
+            else:
+                # Ranks of several stages have different weights, and some share a weight, which counts once.
+                norm = clip(optimized, self._ownership.counted(), max_norm, self._groups.plane)
         with self._watch.changing():
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

@@ -185,7 +185,7 @@ def _mixes(
     call: EncoderCall, tiles: torch.Tensor, key: DrawKey, shapes: tuple[DrawnShape, ...], one: _Trial, several: _Trial
 ) -> bool:
     """Return whether tiles must be encoded one by one; refuse an encoder that mixes the tiles of a call."""
-    if _alike(one.features[0], several.features[-1]):
+    if _equal_to_rounding(one.features[0], several.features[-1]):
         return False
     if shapes:  # are they the random numbers?
         flags = [(module, module.training) for module in call.encoder.modules()]
@@ -197,7 +197,7 @@ def _mixes(
         finally:
             for module, flag in flags:
                 module.training = flag
-        if _alike(*quiet):
+        if _equal_to_rounding(*quiet):
             return True
     norms = [name for name, m in call.encoder.named_modules() if "norm" in type(m).__name__.lower() and m.training]
     suspects = f" (a norm over the whole call? {norms[0]!r} is in training mode)" if norms else ""
@@ -207,6 +207,6 @@ def _mixes(
     )
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _equal_to_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
     scale = float(other.abs().max())
     return float((one - other).abs().max()) <= _TOLERANCE.get(one.dtype, _LOOSE) * max(scale, 1e-6)

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,22 @@ _LIMIT = timedelta(days=30)
 """The job's supervision notices ranks that fail, so the library needs no time limit of its own."""
 _MADE: dict[str, Any] = {}
 """Host of the first rank and address of the store -> the group that was made with it."""
+
+
+class _RankProcess(NamedTuple):
+    """The process of a rank.
+
+    Attributes:
+        host: name of its node.
+        process_id: on that node.
+        group_sizes: key of ``_MADE`` -> number of ranks of that group.
+        in_use: whether ``torch.distributed`` is initialised.
+    """
+
+    host: str
+    process_id: int
+    group_sizes: dict[str, int]
+    in_use: bool
 
 
 def process_group(comm: Communicator, device: torch.device) -> Any:
@@ -39,19 +55,20 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
     own = getattr(comm, "process_group", None)
     if own is not None:
         return own
-    node, sizes = node_name(), {address: group.size() for address, group in _MADE.items()}
-    ranks = comm.broadcast_object(comm.gather_objects([node, os.getpid(), sizes, dist.is_initialized()]))
-    if len({(host, process) for host, process, _, _ in ranks}) < comm.size:
+    sizes = {address: group.size() for address, group in _MADE.items()}
+    here = _RankProcess(node_name(), os.getpid(), sizes, dist.is_initialized())
+    ranks: list[_RankProcess] = comm.broadcast_object(comm.gather_objects(here))
+    if len({(rank.host, rank.process_id) for rank in ranks}) < comm.size:
         raise RequestError("shard=True needs a process for each rank; these ranks are threads of one")
-    for earlier, size in ranks[0][2].items():
-        if size == comm.size and all(earlier in made for _, _, made, _ in ranks):
+    for earlier, size in ranks[0].group_sizes.items():
+        if size == comm.size and all(earlier in rank.group_sizes for rank in ranks):
             return _MADE[earlier]  # of these very ranks
-    if any(initialized for *_, initialized in ranks):
+    if any(rank.in_use for rank in ranks):
         raise RequestError("shard=True: torch.distributed is in use by these processes, for other ranks than these")
     library: Any = dist
     store, address = None, ""
     if comm.rank == 0:
-        host = "127.0.0.1" if len({host for host, *_ in ranks}) == 1 else socket.getfqdn(node)
+        host = "127.0.0.1" if len({rank.host for rank in ranks}) == 1 else socket.getfqdn(here.host)
         # Port 0: the system chooses a free one, which rank 0 tells the others.
         store = library.TCPStore(host, 0, comm.size, is_master=True, timeout=_LIMIT, wait_for_workers=False)
         address = f"{host}:{store.port}"
@@ -64,7 +81,7 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=_LIMIT)
     sys.excepthook = report  # the library's holds back what ours writes until it returns, but ours ends the process
     atexit.register(_leave)
-    _MADE[f"{ranks[0][0]} {address}"] = dist.group.WORLD
+    _MADE[f"{ranks[0].host} {address}"] = dist.group.WORLD
     return dist.group.WORLD
 
 

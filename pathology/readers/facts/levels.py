@@ -134,7 +134,7 @@ def unlike_levels(levels: Sequence[SourceLevel], read: Read) -> list[int]:
     believed, unlike = 0, []
     for k in sorted(range(1, len(levels)), key=lambda k: levels[k].downsample):
         # Against the next finer one that is believed: the finest has many times more pixels to read.
-        if _alike(levels, (believed, k), places, read):
+        if _agree(levels, (believed, k), places, read):
             believed = k
         else:
             unlike.append(k)
@@ -170,10 +170,17 @@ def _structured_places(levels: Sequence[SourceLevel], read: Read) -> Sequence[tu
     return [((k // columns + 0.5) * scale[0], (k % columns + 0.5) * scale[1]) for k in best.tolist()]
 
 
-def _alike(
+def _agree(
     levels: Sequence[SourceLevel], compared: tuple[int, int], places: Sequence[tuple[float, float]], read: Read
 ) -> bool:
-    """Whether two levels, the finer one first, show the same at some places; one or two that clearly do are enough."""
+    """Whether two levels show the same at some places; one or two places that clearly do are enough.
+
+    Args:
+        levels: All levels of the file.
+        compared: Indices of the finer and of the coarser one.
+        places: (y, x) of the places, as fractions of the slide.
+        read: Reads a box of a level.
+    """
     finer, coarser = (levels[k] for k in compared)
     ratio = (coarser.downsample[0] / finer.downsample[0], coarser.downsample[1] / finer.downsample[1])
     enough = _ENOUGH if levels[0].height_px * levels[0].width_px >= _SMALL_PX else 1

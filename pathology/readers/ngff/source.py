@@ -216,13 +216,19 @@ def scenes_of_store(path: Path) -> int:
 def _levels_of(image: NgffImage, plane: int, order: Sequence[int]) -> list[ZarrLevel]:
     """Return the levels, finest first; all have the same channels, focal planes and times.
 
+    Args:
+        image: The picture.
+        plane: Index of the focal plane to read, from 0.
+        order: Indices of the channels that are red, green and blue; one index for grey.
+
     Raises:
         SlideError: One cannot be opened, or has not the shape of the others.
     """
     arrays = [ZarrLevel(image, level.path) for level in image.levels]
-    across = [k for k, axis in enumerate(image.axes) if axis.name not in "yx"]
+    # Only y and x may have other lengths in coarser levels.
+    other_axes = [k for k, axis in enumerate(image.axes) if axis.name not in "yx"]
     for array, level in zip(arrays, image.levels, strict=True):
-        if any(array.shape[k] != arrays[0].shape[k] for k in across):
+        if any(array.shape[k] != arrays[0].shape[k] for k in other_axes):
             raise SlideError(f"its level {level.path} has the shape {array.shape}, the finest one {arrays[0].shape}")
         array.plane, array.order = plane, order
     finest_first = sorted(range(len(arrays)), key=lambda k: -arrays[k].size_px[0] * arrays[k].size_px[1])

@@ -253,19 +253,20 @@ class LayerBench:
     def half_channels(
         self, kind: str, rates: tuple[float, float], overhead_s: tuple[float, float]
     ) -> tuple[float, float]:
-        """Return the channels with which (forward, backward) of a kind reach half of the efficiency.
+        """Return the channels with which convolutions reach half of their highest rate, for (forward, backward).
 
         Args:
             kind: A key of ``NARROW``.
-            rates: Rates of convolutions with many channels.
-            overhead_s: Overheads of its operators.
+            rates: (Forward, backward) in flops/s of convolutions with many channels.
+            overhead_s: As in ``MeasuredKind``.
         """
         case, wide = NARROW[kind]
         times = self.times(case)
-        left_s = max(1e-9, times.forward_s - overhead_s[0]), max(1e-9, times.backward_s / 2 - overhead_s[1])
+        # Backward has two products, the gradients of inputs and of weights, each with its overhead.
+        products_s = times.forward_s - overhead_s[0], times.backward_s / 2 - overhead_s[1]
         forward, backward = (
-            half_channels(case.flops / seconds, case.channels, rate, wide)
-            for rate, seconds in zip(rates, left_s, strict=True)
+            half_channels(case.flops / max(1e-9, seconds), case.channels, rate, wide)
+            for rate, seconds in zip(rates, products_s, strict=True)
         )
         return forward, backward
 

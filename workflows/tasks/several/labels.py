@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,13 +46,16 @@ class SeveralLabels(Labels):
     def each(self, target: Target) -> list[Target | None]:
         """Return the label of each target; None: the slide lacks it."""
         assert isinstance(target, tuple)
-        found: list[Target | None] = []
+        labels: list[Target | None] = []
         first = 0
         for count, indexed in zip(self.numbers, self.indexed, strict=True):
-            own = target[first : first + count]
+            numbers = target[first : first + count]
             first += count
-            found.append(None if own[0] != own[0] else int(own[0]) if indexed else own)
-        return found
+            if math.isnan(numbers[0]):  # MISSING_NUMBER
+                labels.append(None)
+            else:
+                labels.append(int(numbers[0]) if indexed else numbers)
+        return labels
 
 
 def side_by_side(titles: Sequence[str], parts: Sequence[Labels | None], numbers: Sequence[int]) -> SeveralLabels:
@@ -69,8 +73,8 @@ def side_by_side(titles: Sequence[str], parts: Sequence[Labels | None], numbers:
     for item in items:
         each = [None if part is None else part.indices.get(item) for part in parts]
         rows = [_numbers(one, count) for one, count in zip(each, numbers, strict=True)]
-        known = any(one is not None for one in each)
-        indices[item] = tuple(number for row in rows for number in row) if known else None
+        labelled = any(one is not None for one in each)
+        indices[item] = tuple(number for row in rows for number in row) if labelled else None
     return SeveralLabels(
         ", ".join(part.target for part in there),
         there[0].key,
@@ -92,6 +96,7 @@ def side_by_side(titles: Sequence[str], parts: Sequence[Labels | None], numbers:
 
 
 def _numbers(target: Target | None, count: int) -> tuple[float, ...]:
+    """Return a label as numbers: those of the target, or the index of its class."""
     if target is None:
         return (MISSING_NUMBER,) * count
     return (float(target),) if isinstance(target, int) else target
