@@ -155,6 +155,11 @@ def _letters(column: str) -> str:
 
 
 def _text_of(path: Path, subject: str) -> str:
+    """Return the text of a CSV; ``subject`` names it in messages.
+
+    Raises:
+        RequestError: It cannot be read, is another kind of file, or is not text in UTF-8 or UTF-16.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:

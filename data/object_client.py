@@ -90,6 +90,7 @@ def client_of(scheme: str, bucket: str) -> ObjectStore:
 
 
 def _new_client(scheme: str, bucket: str) -> ObjectStore:
+    """Return a client of obstore for a bucket, or for the server of an HTTP address."""
     from obstore import store
 
     if scheme == "memory":
@@ -164,6 +165,7 @@ def is_out_of_range(error: OSError) -> bool:
 
 
 def _translated(error: Exception, address: str) -> OSError:
+    """Return the error that a file would raise, with what the user can do."""
     text, kind = str(error), type(error).__name__
     scheme, _, path = address.partition("://")
     bucket, endpoint = path.partition("/")[0], _endpoint(scheme)

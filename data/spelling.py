@@ -168,6 +168,16 @@ def shown(text: str) -> str:
 def _refusal(
     pairs: Sequence[tuple[str, str]], where: str, lines: Mapping[str, int], settled: Iterable[str], knows: str
 ) -> str:
+    """Return the message about names that differ only in how they are written.
+
+    Args:
+        pairs: (name, how it is written elsewhere).
+        where: What has these names.
+        lines: Lines of names, if they are from a table.
+        settled: Names whose spelling is known from elsewhere.
+        knows: What knows them.
+    """
+
     def quoted(text: str) -> str:
         return f"{shown(text)} (line {lines[text]})" if text in lines else shown(text)
 

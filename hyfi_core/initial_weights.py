@@ -160,6 +160,7 @@ class _Order:
                 handle.remove()
 
     def _register(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        """Note that a module gets a tensor, and, if only some are wanted, whether it may be forgotten."""
         if threading.get_ident() != self._thread or isinstance(tensor, _Forgotten):
             return
         place = len(self.shapes)

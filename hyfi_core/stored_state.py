@@ -101,6 +101,7 @@ def tensor_reader(weights: Weights) -> Callable[[str], torch.Tensor]:
 
 
 def _stored(path: Path) -> StoredState:
+    """Return the tensors of a safetensors file, or of those of a folder."""
     known = ("model.safetensors", "model-*-of-*.safetensors")
     files = [path] if path.is_file() else sorted(file for name in known for file in path.glob(name))
     if not files:

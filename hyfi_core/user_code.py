@@ -39,6 +39,11 @@ def load_user_code(key: str, name: str, what: str) -> Callable[..., Any]:
 
 
 def _imported(label: str, module_name: str) -> ModuleType:
+    """Import a user's module; ``label`` is the key that names it.
+
+    Raises:
+        RequestError: it cannot be imported; the message says why, if that is known.
+    """
     try:
         return importlib.import_module(module_name)
     except (ImportError, AttributeError) as error:

@@ -166,6 +166,7 @@ class _ClaimFile:
     token: str | None
 
     def is_stale(self) -> bool:
+        """Whether its process has ended, or has not renewed it for so long that it must have."""
         try:
             # Both times by one clock: that of a node may be minutes off that of the file server.
             silent_s = _now_on_disk(self.path.parent) - self.path.stat().st_mtime

@@ -165,6 +165,7 @@ def shared_folder(path: Path, comm: Communicator) -> Iterator[Path]:
 
 
 def _make_empty(path: Path, folder: Path) -> None:
+    """Create a folder anew, without what an earlier run has left in it."""
     try:
         remove_leftovers(path)
         remove_tree(folder)

@@ -91,6 +91,7 @@ class ObjectClaim:
                 self._path.unlink(missing_ok=True)
 
     def _keep_alive(self) -> None:
+        """Renew the claim again and again, until it is released or lost."""
         while not self._stop.wait(BEAT_S):
             self._beats += 1
             with self._lock:

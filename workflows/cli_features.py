@@ -132,6 +132,7 @@ def features(
 
 
 def _options(text: str | None) -> dict[str, Any]:
+    """Return the JSON object of ``--encoder-options``."""
     import json
 
     try:
@@ -146,6 +147,7 @@ def _options(text: str | None) -> dict[str, Any]:
 
 
 def _numbers(flag: str, text: str | None) -> tuple[float, ...] | None:
+    """Return three numbers from the text of an option; None if it was not given."""
     if text is None:
         return None
     try:

@@ -156,6 +156,7 @@ def progress(total: float | None, label: str, finished: float = 0.0, *, estimate
 
 @contextmanager
 def _bar(total: float | None, label: str, finished: float, estimate: bool) -> Iterator[Progress]:
+    """Context with a bar on the terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
@@ -211,6 +212,7 @@ class _LogLines:
             self._print()
 
     def _print(self) -> None:
+        """Print how far it is, and the time that is left."""
         self._printed, self._printed_s = self._done, time.monotonic()
         of = f"/{self._total:g}" if self._total is not None else ""
         spent_s = self._printed_s - self._started_s

@@ -137,6 +137,7 @@ class CellFeed:
                 self._request(turn, part)
 
     def _request(self, turn: int, part: InputPart) -> None:
+        """Request a box of all samples of a turn, each from the loader that has it."""
         buffers, layout = PartBuffers((part,), self._device, self._stream), self._spec.layout
         numbers_of: dict[int, list[int]] = {}
         receives = []

@@ -262,6 +262,7 @@ class DecodePool:
         self._memory.close()
 
     def _handle(self, worker_id: int, answer: Answer) -> None:
+        """Take an answer of a worker: a lease that is done or has failed, or that it is ready."""
         if isinstance(answer, LeaseFailed):
             answer.error.add_note(f"In a decoding worker:\n{answer.text}")
             raise answer.error
@@ -274,6 +275,7 @@ class DecodePool:
             self._room[worker_id] = self._at_a_time
 
     def _finish(self, worker_id: int, answer: LeaseDone) -> None:
+        """Note that a worker has finished a lease."""
         lease = self._leases.finish(worker_id, answer.name)
         if lease.cache_offset is not None:
             self._cache.release(lease.index, lease.source)
@@ -297,6 +299,11 @@ class DecodePool:
         return lease is not None
 
     def _replace(self, worker_id: int) -> None:
+        """Start a worker in the place of one that has ended or answers no more; its leases are given out again.
+
+        Raises:
+            RuntimeError: Workers keep dying.
+        """
         # The connection of a worker that exits ends before its process has an exit code.
         by_itself = self._workers[worker_id].stop(patience_s=1.0)
         self.counts.replaced += 1

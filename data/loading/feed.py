@@ -129,6 +129,7 @@ class InlineFeed:
         return result
 
     def _decode(self, number: int, box: Box, target: npt.NDArray[np.uint8]) -> None:
+        """Decode a box of a sample into its place in the batch, through the cache of this process."""
         epoch, index = self._spec.stream.at(number)
         source = self._samples.source(index, box, epoch)
         entry = self._cache.acquire(index, source)

@@ -132,6 +132,7 @@ def column_weights(slides: Sequence[SlideRef], labels: Labels, column: str) -> t
 
 
 def _number(slide: SlideRef, values: dict[str, str], labels: Labels, column: str) -> float:
+    """Return the weight of a slide from a column of the labels."""
     text = values.get(slide.slide_id if labels.key == "slide_id" else slide.case_id, "")
     try:
         number = float(text)

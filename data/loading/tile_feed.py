@@ -132,6 +132,7 @@ class TileFeed:
     def _taken(
         self, chunks: Sequence[TileChunk], like: Like, waited: Callable[[float], None]
     ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
+        """Yield each chunk with its tiles; ``waited`` is called with the seconds that this took."""
         for chunk in chunks:
             start_s = time.perf_counter()
             parts = [self._take(piece) for piece in pieces([chunk], self._numbers)]
@@ -152,6 +153,7 @@ class TileFeed:
         self._request_ahead()
 
     def _take(self, piece: Piece) -> torch.Tensor:
+        """Return the tiles of a piece when they have arrived, and request the next ones."""
         if piece not in self._open:
             # Its turn had not come: `ahead` others were requested before it.
             self._waiting.remove(piece)
@@ -167,6 +169,7 @@ class TileFeed:
             self._request(self._waiting.popleft())
 
     def _request(self, piece: Piece) -> None:
+        """Request the tiles of a piece, (sample, first tile, tile after the last), from the loader whose turn it is."""
         number, start, stop = piece
         box = Box(start, stop, 0, self._row.width)
         rows = torch.empty((BANDS, *box.shape), dtype=torch.uint8, pin_memory=self._pinned)

@@ -53,6 +53,7 @@ def assign_groups(
 
 
 def _check_every_class(classes: Sequence[str], counts: NDArray[np.int64], parts: Sequence[str]) -> None:
+    """Refuse classes that are in fewer groups than there are parts to fill."""
     for name, groups in zip(classes, (counts > 0).sum(axis=0), strict=True):
         if name and groups < len(parts):
             raise RequestError(

@@ -323,6 +323,7 @@ class SlideDataset:
         return make
 
     def _check_slides(self) -> None:
+        """Refuse slides that are listed twice or are not in the store."""
         names: set[str] = set()
         for sample in self.samples:
             if sample.slide_id in names:

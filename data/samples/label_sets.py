@@ -154,6 +154,7 @@ def _of_entries(
 
 
 def _refuse_constant(table: Table, names: tuple[str, ...], labelled: Sequence[States]) -> None:
+    """Refuse labels that are the same for every slide."""
     states = [{target[k] for target in labelled} - {UNKNOWN} for k in range(len(names))]
     same = [name for name, values in zip(names, states, strict=True) if len(values) < 2]
     if same:

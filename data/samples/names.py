@@ -214,6 +214,7 @@ def _contradiction(table: str, manifest: str, text: str, shared: str = "") -> Re
 
 
 def _renamed_note(table: str, manifest: str, renamed: Mapping[str, str]) -> str:
+    """Return the note that a table calls cases by other names than the manifest."""
     name, case = next(iter(renamed.items()))
     cases = "1 case" if len(renamed) == 1 else f"{len(renamed)} cases"
     return (

@@ -101,6 +101,7 @@ def _hint(values: set[str]) -> str:
 
 
 def _refuse_negative(table: Table, time: str) -> None:
+    """Refuse negative times."""
     rows = zip(table.lines, table.rows, strict=True)
     negative = [(line, row[time]) for line, row in rows if row[time] and float(row[time]) < 0]
     if negative:

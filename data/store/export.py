@@ -108,6 +108,7 @@ def _write_in_thread(store: SlideStore, path: Path, threads: int, progress: Call
 
 
 def _write(store: SlideStore, path: Path, threads: int, progress: Callable[[int], None]) -> None:
+    """Write the copy of a slide into a new folder."""
     import zarr
 
     ome = read_json(store.path / "zarr.json")["attributes"]["ome"]
@@ -138,6 +139,7 @@ def _multiscales(ome: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _copy(root: Any, source: ShardedArray, name: str, threads: int, progress: Callable[[int], None]) -> None:
+    """Copy an array into a group of zarr format 2, block by block; ``progress`` gets the pixels of each block."""
     from numcodecs import Blosc
 
     leading = len(source.shape) - 2

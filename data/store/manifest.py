@@ -290,6 +290,7 @@ def _refuse_twice(path: Path, names: Iterable[str]) -> None:
 
 
 def _text(value: Any) -> str:
+    """Return a value as a cell of the manifest."""
     if value is None:
         return ""
     if isinstance(value, (list, tuple)):

@@ -174,6 +174,7 @@ class NodeCache:
         return self.folder / hashlib.sha256(name.encode()).hexdigest()[:40]
 
     def _get(self, name: str, shape: tuple[int, ...]) -> Pixels | None:
+        """Return the pixels of a chunk from the cache's folder; None if they are not there, or damaged."""
         path = self._path(name)
         try:
             handle = os.open(path, os.O_RDONLY)

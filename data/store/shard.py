@@ -120,6 +120,7 @@ class _TemporaryFile:
         self.size = 0
 
     def write(self, data: Buffers) -> None:
+        """Append bytes, which are written in batches."""
         length = sum(map(len, data))
         self._waiting += data
         self._waiting_bytes += length

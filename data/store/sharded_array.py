@@ -150,6 +150,7 @@ class ShardedArray:
                     yield _ChunkRun(file, tuple(range(row * columns + start, row * columns + stop)))
 
     def _read_run(self, run: _ChunkRun, box: Box, out: Pixels) -> None:
+        """Read neighbouring chunks of one file, from the node's cache if there is one, and copy them into ``out``."""
         cache = self._cache()
         if cache is None:
             self._place(run, self._read_chunks(run), box, out)
@@ -214,6 +215,11 @@ class ShardedArray:
         return True
 
     def _decode(self, data: Pixels, path: Path, slot: int) -> Pixels:
+        """Return the pixels of a chunk from its bytes.
+
+        Raises:
+            StoreError: They are damaged.
+        """
         shape = self.layout.chunk_shape
         try:
             body = without_checksum(data)

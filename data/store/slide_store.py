@@ -227,6 +227,7 @@ def listed_files(path: Path, attributes: dict[str, Any]) -> dict[str, FileEntry]
 
 
 def _check_shards(path: Path, files: dict[str, FileEntry]) -> None:
+    """Refuse a slide that lacks a shard, or has one of another size than its list says."""
     expected = {name: entry.size for name, entry in files.items() if entry.size is not None}
     try:
         sizes = sizes_of(path, expected)

@@ -126,6 +126,7 @@ class Journal:
 
 
 def _load(path: Path) -> dict[str, FileEntry]:
+    """Return the entries of a journal by file; lines that were cut off are left out."""
     entries: dict[str, FileEntry] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -141,6 +142,7 @@ def _load(path: Path) -> dict[str, FileEntry]:
 
 
 def _is_intact(path: Path, entry: FileEntry) -> bool:
+    """Whether a file is as its entry says, by size and digest."""
     # All of its chunks are blank, so it has no file.
     if entry.size is None:
         return not path.exists()

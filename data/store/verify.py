@@ -182,6 +182,7 @@ def _known_metadata(path: Path, attributes: dict[str, Any], fault: Callable[[Pat
 
 
 def _metadata_fault(path: Path, size: int | None, sha256: str | None) -> str:
+    """Return what is wrong with a file of metadata; empty if nothing is."""
     try:
         data = path.read_bytes()
         if len(data) != size:
@@ -237,6 +238,7 @@ def _reasons(file: _File) -> list[str]:
 
 
 def _reasons_inside(handle: OpenFile, file: _File) -> list[str]:
+    """Return what is wrong with an open shard: its index, each chunk, and its digest."""
     reasons, chunks = [], []
     try:
         index = read_index(handle, file.path, file.layout)
@@ -257,6 +259,7 @@ def _reasons_inside(handle: OpenFile, file: _File) -> list[str]:
 
 
 def _reasons_of_chunk(data: bytes | memoryview, slot: int, layout: ArrayLayout) -> list[str]:
+    """Return what is wrong with a chunk: its checksum and, where that does not prove it, its pixels."""
     try:
         body = without_checksum(data)
     except ValueError as error:
@@ -276,6 +279,7 @@ def _reasons_of_chunk(data: bytes | memoryview, slot: int, layout: ArrayLayout) 
 
 
 def _reasons_of_index(index: Index, file: _File) -> list[str]:
+    """Return what is wrong with the chunks that an index lists as absent."""
     used = file.layout.used_slots(file.position)
     absent = {slot for slot in used if index[slot, 0] == ABSENT}
     blank = set(file.entry.blank)
@@ -307,6 +311,7 @@ def _some(slots: Sequence[int]) -> str:
 
 
 def _records(store: Path) -> tuple[dict[str, SlideRecord], list[Fault]]:
+    """Return the records of a store by slide, and a fault for each that cannot be read."""
     records: dict[str, SlideRecord] = {}
     faults: list[Fault] = []
 

@@ -222,6 +222,7 @@ class SlideWriter:
         self._uploading = False
 
     def _write_groups(self, attributes: dict[str, Any]) -> None:
+        """Write the metadata of all groups; that of the slide last, with the lists of all files."""
         groups = {"labels": metadata.labels_attributes()} if self._label_mpp else {}
         if self._label_mpp:
             groups["labels/tissue"] = metadata.label_attributes(self._label_mpp, self.levels[0].mpp)
@@ -249,6 +250,16 @@ class SlideWriter:
     def _write_block(
         self, array: str, layout: ArrayLayout, y0: int, x0: int, block: Pixels, tissue: TissueGrid | None
     ) -> None:
+        """Encode a block of an array and write it to the files that it fills; those written before are left out.
+
+        Args:
+            array: Name of the array.
+            layout: Of the array.
+            y0: First row of the block.
+            x0: First column of the block.
+            block: ``(…, h, w)``.
+            tissue: Where tissue is: chunks without any are blank; None: all are written.
+        """
         box = Box(y0, y0 + block.shape[-2], x0, x0 + block.shape[-1])
         names = {file: f"{array}/{layout.file_name(file)}" for file in layout.files(box)}
         unfinished = [file for file, name in names.items() if not self._journal.finished(name)]

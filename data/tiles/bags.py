@@ -162,6 +162,7 @@ class TileBags:
         return rows
 
     def _row(self, slide_id: str, case_id: str, index: int, grid: TissueTiles) -> dict[str, Any]:
+        """Return a slide's row of the coverage table."""
         coverage, tissue_px = tissue_seen(*self.slide(index).tissue(), grid)
         return {
             "slide_id": slide_id,
@@ -197,6 +198,7 @@ def tissue_seen(mask: NDArray[np.bool_], mask_mpp: tuple[float, float], tiles: T
 
 
 def _describe(empty: Sequence[str]) -> str:
+    """Return the message about slides without tiles."""
     lines = [f"  {line}" for line in empty[:MAX_LISTED]]
     lines += [f"  … and {len(empty) - MAX_LISTED} more"] if len(empty) > MAX_LISTED else []
     return (

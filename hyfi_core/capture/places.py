@@ -44,6 +44,7 @@ def explained(error: Exception, model: nn.Module) -> str:
 
 
 def _described(error: Exception) -> str:
+    """Return why a forward failed, in the words of what the user can change where the error is a common one."""
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     kind = type(error).__name__
     missing = re.search(r"missing (?:a|\d+) required (?:[a-z-]+ )?arguments?: (.*)", message)

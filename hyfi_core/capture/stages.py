@@ -174,6 +174,7 @@ class ProgramCutter:
         return [tuple(piece) for piece in pieces]
 
     def _with_copies(self, owner: Sequence[int], stage: int) -> tuple[Operator, ...]:
+        """Return the operators of a stage, with copies of earlier ones that it needs and that take no values."""
         chosen = {at for at, of in enumerate(owner[:-1]) if of == stage}
         names = {name for at in chosen for name in self._operators[at].inputs}
         # Backwards, so that what a copied operator reads is copied, too.

@@ -147,6 +147,7 @@ class StateWatch:
         self._cached += [(tensor, _version(tensor)) for tensor in tensors if id(tensor) not in ids]
 
     def _compute(self) -> ModuleState:
+        """Return the state of the module, and note the objects in which a later change would show."""
         self._modules = [_WatchedModule(module) for module in self._model.modules()]
         self._empty = [container for module in self._modules for container in module.empty]
         self._own = own_objects(self._model)
@@ -174,6 +175,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _changes(before: ModuleState, after: ModuleState) -> str:
+    """Return the message about a state that changes with every forward."""
     names = [name if path == OUTSIDE else f"{path}.{name}" for path, name in changed_since(before, after)]
     return (
         f"the forward changes {names[0] if names else 'a value'!r} outside of the model and computes otherwise "

@@ -133,6 +133,7 @@ def _without_caches(model: nn.Module, of_image: OfImage) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Context with all modules in evaluation mode."""
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

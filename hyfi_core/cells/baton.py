@@ -182,6 +182,7 @@ class Baton:
             self._pass()
 
     def _run_joined(self) -> dict[int, Any]:
+        """Run the tapes of all cells in lockstep; return cell -> its result."""
         ended = set(range(self.size)) - self._running
         if ended:
             raise RuntimeError(f"cells {sorted(self._joined)} wait for cells {sorted(ended)}, which have ended")
@@ -208,6 +209,7 @@ class Baton:
             self._wake[self._holder].notify()
 
     def _take(self, cell: int) -> None:
+        """Wait until a cell's thread has the baton."""
         with self._lock:
             self._wake[cell].wait_for(lambda: self._failed or self._holder == cell)
         if self._failed:

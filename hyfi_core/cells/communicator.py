@@ -148,6 +148,11 @@ class _Swap:
         return tuple(self._read(lane) for lane in self._lanes)
 
     def _read(self, lane: tuple[int, int]) -> torch.Tensor:
+        """Return a tensor that another cell shows in a lane.
+
+        Raises:
+            RuntimeError: the other cell has changed it since.
+        """
         tensor, version = self._group.shown[lane].popleft()
         if version_of(tensor) != version:
             raise RuntimeError(
@@ -338,6 +343,8 @@ class CellCommunicator:
         return self.group.leave(number, call)
 
     def _all_objects(self, value: Any) -> list[Any]:
+        """Return an object of each rank, those of all cells of all processes, by rank."""
+
         def last(call: _Call) -> None:
             comm = self.group.comm
             every = comm.broadcast_object(comm.gather_objects([[rank, call.inputs[rank]] for rank in self.group.here]))

@@ -32,6 +32,7 @@ def _in_runs(record: OperatorFacts) -> OperatorFacts:
 
 
 def _emit_tap(builder: Builder, op: Operator, tap: Tap) -> None:
+    """Emit a padding or a slice as a window of one tap, which a fused run can compute with margins."""
     name, (output,) = op.args[0].name, op.outputs
     input_split, sizes = builder.splits[name], builder.shape(str(output))
     height, width = (sizes[dim] for dim in input_split.dims)

@@ -86,6 +86,7 @@ def for_training(instruction: Instruction, spills: bool = False) -> Instruction:
 
 
 def _with_halo(instruction: Instruction, derive: Callable[[Redistribute], Redistribute]) -> Instruction:
+    """Return an instruction with another redistribution in place of its own; unchanged if it has none."""
     if not isinstance(instruction, CollectiveCall):
         return instruction
     operator = instruction.operator

@@ -219,6 +219,7 @@ class Pager:
                 self._forget(key)
 
     def _forget(self, key: int) -> None:
+        """Remove a page whose storage is gone."""
         page = self._pages.pop(key)
         if page.work is not None:
             # A thread may still read from this memory, or into it.
@@ -283,6 +284,7 @@ class Pager:
                     self._drop(source)
 
     def _drop(self, page: Page) -> None:
+        """Free the memory of a page, if it can be read or computed again."""
         storage = page.storage()
         if storage is None or not page.in_memory or not page.can_be_dropped:
             return
@@ -367,6 +369,7 @@ class Pager:
         self.counts.store_bytes = max(self.counts.store_bytes, self.store.held_bytes)
 
     def _read(self, page: Page) -> None:
+        """Give a page its memory again, and start to read it."""
         storage = page.storage()
         if storage is None or page.place is None:
             return

@@ -211,6 +211,7 @@ class _PredictionTrials:
     def _forecast(
         self, grid: tuple[int, int], cells: tuple[int, int] | None, memory_bytes: int, spills: bool = False
     ) -> PredictionForecast:
+        """Return the forecast of a prediction by the ranks of a grid, each in these cells; None: in one piece."""
         needs, machine = self._needs, self._needs.machine
         plan = ParallelPlan((grid,), replicas=needs.ranks // prod(grid))
         (stage,) = StageCosts(self._program, plan, machine, needs.dtype, self._lowered).stages

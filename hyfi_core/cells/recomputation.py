@@ -106,6 +106,7 @@ def call_of(source: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
 
 
 def _operator_call(source: Made, over: Sequence[str]) -> Call | None:
+    """Return the function that computes a result of an operator again; None if that is not cheap."""
     assert isinstance(source.step, OperatorStep)
     operator, names, saved = source.step.call.operator, source.step.call.inputs, source.saved
     if not is_cheap(source.step.call, lambda name: source.inputs[name].shape) or saved is None:
@@ -124,6 +125,7 @@ def _operator_call(source: Made, over: Sequence[str]) -> Call | None:
 
 
 def _segment_call(segment: Segment, source: Made, over: Sequence[str]) -> Call | None:
+    """Return the function that computes a result of a segment again; None if that is not cheap."""
     calls = cheap_calls(segment, source.name, lambda name: source.inputs[name].shape)
     if calls is None:
         return None

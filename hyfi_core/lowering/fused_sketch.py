@@ -51,6 +51,7 @@ def _makes_maps(op: Operator, splits: Mapping[str, Split]) -> bool:
 
 
 def _flow(values: Mapping[str, ValueInfo], op: Operator, splits: Mapping[str, Split]) -> Flow:
+    """Return an operator as the sketch has it: maps, window, and work for one pixel."""
     takes = tuple(name for name in dict.fromkeys(op.inputs) if name in splits)
     makes = tuple(name for name in op.outputs if name is not None and name in splits)
     touched = sum(_pixel_bytes(values[name], splits[name]) for name in (*takes, *makes))

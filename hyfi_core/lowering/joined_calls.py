@@ -55,6 +55,7 @@ class JoinedCalls:
         return self._run(tensors, traced=True)
 
     def _run(self, tensors: Sequence[torch.Tensor], traced: bool) -> tuple[torch.Tensor, ...]:
+        """Return the results of all calls; ``traced``: with functions that declare what they change."""
         values: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))
         for call, ended in zip(self.calls, self._ended, strict=True):
             # A norm changes its statistics unseen by a trace: such functions have a form that declares it.

@@ -106,6 +106,7 @@ def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[s
 
 
 def _lower_operator(builder: Builder, op: Operator, facts: OperatorFacts) -> None:
+    """Emit an operator: computed by all ranks, on one rank, or by the rule that divides it."""
     rule = facts.rule
     if not any(name in builder.splits for name in op.inputs):
         # Rules draw numbers by position, the same on all ranks; the operator itself would use torch's generator.

@@ -34,6 +34,7 @@ def weights_apart(ranked: RankProgram, trained: Collection[str]) -> RankProgram:
 def _apart(
     instruction: Instruction, makers: dict[str, Operator], trained: Collection[str], ranked: RankProgram
 ) -> Instruction:
+    """Return a product with trained weights as an operator whose backward has two parts; others unchanged."""
     if not isinstance(instruction, LocalCall) or instruction.empty is not None or len(instruction.outputs) != 1:
         return instruction
     output, parameters = instruction.outputs[0], ranked.program.parameters

@@ -186,6 +186,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def _convolve(
         self, tensor: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, padding: tuple[int, int]
     ) -> torch.Tensor:
+        """Return a convolution with this padding; empty if this rank's part of the result is."""
         if self.output.empty:
             return tensor.new_empty((tensor.shape[0], kernel.shape[0], *self.output.shape))
         stride, dilation = self._stride_dilation

@@ -198,6 +198,7 @@ def _normal(key: int, where: torch.Tensor) -> torch.Tensor:
 
 
 def _hashed(key: int, where: torch.Tensor) -> torch.Tensor:
+    """Return splitmix64 of each position, with ``key`` added to its state: 64 random bits as int64."""
     # int64 in PyTorch wraps around like the unsigned words of splitmix64.
     state = where * _signed(_GOLDEN)
     state += _signed(key)

@@ -122,6 +122,7 @@ class MaxPool(Banded, RemakesSaved):
         return (d_own,)
 
     def _back_from_canvas(self, comm: Communicator, saved: Any, dy: torch.Tensor | None) -> Waits[Cotangents]:
+        """Return the cotangent of the map, by way of the canvas on which the pool was computed."""
         back, canvas, indices, _ = saved
         if dy is None or indices is None:
             d_canvas = torch.zeros_like(canvas)

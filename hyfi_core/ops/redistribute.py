@@ -167,6 +167,13 @@ class Redistribute:
     def _start(
         self, comm: Communicator, leaving: Sequence[tuple[int, torch.Tensor]], receives: Sequence[Message]
     ) -> Waits[PendingStrips]:
+        """Start the messages of strips.
+
+        Args:
+            comm: the ranks.
+            leaving: (peer, view of the strip to send).
+            receives: messages with memory for the strips to receive.
+        """
         sends = [Message(peer, self._buffers.dense(view)) for peer, view in leaving]
         pending = comm.exchange(sends, receives) if sends or receives else None
         # Copies only; what was contiguous is a view of the caller's tensor and must not be given back.

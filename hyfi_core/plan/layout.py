@@ -78,6 +78,13 @@ def _even(length: int, count: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)  # networks repeat their blocks
 def _through(cuts: tuple[int, ...], window: AxisWindow, outputs: int) -> tuple[int, ...]:
+    """Return the cuts of a result along an axis, near those of the input that a window takes.
+
+    Args:
+        cuts: of the input, from 0 to its length.
+        window: along this axis.
+        outputs: length of the result.
+    """
     balanced = _even(outputs, len(cuts) - 1)
     inner = [window.cut(cut, cuts[-1], outputs, even) for cut, even in zip(cuts[1:-1], balanced[1:-1], strict=True)]
     result = [0]

@@ -113,6 +113,7 @@ class Placement:
 
     @cached_property
     def _hosted(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each rank, the (stage, direction) that it holds."""
         hosted: list[list[tuple[int, int]]] = [[] for _ in range(self.size)]
         for direction, groups in enumerate(self.ranks):
             for stage, group in enumerate(groups):

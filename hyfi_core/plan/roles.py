@@ -115,6 +115,7 @@ def _paired(spare: Sequence[str], index: int, of: int) -> Sequence[str]:
 
 
 def _matching(hosts: Sequence[str], ranks_wanted: HostChoice, key: str) -> list[int]:
+    """Return the ranks on hosts that match a pattern; none if the choice is a number of ranks."""
     if isinstance(ranks_wanted, int):
         return []
     ranks = [rank for rank, host in enumerate(hosts) if fnmatchcase(host, ranks_wanted)]

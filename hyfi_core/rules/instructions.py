@@ -89,6 +89,7 @@ class Split:
         return self._opened(shape, self.held[rank].shape)[0]
 
     def _opened(self, shape: tuple[int, ...], sides: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, int]]:
+        """Return ``opened`` for a map of ``sides`` (height, width), the whole one or a rank's part."""
         result: list[int] = []
         dims = [0, 0]
         for at, side in enumerate(shape):

@@ -37,6 +37,7 @@ def _instance_norm_of_tiles(builder: Builder, op: Operator) -> None:
 
 
 def _grouped(builder: Builder, op: Operator, name: str, groups: int, weight: Any, bias: Any, eps: float) -> None:
+    """Emit a norm over groups of channels and the whole map; instance norm has a group for each channel."""
     split = builder.same_pixels(op, name)
     part = builder.part(name, split)
     # In a fused run, too, every pixel counts once; autograd adds the gradients of all computed copies.

@@ -99,6 +99,17 @@ def _sum_over_space(
     mean: bool,
     placed: Any = None,
 ) -> None:
+    """Emit a sum or a mean over both height and width.
+
+    Args:
+        builder: of the rank's program.
+        name: of the map.
+        output: of the result.
+        dims: reduced dims, height and width among them.
+        keepdim: whether they stay, with size 1.
+        mean: whether to divide by the number of values.
+        placed: applied to this rank's sum before the sum over ranks; None: nothing.
+    """
     shape = builder.shape(name)
     count = 1
     for dim in dims:

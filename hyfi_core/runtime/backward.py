@@ -198,6 +198,7 @@ class BackwardPass:
         self._complete(left)
 
     def _run_operator(self, record: OperatorRecord, names: Sequence[str], before: Sequence[Record]) -> Waits[None]:
+        """Run the backward of an operator that has its own."""
         call = record.step.call
         between_planes = isinstance(call, CollectiveCall) and call.between_planes
         if any(name in self._tape.active for name in (carried_by(call) if between_planes else call.inputs)):

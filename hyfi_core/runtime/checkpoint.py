@@ -162,6 +162,7 @@ def write_tensors(
 
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file, readable as the umask says, and raise the system's own error if that fails."""
     try:
         path.touch()
         mode = path.stat().st_mode  # by the umask; safetensors replaces the file by one that only its owner can read
@@ -288,6 +289,7 @@ def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _open(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a checkpoint, without links, and its ``model.json``."""
     try:
         # A process that was killed while it replaced this checkpoint may have left the older one under that name.
         aside = replaced_name(Path(os.path.realpath(path)))
@@ -315,6 +317,14 @@ def _open(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _stored_tensors(folder: Path, name: str, model: Mapping[str, Any], share: tuple[int, int]) -> StoredState:
+    """Return the tensors of a checkpoint's file or files, read when needed.
+
+    Args:
+        folder: of the checkpoint.
+        name: of the file, if there is one.
+        model: its ``model.json``.
+        share: (k, n): this rank checks the digests of every n-th file, from the k-th.
+    """
     files = _files_of(name, model) or [name]
     for number, file in enumerate(files):
         # All ranks compare its size; one of them reads it for its digest.
@@ -340,6 +350,7 @@ def _read_json(folder: Path, name: str, model: Mapping[str, Any]) -> dict[str, A
 
 
 def _parse(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -362,6 +373,7 @@ def _check_file(folder: Path, name: str, model: Mapping[str, Any], digests: bool
 
 
 def _check_content(folder: Path, name: str, model: Mapping[str, Any], digests: bool) -> None:
+    """Refuse a file of a checkpoint that is missing or not as it was saved; ``digests``: read it whole for that."""
     path = folder / name
     fingerprint = model.get("files", {}).get(name)
     if not path.is_file() or fingerprint is None:

@@ -102,6 +102,7 @@ class Executor:
         return records
 
     def _operate(self, step: OperatorStep, values: LocalValues, record: bool) -> Waits[Record | None]:
+        """Run the forward of an operator that has its own backward; return what that needs, if it will run."""
         call = step.call
         inputs: Any = tuple(values[name] if name is not None else None for name in call.inputs)
         # ``BackwardPass`` calls the operator's own backward; autograd must not record a second one.
@@ -122,6 +123,7 @@ class Executor:
         return None
 
     def _run(self, segment: Segment, values: LocalValues, record: bool) -> Record | None:
+        """Run a segment; return what backward needs, if there will be one."""
         segment_record = SegmentRecord(segment)
         local: LocalValues = {}
         active = record and any(name in self.tape.active for name in segment.outputs)

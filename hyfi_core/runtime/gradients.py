@@ -340,6 +340,7 @@ class ReductionGroup:
         bucket.pending = self._comm.start_all_reduce(bucket.wire)
 
     def _land(self, bucket: _Bucket) -> None:
+        """Bring the sum of a bucket that has arrived to where its gradients are."""
         bucket.pending = None
         if bucket.wire is not None and bucket.wire is not bucket.flat:
             bucket.flat.copy_(bucket.wire)

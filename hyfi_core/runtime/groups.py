@@ -85,6 +85,7 @@ class Groups:
         return self.plane.rank in self.users(stages)
 
     def _ranks(self, stages: Iterable[int], directions: int) -> frozenset[int]:
+        """Return the ranks of a plane that hold any of these stages in the first ``directions`` directions."""
         return frozenset(
             rank
             for stage in stages

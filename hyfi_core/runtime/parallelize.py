@@ -205,6 +205,7 @@ def check_choices(autocast: torch.dtype | None, optimizer: object, loss_over: Lo
 
 
 def _check_compile(compile: CompileMode, plan: ParallelPlan) -> None:
+    """Refuse a mode of compilation that does not exist, or does not go with spilling."""
     if compile not in get_args(CompileMode):
         raise RequestError(f"compile is {compile!r}; pass 'auto', 'off' or 'on'")
     if compile == "on" and plan.spill is not None:

@@ -170,6 +170,7 @@ class Pipeline:
         self._exchange.finish()
 
     def _do(self, action: Action, step: Step) -> None:
+        """Run one action of the schedule."""
         # Actions on gradients have no micro-batch, and use none.
         key, m, exchange = (action.stage, action.direction), action.microbatch or 0, self._exchange
         match action.verb:
@@ -221,6 +222,7 @@ class Pipeline:
             flight.exits.clear()
 
     def _forward(self, key: Key, microbatch: int, step: Step, recomputes: bool) -> Waits[_MicroBatch]:
+        """Run the forward of a micro-batch in a stage; return what its backward needs."""
         stage, flight = self._lowered.hosted[key], _MicroBatch()
         values = step.begin(key, microbatch)
         if self._statistics is not None:
@@ -254,6 +256,7 @@ class Pipeline:
         return flight
 
     def _backward(self, key: Key, microbatch: int, step: Step, in_two: bool) -> None:
+        """Run the backward of a micro-batch in a stage; ``in_two``: only its first part."""
         flight = self._flights[key, microbatch]
         # From here on it counts edges along which cotangents have left.
         flight.sends = 0

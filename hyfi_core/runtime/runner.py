@@ -195,6 +195,7 @@ class StageRunner:
         return Trained(loss, [*before, *pipeline.events])
 
     def _loss(self, lowered: LoweredModel, labels: torch.Tensor, over_batch: bool) -> StepLoss:
+        """Return the loss of a step, with the parameters that it may use itself."""
         subject, plan = self._subject, self._plan
         here = (name for stage, _ in lowered.hosted for name in lowered.names[stage])
         trained, elsewhere = subject.bindings.divided(here, plan.stages > 1)
@@ -314,6 +315,7 @@ class StageRunner:
         loss: StepLoss,
         arrived: Callable[[int], None] = lambda direction: None,
     ) -> Step:
+        """Return what the pipeline asks of a step: values of micro-batches, the loss, parameters of stages."""
         plan, subject, trains = self._plan, self._subject, not isinstance(loss, NoLoss)
 
         def begin(key: Key, microbatch: int) -> LocalValues:
@@ -350,6 +352,7 @@ class StageRunner:
         return images_part if self._pager is None else images_part.clone()
 
     def _statistics(self, lowered: LoweredModel, apart: bool = False) -> FollowingStatistics | FoldedStatistics:
+        """Return the buffers of a step; ``apart``: as copies, so that the module's own stay as they are."""
         # Copies only where something changes them: most cells leave buffers as they are.
         changes = any(stage.ranked.program.mutations for stage in lowered.hosted.values())
         apart = (apart or self._cell) and changes

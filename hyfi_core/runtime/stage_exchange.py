@@ -132,6 +132,7 @@ class StageExchange:
     def _collect(
         self, edge: Edge, direction: int, microbatch: int, back: bool
     ) -> Waits[tuple[int, dict[int, torch.Tensor]]]:
+        """Wait for a boundary transfer; return this rank's position in it, and each peer's buffer."""
         key = (edge, direction, microbatch, back)
         position, pieces, peers = self._side(edge, direction, back, at_source=back)
         arrival = self._arrivals.pop(key)

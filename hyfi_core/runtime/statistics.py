@@ -121,6 +121,7 @@ class FoldedStatistics:
         _publish(self._own, self._buffers)
 
     def _check(self, name: str) -> None:
+        """Refuse a buffer that is not a running statistic of a norm: its updates cannot be folded in order."""
         path, _, key = name.rpartition(".")
         module = self._modules[path]
         is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
@@ -132,6 +133,7 @@ class FoldedStatistics:
             )
 
     def _swap(self) -> None:
+        """Exchange the statistics of all micro-batches with the rank that has the same part in the other direction."""
         # Direction d has the micro-batches [d · half, (d + 1) · half).
         half = self._microbatches // 2
         sends, receives, arriving = [], [], []

@@ -81,6 +81,7 @@ class Bindings:
         self._read()
 
     def _read(self) -> None:
+        """Read the tensors of the model, and forget to what stages were bound."""
         model = self._model
         self._parameters: LocalValues = dict(model.named_parameters(remove_duplicate=False))
         self._buffers: LocalValues = dict(model.named_buffers(remove_duplicate=False))
@@ -202,6 +203,7 @@ class Bindings:
         return trained, former | {id(t): name for name, t in named.items() if id(t) not in own}
 
     def _of(self, stage: HostedStage) -> tuple[LocalValues, LocalValues]:
+        """Return the (parameters, buffers) of a stage, by their names in the program."""
         if stage not in self._found:
             program = stage.ranked.program
             parameters = {value: self._parameters[name] for value, name in program.parameters.items()}

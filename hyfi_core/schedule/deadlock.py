@@ -59,6 +59,7 @@ def _first(run: DryRun, number: int) -> str:
 
 
 def _waits(run: DryRun, number: int) -> Iterator[Wait]:
+    """Yield what a rank waits for before its current action."""
     rank = run.ranks[number]
     action = rank.current
     if action is None:

@@ -244,6 +244,7 @@ class DryRun:
         self._ready += gang
 
     def _compute(self, number: int, action: Action, start_s: float, end_s: float) -> None:
+        """End a gang action on one rank."""
         rank = self.ranks[number]
         # A divided backward ends with W: until then it holds what the weights need.
         rank.live += (action.verb is _F) - (action.verb in TO_WEIGHTS)
@@ -259,6 +260,7 @@ class DryRun:
         self.spans.append((number, action, start_s, end_s))
 
     def _send(self, number: int, action: Action) -> None:
+        """Start a send: one message to each of its receivers."""
         rank = self.ranks[number]
         receive = counterpart(action)
         halves = []
@@ -273,6 +275,7 @@ class DryRun:
         self._start(number, halves)
 
     def _post(self, number: int, action: Action) -> None:
+        """Post a receive: one message from each of its senders."""
         rank = self.ranks[number]
         sending = senders(self.placement, number, action)
         rank.open[action] = len(sending)

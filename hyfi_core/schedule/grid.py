@@ -51,6 +51,7 @@ def list_grid(rows: Sequence[Sequence[object]], places: Mapping[int, int]) -> st
 
 
 def _slots(events: Iterable[TraceEvent], ranks: int) -> list[list[str]]:
+    """Return the names of each rank's computations, in a column for each time at which any begins."""
     compute = [event for event in events if event.kind in COMPUTE]
     columns = {start: column for column, start in enumerate(sorted({event.start_s for event in compute}))}
     rows: list[list[str]] = [[""] * len(columns) for _ in range(ranks)]
@@ -60,6 +61,7 @@ def _slots(events: Iterable[TraceEvent], ranks: int) -> list[list[str]]:
 
 
 def _lines(rows: Sequence[Sequence[str]], marks: Mapping[int, str]) -> str:
+    """Return a table with a line for each rank; ``marks``: what follows the line of a rank."""
     if marks:
         # Of long rows, the ends: that is where the ranks have stopped.
         rows = [row[-_COLUMNS:] if len(row) > _COLUMNS else row for row in rows]

@@ -84,6 +84,7 @@ class _Slot:
 
 
 def _joined(row: tuple[Action, ...], slots: list[_Slot]) -> Iterator[Action]:
+    """Yield the actions of a rank: those of each slot, and the computation behind it."""
     for index, slot in enumerate(slots):
         # Sends before all else: others wait for them.
         yield from slot.sends

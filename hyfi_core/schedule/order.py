@@ -96,6 +96,7 @@ def _needs(action: Action, edges: Edges, backs: Backs) -> list[Action]:
 def _stuck(
     schedule: Schedule, placement: Placement, edges: Edges, backs: Backs, cursor: list[int], ended: dict[Action, int]
 ) -> ScheduleError:
+    """Return the error that names, for each rank that has not ended, what it waits for."""
     blames = []
     for rank, row in enumerate(schedule.actions):
         if cursor[rank] == len(row):

@@ -63,6 +63,7 @@ def draw(events: Iterable[TraceEvent], title: str, width_px: int = 1200) -> str:
 
 
 def _event(event: TraceEvent, x: float, px_per_s: float) -> str:
+    """Return the SVG of an event: a box for a computation, a strip below it for a message."""
     # At least half a pixel, so that short messages can be seen.
     width = max((event.end_s - event.start_s) * px_per_s, 0.5)
     y = _TOP_PX + event.rank * _ROW_PX

@@ -146,6 +146,11 @@ def _run(
     costs: Costs,
     one_stream: bool = False,
 ) -> DryRun:
+    """Return the dry run of a schedule.
+
+    Raises:
+        ScheduleError: lists are wrong, or ranks deadlock.
+    """
     point_to_point = _point_to_point(mirror, placement)
     links, counts = Edges(edges, placement.stages), _split(schedule, placement, microbatches)
     needs = expected(placement, links, counts, point_to_point, divided(schedule))

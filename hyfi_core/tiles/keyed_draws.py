@@ -94,6 +94,11 @@ class KeyedDraws(TorchDispatchMode):
         return self._drawn(function, name, given)
 
     def _drawn(self, function: Any, name: str, given: dict[str, Any]) -> Any:
+        """Return what an operator draws, from its arguments by name.
+
+        Raises:
+            RequestError: its numbers cannot be the same for any division into calls.
+        """
         if name == "native_dropout":
             return self._dropout(given["input"], given["p"], given["train"])
         if name in _FILLS:
@@ -124,6 +129,7 @@ class KeyedDraws(TorchDispatchMode):
         return x * (mask.to(x.dtype) * (0.0 if p == 1.0 else 1.0 / (1.0 - p))), mask
 
     def _numbers(self, draw: Callable[..., torch.Tensor], like: torch.Tensor, *parameters: Any) -> torch.Tensor:
+        """Return numbers of the shape and dtype of ``like``, keyed by the tiles that they belong to."""
         shape = tuple(like.shape)
         # The number of the draw in its call stands for the operator: it is the same for any tiles.
         key = draws.mixed(self._key.seed, self._key.step, self._key.slide, len(self.shapes))
@@ -145,6 +151,7 @@ class KeyedDraws(TorchDispatchMode):
         return (inside.unsqueeze(dim) + tiles.view(-1, *[1] * (len(shape) - dim))).reshape(shape)
 
     def _dim_of_tiles(self, shape: DrawnShape) -> int:
+        """Return the dim of drawn numbers that runs over the tiles of a call."""
         assert self._single is not None and self._tiles is not None
         number, count = len(self.shapes), len(self._tiles)
         one = self._single[number] if number < len(self._single) else ()

@@ -36,6 +36,7 @@ class PeakMeter(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage, known: set[int]) -> None:
+        """Count a storage until it is freed, once; ``known``: those that were there before."""
         number, size = id(storage), storage.nbytes()
         if number in self._storages or number in known or not size:
             return

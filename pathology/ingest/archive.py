@@ -243,6 +243,7 @@ def _files_of(records: dict[str, SlideRecord]) -> dict[str, str]:
 
 
 def _refuse_mixed_names(request: Request, records: dict[str, SlideRecord]) -> None:
+    """Refuse pseudonyms in a store of slides under their own names, and the other way round."""
     named = [record.slide_id for record in records.values() if record.source_path]
     if request.pseudonyms is not None and named:
         raise RequestError(
@@ -321,6 +322,7 @@ def _unchanged_source(record: SlideRecord, job: SlideJob) -> SlideRecord | None:
 
 
 def _refuse_changed(changed: Sequence[str], store: Path) -> None:
+    """Refuse slides that were ingested with other parameters."""
     if not changed:
         return
     shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
@@ -356,6 +358,7 @@ def require_can_be_written(store: Path) -> None:
 
 
 def _make_store(store: Path) -> None:
+    """Create the store if it is missing, and check that it can be written."""
     try:
         if isinstance(store, ObjectPath):
             probe = store / f".probe-{secrets.token_hex(8)}"

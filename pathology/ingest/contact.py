@@ -143,6 +143,7 @@ def _files(store: Path, slide_id: str) -> tuple[Path, Path]:
 
 
 def _card(store: Path, record: SlideRecord) -> Card:
+    """Return the card of a slide; its picture is made if it is missing."""
     if record.status != DONE:
         return Card(record.slide_id, "", "", "", (), record.reason or "failed")
     large, small = _files(store, record.slide_id)
@@ -159,6 +160,7 @@ def _card(store: Path, record: SlideRecord) -> Card:
 
 
 def _facts(record: SlideRecord) -> str:
+    """Return the line of facts below a picture."""
     mpp = record.store_mpp or 0.0
     facts = [f"{(record.width_px or 0) * mpp / 1000:.1f} × {(record.height_px or 0) * mpp / 1000:.1f} mm"]
     facts.append(f"tissue {record.tissue_fraction or 0:.0%}")

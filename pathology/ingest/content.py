@@ -269,6 +269,7 @@ class ToSrgb:
         self._transforms.get()
 
     def _build(self) -> Any:
+        """Return the colour transform from the slide's profile to sRGB."""
         try:
             return ImageCms.buildTransform(
                 ImageCms.ImageCmsProfile(io.BytesIO(self._profile)),

@@ -211,6 +211,12 @@ def _series_of(source: Path) -> tuple[Path, str] | None:
 
 
 def _jobs_with_names(rows: Mapping[SceneKey, dict[str, str]], files_by_name: Mapping[str, str]) -> list[SlideJob]:
+    """Return a job for each row, named by its slide_id, else as before, else after its file.
+
+    Args:
+        rows: (file, scene) -> row of the manifest.
+        files_by_name: Slides that are in the store already -> their files.
+    """
     names = {
         (location(source), suffix): name
         for name, source in files_by_name.items()
@@ -287,6 +293,7 @@ def _stem(source: Path) -> str:
 
 
 def _checked(name: str) -> str:
+    """Return a slide_id; refuse one that cannot be a file name."""
     if re.search(r"[/\\\x00-\x1f]", name) or name.startswith(".") or len(name.encode()) > _LONGEST_NAME_BYTES:
         raise RequestError(
             f"slide_id {name!r} cannot be a file name; use no slashes or control characters, no leading dot, at most "

@@ -133,6 +133,7 @@ class RunningDigest:
         return self._digest.result()
 
     def _run(self) -> str:
+        """Return the digest of a slide's files, or of the list of its objects."""
         if isinstance(self._path, ObjectPath):
             return hashlib.sha256(_listed(self._path)[0]).hexdigest()
         try:

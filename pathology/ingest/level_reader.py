@@ -163,6 +163,11 @@ class LevelReader:
             run_in_pool(fill, list(_steps(first, end, -(-(end - first) // (2 * decode_threads())))))
 
     def _read_into(self, box: Box, out: RGB) -> None:
+        """Read a box into ``out``, with white where tiles cannot be decoded.
+
+        Raises:
+            SlideError: There are more such tiles than allowed.
+        """
         bad_tiles: list[BadTile] = []
         self._source.read_into(box, self._choice.level, out, None if self._max_bad <= 0 else bad_tiles)
         for tile in bad_tiles:

@@ -99,6 +99,7 @@ class TileJoiner:
         return b"".join(tile[start:end] for marker, start, end in segments if marker not in (APP0, APP14)), coded
 
     def _check_frame(self, marker: int, frame: bytes) -> None:
+        """Refuse a JPEG whose frame segment states another size, or other than three colours of 8 bits."""
         if len(frame) < 6:
             raise TileError(_DAMAGED_HEADER)
         # A frame segment (ISO/IEC 10918-1, B.2.2): precision, lines, samples a line, components.
@@ -209,6 +210,12 @@ class LosslessSlide:
         yield from ((index, encoded_by_index.get(index)) for index in indices)
 
     def _compare(self, k: int, index: int) -> None:
+        """Refuse a level if the copy of one of its tiles would differ from what the reader shows.
+
+        Args:
+            k: Number of the level.
+            index: Of the tile in the level.
+        """
         level = self._levels[k]
         box = level.tile_box(index)
         ((_, encoded),) = self._tiles(level, [index])
@@ -247,6 +254,7 @@ def _tiles_of_file(level: TiffLevel, layout: ArrayLayout, file: tuple[int, int])
 
 
 def _joiner(level: TiffLevel) -> TileJoiner:
+    """Return what makes chunks of a level's tiles; refuse levels without JPEG tiles."""
     # A strip as wide as the slide would be a chunk that cannot be read in parts.
     if not isinstance(level.decode, JpegDecoder) or level.tile_width_px >= level.width_px > 2 * SHARD_PX:
         raise SlideError(

@@ -191,6 +191,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _start_worker(fractions: Any, threads: int) -> None:
+    """Prepare a worker process, before its first slide."""
     global _fractions
     _fractions = fractions
     # Before the first slide is opened: the pool of decoding threads has this size for the process's life.

@@ -109,6 +109,7 @@ class KeyFile:
         return True
 
     def _pseudonymised(self, job: SlideJob) -> SlideJob:
+        """Return a job under its pseudonym, without what could identify the patient."""
         if job.row.get("scene", "0") not in ("0", str(largest_scene(job.source))):
             raise RequestError(
                 f"{job.source}: it has several scenes, which have no pseudonyms of their own; choose --scene largest, "
@@ -155,6 +156,7 @@ class KeyFile:
 
 
 def _require_writable(path: Path) -> None:
+    """Refuse a key file whose folder cannot be written."""
     try:
         with tempfile.TemporaryFile(dir=path.absolute().parent):
             pass
@@ -166,6 +168,7 @@ def _require_writable(path: Path) -> None:
 
 
 def _may_be_mpp(text: str) -> bool:
+    """Whether a cell is empty or a plausible number of microns per pixel."""
     if not text:
         return True
     with suppress(ValueError):
@@ -207,6 +210,7 @@ def _load(path: Path) -> dict[str, KeyRow]:
 
 
 def _save(path: Path, rows: Iterable[KeyRow]) -> None:
+    """Write the key file, which only its owner can read."""
     table = sorted((row.to_csv() for row in rows), key=lambda row: row["source_path"])
     columns = [*_COLUMNS, *sorted({name for row in table for name in row} - set(_COLUMNS))]
     with replacing(path) as temporary:

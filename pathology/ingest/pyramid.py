@@ -88,6 +88,14 @@ class PyramidBuilder:
         return block
 
     def _from_below(self, level: int, box: Box, row: int, column: int) -> Planes:
+        """Return a block of a level, made of the four blocks below it, each halved.
+
+        Args:
+            level: Of the block.
+            box: Of the block, in pixels of its level.
+            row: Of the block, among blocks.
+            column: Likewise.
+        """
         # The block is allocated when all quarters exist, so that meanwhile at most three quarters are in memory.
         quarters: dict[tuple[int, int], Planes | _Compressed] = {}
         for y in (0, 1):

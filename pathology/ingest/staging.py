@@ -115,6 +115,7 @@ def _copy_all(files: list[Path], root: Path, folder: Path) -> bool:
 
 
 def _copy(source: Path, target: Path) -> None:
+    """Copy a file; refuse it if it has changed meanwhile."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         handle = os.open(source, os.O_RDONLY | os.O_CLOEXEC)

@@ -93,6 +93,14 @@ def _shared_jobs(request: Request, work: IngestWork | None, comm: Communicator) 
 
 
 def _report(every: list[Any], done_before: list[str], ends: list[Any], jobs: int) -> IngestReport:
+    """Return the report of all processes together.
+
+    Args:
+        every: (record, job, whether this run has made it) of each slide, as JSON.
+        done_before: Slides that were skipped.
+        ends: (why it stopped, whether it was interrupted) of each process.
+        jobs: Number of slides of the run.
+    """
     report = IngestReport(skipped=done_before)
     for values, job, ours in every:
         report.add(Outcome(SlideRecord.of_json(values), SlideJob.of_json(job), ours))
@@ -127,6 +135,7 @@ class _Share:
         self.of_slide(outcome)
 
     def progress(self, fractions: Sequence[float]) -> None:
+        """Show the progress of this process's slides and of those that others have finished."""
         self._stop_if_wanted()
         now_s = time.monotonic()
         if not self.shows_progress:

@@ -286,6 +286,11 @@ class _Run:
         return together(self._comm, lambda: action() if self._comm.rank == 0 else None)
 
     def _dataset(self, store: Path, slide: SlideInput) -> SlideDataset:
+        """Return a dataset of one slide.
+
+        Raises:
+            SlideError: The slide is in a store of another program, which does not say where its pixels are in the file.
+        """
         spec = self._spec
         dataset = SlideDataset(
             store,
@@ -314,6 +319,7 @@ class _Run:
         sight: Sight,
         heatmaps: Sequence[Heatmap],
     ) -> SlideResult:
+        """Return all that is written about a slide; several members are averaged."""
         slide = dataset.slide(0)
         assert isinstance(slide, SlideStore)
         readouts = [member.readout for member in self._members]

@@ -203,6 +203,7 @@ class Ensemble:
     def _of_member(
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, views: Sequence[View]
     ) -> Attribution:
+        """Return what one member says of a slide, from all of its images."""
         results = [self._of_image(member, engines, dataset, index, view) for view in views]
         logits = np.stack([result.logits for result in results])
         weights = image_weights(logits, views, member.pooling)

@@ -352,6 +352,7 @@ def pyramid(values: NDArray[np.float32], smallest_px: int = 256) -> list[NDArray
 
 
 def _halve(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return maps ``(classes, h, w)`` of half the size: means of blocks of 2 × 2, without NaN."""
     classes, height, width = values.shape
     # With NaN, so that the mean of a border cell is that of the pixels that exist.
     padded = np.pad(values, ((0, 0), (0, height % 2), (0, width % 2)), constant_values=np.nan)

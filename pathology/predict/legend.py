@@ -132,6 +132,7 @@ def _text_offset_px(item: LegendItem, unit: int, width_px: int) -> int:
 
 
 def _draw_item(draw: ImageDraw.ImageDraw, item: LegendItem, x: float, y: float, unit: int, width_px: int) -> None:
+    """Draw an item of the legend, from ``x``, centred at ``y``; ``unit`` is the size of its text in pixels."""
     length = _sample_px(item, unit, width_px)
     half = unit * 0.5
     if isinstance(item, ScaleBar):

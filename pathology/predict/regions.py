@@ -296,6 +296,7 @@ def _enclosed(ring: NDArray[np.float64]) -> float:
 
 
 def _feature(identity: str, rings: list[Ring], properties: dict[str, Any]) -> dict[str, Any]:
+    """Return a polygon as a feature of GeoJSON; ``identity`` gives it the same id in each run."""
     return {
         "type": "Feature",
         "id": str(uuid.uuid5(_NAMESPACE, in_utf8(identity))),

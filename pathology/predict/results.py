@@ -86,6 +86,7 @@ def write_results(
 def _write_files(
     folder: Path, result: SlideResult, members: Sequence[Member], spec: InputSpec, key: Mapping[str, Any]
 ) -> None:
+    """Write the files of a slide into a new folder."""
     heatmap, channel = result.heatmap, result.channel
     metadata = {
         "checkpoints": [member.digest for member in members],

@@ -130,6 +130,7 @@ def _spread(result: SlideResult, bar: int) -> str:
 
 
 def _facts(result: SlideResult, spec: InputSpec) -> FactRows:
+    """Return the facts about what was seen of a slide."""
     height, width = spec.size_px
     mpp_y, mpp_x = result.heatmap.mpp
     stains = [] if spec.stain is None else [("Stains", f"normalised: {spec.stain.method}")]
@@ -168,6 +169,7 @@ def _left_out(regions: RankedRegions) -> str:
 
 
 def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPicture:
+    """Return a region with its picture and its position in level-0 pixels."""
     heatmap = result.heatmap
     # + 0.5: cell 0 lies from 0 to 1.
     row, column = (float(part.mean()) + 0.5 for part in region.cells)
@@ -204,6 +206,7 @@ def _crop(result: SlideResult, region: Region) -> str:
 
 
 def _slide_rows(result: SlideResult) -> FactRows:
+    """Return the facts about a slide's file."""
     attributes = result.slide.attributes
     source: dict[str, Any] = attributes["source"]
     scanned, (height, width) = source["levels"][0], result.heatmap.slide_size_px
@@ -224,6 +227,7 @@ def _member_title(index: int, count: int) -> str:
 
 
 def _member_rows(member: Member) -> FactRows:
+    """Return the facts about a model."""
     config = member.config
     rows: FactRows = [
         ("model", str(config.get("model", {}).get("name", ""))),

@@ -138,6 +138,7 @@ class PredictionTable:
             write_table(self.path, self.columns, [self._rows[slide_id] for slide_id in sorted(self._rows)])
 
     def _load(self) -> dict[str, dict[str, str]]:
+        """Return the rows that an earlier run has written, by slide."""
         if not self.path.exists():
             return {}
         try:

@@ -110,6 +110,7 @@ class SizedEngines:
         return self._latest[1]
 
     def _make(self, size_px: ImageSize, verify: bool = False) -> Engine:
+        """Return an engine for images of a size; larger ones than the trained size are computed in cells."""
         cells = self._cells or (None if size_px == self._size else self._cells_of(size_px))
         if cells is not None:
             return_what_is_freed()  # otherwise the heap keeps freed memory, as much again as a cell needs

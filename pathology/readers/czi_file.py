@@ -155,6 +155,7 @@ def scenes_of_czi(path: Path) -> tuple[tuple[int, int], ...]:
 
 
 def _scene_sizes(blocks: list[CziBlock]) -> tuple[tuple[int, int], ...]:
+    """Return the (height, width) of each scene in pixels of the finest level."""
     sizes = []
     for scene in sorted({block.scene for block in blocks}):
         own = [block for block in blocks if block.scene == scene]
@@ -233,6 +234,7 @@ def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
 
 
 def _check(dimensions: dict[str, tuple[int, int, int]], pixels: int, compression: int) -> None:
+    """Refuse a block without a size, of one of several channels or times, or of pixels that cannot be read."""
     if not {"X", "Y"} <= dimensions.keys() or min(dimensions["X"][1:] + dimensions["Y"][1:]) < 1:
         raise SlideError("the file is damaged: its directory has an entry without a size")
     more_axes = [name for name, (start, _, _) in dimensions.items() if start and name not in ("X", "Y", "S", "M", "Z")]
@@ -247,6 +249,7 @@ def _check(dimensions: dict[str, tuple[int, int, int]], pixels: int, compression
 
 
 def _mpp(root: ElementTree.Element) -> tuple[float, float] | None:
+    """Return the microns per pixel (y, x) that the metadata state; None if they do not."""
     texts = [root.findtext(f"./Metadata/Scaling/Items/Distance[@Id='{axis}']/Value") for axis in "YX"]
     try:
         # Metres. A missing axis leaves one value, and unpacking it raises ValueError, too.
@@ -257,6 +260,7 @@ def _mpp(root: ElementTree.Element) -> tuple[float, float] | None:
 
 
 def _power(root: ElementTree.Element) -> float | None:
+    """Return the magnification of the objective that the metadata state; None if they do not."""
     name = root.find("./Metadata/Information/Image/ObjectiveSettings/ObjectiveRef")
     for objective in root.iterfind("./Metadata/Information/Instrument/Objectives/Objective"):
         if name is not None and objective.get("Id") == name.get("Id"):

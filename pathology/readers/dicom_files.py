@@ -169,6 +169,7 @@ def _cached_header(path: str, size: int, mtime_ns: int) -> DicomHeader | None:
 
 
 def _parsed(file: BinaryIO) -> DicomHeader:
+    """Return the header of a DICOM file."""
     from pydicom.filereader import read_partial  # importing it takes half a second: only for DICOM slides
 
     try:

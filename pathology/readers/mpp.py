@@ -167,6 +167,7 @@ def not_used_note(flag_mpp: float | None, used: Mapping[str, float | None]) -> s
 
 
 def _manifest_value(text: str) -> float | None:
+    """Return the cell ``source_mpp`` of a manifest as a number; None if it is empty."""
     if not text.strip():
         return None
     try:
@@ -179,6 +180,7 @@ def _manifest_value(text: str) -> float | None:
 
 
 def _what_the_file_says(file_mpp: tuple[float, float] | None) -> str:
+    """Return the part of the message about a file without a plausible mpp that says what it states."""
     if file_mpp is None:
         return "the file does not state its microns per pixel"
     y, x = file_mpp

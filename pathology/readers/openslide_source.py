@@ -104,6 +104,7 @@ class OpenSlideSource:
         self.facts = self.facts.noting(*believed.notes)
 
     def _first_handle(self) -> openslide.OpenSlide:
+        """Return this thread's handle of the file, which is opened here for the first time."""
         try:
             return self._handles.get()
         except openslide.OpenSlideUnsupportedFormatError as error:
@@ -124,6 +125,7 @@ class OpenSlideSource:
         return OpenSlideSource, (self._path, self._checked)
 
     def _described(self, slide: openslide.OpenSlide, index: int, level: SourceLevel) -> SourceLevel:
+        """Return a level with the size of what is shown of it, and with the size of its tiles."""
         (fy, fx) = level.downsample
         names = [f"openslide.level[{index}].tile-{side}" for side in ("height", "width")]
         stated = [int(slide.properties.get(name, 0)) for name in names]
@@ -159,6 +161,7 @@ class OpenSlideSource:
             bad += [tile for tiles in bad_by_block for tile in tiles]
 
     def _read(self, block: Box, level: int, out: RGB) -> None:
+        """Read a block, in pixels of its level, into ``out``."""
         stored = self._stored[level]
         scale = self._downsamples[stored]
         # `read_region` takes level-0 pixels of the whole file, whatever the level.
@@ -259,6 +262,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _bounds(slide: openslide.OpenSlide) -> Box:
+    """Return the part of level 0 that is not empty, as the file states it; all if it does not."""
     width, height = slide.dimensions
     names = (
         openslide.PROPERTY_NAME_BOUNDS_Y,
@@ -275,6 +279,7 @@ def _bounds(slide: openslide.OpenSlide) -> Box:
 
 
 def _background(properties: Mapping[str, str]) -> npt.NDArray[np.float32]:
+    """Return the colour that OpenSlide states for pixels that are not in the file; white if it states none."""
     text = properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "FFFFFF")
     try:
         values = [int(text[i : i + 2], 16) for i in (0, 2, 4)]

@@ -34,6 +34,11 @@ class SlideFile:
         self._open()
 
     def _open(self) -> None:
+        """Open the file for this process.
+
+        Raises:
+            SlideError: It cannot be opened, or has changed since it was opened first.
+        """
         try:
             # O_CLOEXEC: programs that are started meanwhile must not hold the file open.
             handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)

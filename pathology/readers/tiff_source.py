@@ -157,6 +157,7 @@ class TiffSource:
             bad += failed
 
     def _fill_missing_tile(self, index: int, level: int, box: Box, out: RGB) -> None:
+        """Fill the pixels of a tile that the file does not have."""
         common = self._levels[level].tile_box(index).intersect(box)
         part = out[common.relative_to(box).slices()]
         if self._fill_missing is None:

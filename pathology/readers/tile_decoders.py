@@ -124,6 +124,7 @@ def _decoder_of_samples(page: Any, height_px: int, width_px: int, colour: str) -
 
 
 def _check_page(page: Any) -> None:
+    """Refuse a page whose pixels are not 8-bit colours or grey."""
     grey = page.samplesperpixel == 1 and page.photometric in (_WHITE_IS_ZERO, _BLACK_IS_ZERO)
     colours = page.photometric == _RGB or (page.photometric == _YCBCR and page.compression in _MAY_BE_YCBCR)
     rgb = page.samplesperpixel in (3, 4) and page.planarconfig == 1 and colours
@@ -250,6 +251,7 @@ class Jpeg2000Decoder:
 
 
 def _check_codestream(data: bytes) -> None:
+    """Refuse JPEG 2000 that is cut off, or has bytes that packets cannot have."""
     if data.rfind(b"\xff\xd9") < 0:
         raise ValueError("its JPEG 2000 is cut off: it has no end marker")
     packets = data.find(b"\xff\x93")
@@ -267,6 +269,7 @@ _GREEN_OF_CR = np.rint(-0.71414 * 65536 * _CHROMA).astype(np.int32)
 
 
 def _rgb_of_ycbcr(pixels: RGB) -> RGB:
+    """Return RGB of YCbCr as libjpeg computes it, in whole numbers."""
     luma, cb, cr = pixels[..., 0].astype(np.int32), pixels[..., 1], pixels[..., 2]
     out: npt.NDArray[np.int32] = np.empty(pixels.shape, np.int32)
     out[..., 0] = luma + _RED_OF_CR[cr]

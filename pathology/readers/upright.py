@@ -66,6 +66,7 @@ class UprightSource:
             bad += [replace(tile, box=self._upright_box(tile.box, size)) for tile in stored_bad]
 
     def _level(self, level: SourceLevel) -> SourceLevel:
+        """Return a level as it is after turning."""
         if not self._transposed:
             return level
         return replace(

@@ -80,6 +80,7 @@ class Tissue:
         return self._depth(y_um, x_um, self.coarse.at(y_um, x_um), self.fine.at(y_um, x_um))
 
     def _depth(self, y: Field, x: Field, coarse: Field, fine: Field) -> Field:
+        """Return how far points are inside of the tissue, in about µm; negative outside."""
         best = np.full(coarse.shape, -np.inf, np.float32)
         for cy, cx, long, short, angle in self.pieces.tolist():
             dy, dx = y - cy, x - cx

@@ -203,6 +203,7 @@ def make_archive(
 def _render_in_processes(
     slides: list[ArchiveSlide], folder: Path, workers: int, truth: bool, finished: Callable[[Path], None]
 ) -> None:
+    """Write slides with several processes; ``finished`` is called with the path of each."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor, as_completed
 

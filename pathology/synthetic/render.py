@@ -64,6 +64,7 @@ class Renderer:
         return out
 
     def _block(self, block: Box) -> Field:
+        """Return the pixels ``(BLOCK_PX, BLOCK_PX, 3)`` of a block."""
         m = self.margin_px
         planes = _Planes(self, Box(block.y0 - m, block.y1 + m, block.x0 - m, block.x1 + m))
         if planes.tissue:
@@ -161,6 +162,15 @@ class _Planes:
     def _hollow(
         self, view: tuple[slice, slice], kind: int, shape: tuple[float, ...], lumen: float, tint: float
     ) -> None:
+        """Draw a gland, vessel or fat cell: a wall around a hole.
+
+        Args:
+            view: The part of the planes that it may touch.
+            kind: Of the structure.
+            shape: y and x of its centre and its radius, in µm; ratio of its axes; angle.
+            lumen: Radius of the hole, as a fraction of the radius.
+            tint: From 0, eosin, to 1, haematoxylin.
+        """
         y_um, x_um, radius, aspect, angle = shape
         y, x = self._coordinates(view, y_um, x_um)
         along, across = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)

@@ -223,6 +223,7 @@ def _grid_of_store(slide: SlideStore) -> SlideGrid:
 
 
 def _facts_of_store(slide: SlideStore) -> tuple[tuple[str, str], ...]:
+    """Return (name, text) of the facts about a stored slide."""
     attributes: dict[str, Any] = slide.attributes
     source = attributes.get("source", {})
     facts = [("Scanner", str(source["vendor"]))] if "vendor" in source else []

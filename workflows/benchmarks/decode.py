@@ -102,6 +102,7 @@ def _check_equal(source: SlideSource, path: Path, box: Box) -> None:
 
 
 def _read_with_openslide(path: Path, box: Box, threads: int) -> None:
+    """Read a box with OpenSlide in strips, each thread with a handle of its own."""
     strips = [Box(y, min(y + _STRIP_PX, box.y1), box.x0, box.x1) for y in range(box.y0, box.y1, _STRIP_PX)]
 
     def read(thread: int) -> None:

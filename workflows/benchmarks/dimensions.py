@@ -93,6 +93,7 @@ def _start(ranks: int, arguments: list[str]) -> None:
 
 
 def _sleeping_rank(out: Path | None, steps: int) -> None:
+    """Measure the plans of a sleeping network on this rank, and print a table on rank 0."""
     comm = hyfi_core.init()
     torch.manual_seed(0)
     if comm.rank == 0:
@@ -148,6 +149,7 @@ def _timed(
 
 
 def _median(comm: Communicator, step: Any, steps: int) -> float:
+    """Return the median seconds of a step, after one that is not counted."""
     seconds = []
     step()
     for _ in range(steps):
@@ -160,6 +162,7 @@ def _median(comm: Communicator, step: Any, steps: int) -> float:
 
 
 def _gathered(comm: Communicator, engine: Engine) -> list[TraceEvent] | None:
+    """Return the events of all ranks on rank 0, from time 0; None on others."""
     mine = [[comm.rank, str(action), begin, end, str(action.verb)] for action, begin, end in engine.events]
     parts = comm.gather_objects(mine)
     if parts is None:
@@ -177,6 +180,7 @@ def _print_row(
     traffic: list[dict[str, dict[str, int]]],
     seconds: tuple[float, float],
 ) -> None:
+    """Print the row of a plan; ``seconds`` are those of its step and of a step of layer parallelism."""
     placement = Placement.of(plan)
     edges = [(s, s + 1) for s in range(plan.stages - 1)]
     dry = simulate(engine.schedule(), placement, edges, mirror=plan.mirror)
@@ -230,6 +234,7 @@ BRANCHING = {
 
 
 def _branching_rank(steps: int) -> None:
+    """Measure the plans with branches on this rank, and print a table on rank 0."""
     comm = hyfi_core.init()
     torch.manual_seed(0)
     if comm.rank == 0:
@@ -264,6 +269,7 @@ REAL = {
 
 
 def _real(size_px: int, steps: int) -> None:
+    """Measure a real network with each plan, in processes, and print a table."""
     print(f"ResNet-18, {size_px}², batch 4, float32, channels-last; every rank has one thread")
     print("| plan | step (s) | largest rank (MB) | stage MB | halo MB | reduce MB |\n|---|---|---|---|---|---|")
     for name, plan in REAL.items():
@@ -276,6 +282,7 @@ def _real(size_px: int, steps: int) -> None:
 
 
 def _real_rank(fields: dict[str, Any], size_px: int, steps: int) -> None:
+    """Measure one plan on this rank; rank 0 prints the cells of its row."""
     comm, plan = hyfi_core.init(), ParallelPlan.from_json(fields)
     torch.manual_seed(0)
     batch = 4 // plan.replicas

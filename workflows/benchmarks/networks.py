@@ -120,6 +120,7 @@ def networks() -> Iterator[tuple[str, Make]]:
 
 
 def _timm(module: Any, name: str, side_px: int) -> nn.Module:
+    """Return a network of timm without dropout, for images of this size if it has a size."""
     drops = {"drop_rate": 0.0, "drop_path_rate": 0.0}
     # From most to least: models of timm take different arguments.
     for options in ({**drops, "img_size": side_px}, drops, {"drop_rate": 0.0}, {}):
@@ -132,6 +133,7 @@ def _timm(module: Any, name: str, side_px: int) -> nn.Module:
 
 
 def _torchvision(module: Any, name: str, side_px: int) -> nn.Module:
+    """Return a network of torchvision, without outputs beside the logits."""
     options: dict[str, Any] = {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": False}
@@ -168,6 +170,7 @@ def _transformers(module: Any, name: str, side_px: int) -> nn.Module:
 
 
 def _monai(module: Any, name: str, side_px: int) -> nn.Module:
+    """Return a network of MONAI, from the arguments that its family takes."""
     shape = {"spatial_dims": 2, "in_channels": 3}
     model: nn.Module
     if name.startswith("efficientnet"):

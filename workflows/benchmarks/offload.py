@@ -226,6 +226,7 @@ def sleeper(classes: int, **_: Any) -> nn.Module:
 
 
 def _sleep_instead(setting: dict[str, Any]) -> None:
+    """Replace the computation of an engine by sleeping, for the seconds of ``setting``."""
     from data.loading.feed import InlineFeed
     from hyfi_core.plan.box import Box
     from hyfi_core.plan.input_part import InputPart

@@ -71,6 +71,7 @@ def main() -> None:
 
 
 def _compare(size: int, latency_s: float, steps: int) -> None:
+    """Measure how much of a latency forward and step hide, with and without overlap, and print it on rank 0."""
     comm, latency = hyfi_core.init(), Latency(0.0)
     # Both with the delayed communicator, so that its own cost is in both.
     runs = {on: _runs(DelayedCommunicator(comm, latency), size, on) for on in (True, False)}

@@ -75,6 +75,7 @@ def _overlay(path: Path) -> Image.Image:
 
 
 def _focus(regions: Path, path: Path) -> Image.Image:
+    """Return the pixels around the centre of a slide's first region."""
     ring = _regions(regions)[0]["geometry"]["coordinates"][0]
     xs, ys = [point[0] for point in ring], [point[1] for point in ring]
     source = open_source(path)
@@ -89,6 +90,7 @@ def _focus(regions: Path, path: Path) -> Image.Image:
 
 
 def _curves(metrics: Path) -> Image.Image:
+    """Return a picture of the losses and AUROCs of a run."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     losses = [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
     aurocs = [

@@ -225,6 +225,8 @@ class SlowLinkCommunicator(ForwardingCommunicator):
 
 
 def _step_s(link_s: float, overlapped: bool) -> float:
+    """Return the seconds of a step whose reduction takes ``link_s``, during backward or after it."""
+
     def body(comm: Communicator) -> float:
         torch.manual_seed(0)
         model = SleepingNetwork(BLOCKS, BLOCK_S, SIZE_PX, CHANNELS)

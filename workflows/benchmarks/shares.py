@@ -63,6 +63,8 @@ def _pace(comm: Communicator, sleeps: Sequence[float]) -> tuple[float, ...]:
 
 
 def _step_s(shares: tuple[int, ...], sleeps: Sequence[float], steps: int) -> float:
+    """Return the median seconds of a step of the slowest replica."""
+
     def body(comm: Communicator) -> float:
         engine, images, labels = _engine(comm, shares, sleeps[comm.rank])
         seconds = []
@@ -77,6 +79,7 @@ def _step_s(shares: tuple[int, ...], sleeps: Sequence[float], steps: int) -> flo
 
 
 def _engine(comm: Communicator, shares: tuple[int, ...], sleep_s: float) -> tuple[Engine, torch.Tensor, torch.Tensor]:
+    """Return the engine, images and labels of a replica whose loss sleeps for each image."""
     _THREAD.sleep_s = sleep_s
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))

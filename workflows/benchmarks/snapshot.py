@@ -55,6 +55,7 @@ def main() -> None:
 
 
 def _rank(args: argparse.Namespace) -> None:
+    """Train or validate on this rank, once for each policy."""
     torch.set_num_threads(1)
     world = hyfi_core.init()
     group = world.split(world.rank, world.rank)
@@ -141,6 +142,7 @@ def _start(seconds: float, rendezvous: Mapping[str, Any], descriptors: Sequence[
 
 
 def _evaluate_slowly(parent: Parent) -> None:
+    """Answer each snapshot after some seconds, as a validator's child."""
     seconds = parent.receive()["seconds"]
     parent.send("ready")
     while True:

@@ -110,6 +110,7 @@ def _memory(model: str, size: int, sides: Sequence[str]) -> dict[str, object]:
 def _run(
     side: str, model: str, size: int, steps: int, settings: dict[str, str], more: Sequence[str] = ()
 ) -> list[float]:
+    """Return the numbers that a side prints, the largest of all its ranks."""
     ranks = 4 if side == "four_ranks" else 2 if side.endswith("two_ranks") else 1
     command = [sys.executable, "-m", "workflows.benchmarks.spatial", "--side", side, "--model", model]
     command += ["--size", str(size), "--steps", str(steps), *more]
@@ -150,6 +151,7 @@ def _side(side: str, name: str, size: int) -> Callable[[], None]:
 
 
 def _report(step: Callable[[], None], steps: int) -> None:
+    """Print the seconds of each step on rank 0."""
     step()  # captures the model and fills caches
     times = []
     for _ in range(steps):
@@ -161,6 +163,7 @@ def _report(step: Callable[[], None], steps: int) -> None:
 
 
 def _report_memory(side: str, model: str, size: int) -> None:
+    """Print the MB by which this process grows in its first and third step."""
     # Else memory that a step has freed stays, and the next step seems to need none.
     return_what_is_freed()
     step, grown = _side(side, model, size), []

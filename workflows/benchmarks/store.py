@@ -151,6 +151,7 @@ def _write(pixels: Planes, out: Path) -> None:
 
 
 def _vips(path: Path, out: Path) -> None:
+    """Write the slide with libvips as a TIFF, and sync it."""
     import pyvips
 
     image = pyvips.Image.new_from_file(str(path), access="sequential")
@@ -161,6 +162,7 @@ def _vips(path: Path, out: Path) -> None:
 
 
 def _ome_zarr(pixels: Planes, out: Path) -> None:
+    """Write the pixels with ome-zarr-py, and sync them."""
     import zarr
     from ome_zarr.format import FormatV05
     from ome_zarr.writer import write_image
@@ -179,6 +181,7 @@ def _sync(*paths: Path) -> None:
 
 
 def _reading(path: Path, region: Box, runs: int) -> None:
+    """Time the reading of a region by our reader, zarr-python and tensorstore, and compare what they return."""
     slide = SlideStore.open(path)
     out = np.empty((3, *region.shape), np.uint8)
     box = region.slices()
@@ -198,6 +201,7 @@ def _reading(path: Path, region: Box, runs: int) -> None:
 
 
 def _timed_read(name: str, runs: int, region: Box, work: Callable[[], object]) -> Timing:
+    """Print and return the median seconds of a call, on the clock and of the processor."""
     seconds, cpu = [], []
     for _ in range(runs + 1):
         begin, cpu_begin = time.perf_counter(), time.process_time()

@@ -81,6 +81,7 @@ def measure(path: Path, count: int) -> None:
 
 
 def _series(pid: int, slide: str, about: dict[str, Any], count: int) -> None:
+    """Print how fast tiles are served, for the first time and again."""
     finest = about["finest_zoom"]
     zooms = {"1 : 1, PNG": ([finest], "png"), "zoomed out, JPEG": (list(range(max(0, finest - 4), finest)), "jpg")}
     for name, (levels, kind) in zooms.items():
@@ -103,6 +104,7 @@ def _places(about: dict[str, Any], levels: Sequence[int], count: int) -> Iterato
 
 
 def _fetch(pid: int, addresses: Sequence[str]) -> Served:
+    """Request addresses one after the other; return the time of each, and of the server's processor."""
     parts = urlsplit(addresses[0])
     connection = HTTPConnection(parts.hostname or "", parts.port)
     before, times_ms = cpu_s(pid), []

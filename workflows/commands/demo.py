@@ -195,6 +195,7 @@ def _yaml(path: Path) -> str:
 
 
 def _print(summary: dict[str, Any]) -> None:
+    """Print the results of the demo."""
     metrics = ", ".join(
         f"{name} {'undefined' if value is None else format(value, '.3f')}" for name, value in summary["metrics"].items()
     )

@@ -83,6 +83,7 @@ def _python() -> str:
 
 
 def _torch() -> str:
+    """Return the version of PyTorch and its device."""
     import torch
 
     if torch.cuda.is_available():
@@ -158,6 +159,11 @@ def _zarr() -> str:
 
 
 def _packages() -> str:
+    """Return that the remaining packages can be imported.
+
+    Raises:
+        RuntimeError: Some cannot.
+    """
     names = (
         "skimage",
         "imagecodecs",
@@ -222,6 +228,7 @@ def _memory() -> str:
 
 
 def _shared_memory() -> Finding | str:
+    """Return how much shared memory is free, which MPI uses between ranks of a node."""
     folder = "/dev/shm"
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes >= MIN_SHARED_MEMORY_BYTES:

@@ -48,6 +48,7 @@ def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
 
 
 def _slides(store: Path) -> list[Path]:
+    """Return the folders of the slides to export."""
     from data.store.verify import slides_in
 
     try:
@@ -63,6 +64,7 @@ def _slides(store: Path) -> list[Path]:
 
 
 def _export(slide: Path, out: Path, progress: Callable[[int], None]) -> dict[str, str]:
+    """Export one slide; return its row of the list."""
     from data.cores import usable_cores
     from data.errors import StoreError
     from data.store.export import export_ngff04
@@ -82,6 +84,7 @@ def _export(slide: Path, out: Path, progress: Callable[[int], None]) -> dict[str
 
 
 def _write_list(out: Path, rows: list[dict[str, str]]) -> bool:
+    """Write the list of exported slides; return whether that was possible."""
     from data.csv_table import write_table
 
     try:

@@ -162,6 +162,7 @@ def _settings(request: FeatureRequest, encoder: TileEncoder, stain: StainNormali
 
 
 def _report(report: FeatureReport, table: Path, request: FeatureRequest, encoder: TileEncoder, as_json: bool) -> None:
+    """Print what was done and what failed."""
     from data.samples.colours.stain_normalisation import as_scanned_text
 
     if report.as_scanned:

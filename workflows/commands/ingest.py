@@ -221,6 +221,7 @@ class _ByteProgress:
         self._steps = 0.0
 
     def progress(self, shares: Sequence[float]) -> None:
+        """Advance the bar; ``shares``: the fraction that is done of each slide."""
         fraction = self._pace.done(shares)
         # In slides, which the bar counts, but in proportion to bytes.
         steps = round(fraction * len(self._pace.jobs), 2)
@@ -268,6 +269,7 @@ class Pace:
 
 
 def _size(job: SlideJob) -> int:
+    """Return the bytes of a slide's files; 1 if they cannot be read."""
     from pathology.errors import SlideError
     from pathology.ingest.identity import SourceStamp
 
@@ -295,6 +297,7 @@ def _refuse_too_little_room(work: IngestWork, request: Request) -> None:
 
 
 def _report(report: IngestReport, request: Request, as_json: bool) -> int:
+    """Print what was done and what failed; return the exit code."""
     from pathology.ingest.forecast import size_note
     from pathology.readers.mpp import not_used_note
 
@@ -356,6 +359,7 @@ def _name(record: SlideRecord) -> str:
 
 
 def _dry_run(work: IngestWork, request: Request, workers: int, as_json: bool) -> int:
+    """Print what an ingest would do and take; return the exit code."""
     from pathology.ingest.forecast import forecast, free_bytes
 
     with console.progress(len(work.jobs), "reading headers") as bar:

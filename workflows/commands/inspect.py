@@ -124,6 +124,7 @@ def _is_slide(folder: Path) -> bool:
 
 
 def _require_readable(path: Path) -> None:
+    """Refuse a path where nothing can be read."""
     from data.location import is_remote
 
     remedy = "give a store, a slide of a store (.zarr) or a slide file"
@@ -161,6 +162,7 @@ def _save(picture: npt.NDArray[np.uint8], png: Path) -> None:
 
 
 def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
+    """Return the facts about a stored slide and the lines to print, and write its picture."""
     from data.store.slide_store import SlideStore, StoreError
     from pathology.ingest.thumbnail import thumbnail_of_store
     from pathology.readers.mpp import mpp_text
@@ -196,6 +198,7 @@ def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
 
 
 def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, Any]:
+    """Return the facts about a slide file and the lines to print, and write its picture."""
     from pathology.errors import SlideError
     from pathology.ingest.thumbnail import overview_px, thumbnail_of_source
     from pathology.readers.sources import open_source
@@ -246,6 +249,7 @@ def _resolved(source: SlideSource, slide_mpp: float | None) -> tuple[SourceMpp |
 
 
 def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue: float | None) -> dict[str, Any]:
+    """Return what ``--json`` prints of a slide file; ``tissue`` is a fraction of the slide."""
     levels = []
     for level in source.levels:
         at = None if mpp is None else [m * d for m, d in zip(mpp, level.downsample, strict=True)]
@@ -263,6 +267,7 @@ def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue:
 
 
 def _store(path: Path, png: Path | None) -> dict[str, Any]:
+    """Return the facts about a store and the lines to print, and write a sheet of pictures."""
     from data.store.manifest import DONE, load_manifest
     from data.store.slide_store import SlideStore, StoreError, slide_path
     from pathology.ingest.thumbnail import contact_sheet, thumbnail_of_store
@@ -292,6 +297,7 @@ def _store(path: Path, png: Path | None) -> dict[str, Any]:
 
 
 def _row_line(slide: dict[str, str]) -> str:
+    """Return the line of a slide in the list of a store."""
     if slide["status"] != "done":
         return f"  {slide['slide_id']}: {slide['status']}: {slide['reason']}"
     flags = f", {slide['flags']}" if slide["flags"] else ""

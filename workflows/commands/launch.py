@@ -196,6 +196,7 @@ def _write_array(words: list[str], array: str, part: str, about: str, options: S
 
 
 def _write(path: Path, text: str, options: ScriptOptions, start: str) -> int:
+    """Write the script, and submit it if requested; return the exit code."""
     require_writable(path)
     # Kept, to undo the write if Slurm refuses the job.
     before = path.read_bytes() if path.exists() else None

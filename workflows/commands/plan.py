@@ -159,6 +159,7 @@ def _plan_predictions(
 
 
 def _search(settings: Config, machine: MachineModel, ranks: int, images: int, top: int) -> PlanSearch:
+    """Return the best plans for the model, batch and machine."""
     from hyfi_core.cells.spill_forecast import SpillForecast
     from hyfi_core.cost.search.branch_plans import best_of_all_plans
     from hyfi_core.cost.search.plan_family import PlanRequest
@@ -309,6 +310,7 @@ def write_plan(config: Path, plan: ParallelPlan) -> None:
 
 
 def _print_plans(search: PlanSearch, settings: Config, batch: int, machine: MachineModel) -> None:
+    """Print the plans, and what other kinds of plans would take."""
     say(f"machine: {machine.name}; {search.candidates} plans, {search.simulated} simulated")
     for number, forecast in enumerate(search.plans, 1):
         say(f"\n{number}. {plan_text(forecast.plan)}")
@@ -340,6 +342,7 @@ def _comparison(alternative: StepForecast, best: StepForecast) -> str:
 
 
 def _alternatives(search: PlanSearch) -> dict[str, Any]:
+    """Return the alternatives as ``--json`` prints them."""
     return {
         name: {"refused": alternative}
         if isinstance(alternative, str)

@@ -302,6 +302,7 @@ def _write_page(out: Path, members: Sequence[Member], labels: Mapping[str, str])
 
 
 def _report(report: PredictionReport, request: PredictionRequest, page: Path, readout: Readout) -> None:
+    """Print the prediction of each slide, and what failed or is incomplete."""
     import numpy as np
 
     from pathology.readers.mpp import not_used_note

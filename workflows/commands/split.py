@@ -273,6 +273,15 @@ def _with_same_content(
 
 
 def _write(table: Table, out: Path, group: str, drawn: Sequence[Sequence[str]], folds: int | None) -> None:
+    """Write the splits.
+
+    Args:
+        table: The labels.
+        out: The file.
+        group: Column of the groups.
+        drawn: For each draw, the part of each row; those after the first are repeats.
+        folds: Number of folds; None: train, val and test.
+    """
     keys = [column for column in dict.fromkeys(("slide_id", "case_id", group)) if column in table.columns]
     columns = ["split"] if folds is None else ["fold", *(f"split_{fold}" for fold in range(folds))]
     columns += [f"repeat_{repeat}" for repeat in range(1, len(drawn))]
@@ -300,6 +309,17 @@ def _report(
     strata: Sequence[str],
     as_json: bool,
 ) -> None:
+    """Print how many rows, groups and classes each part has.
+
+    Args:
+        table: The labels.
+        out: The file that was written.
+        parts: The part of each row.
+        names: Names of the parts, in the order to print.
+        groups: The group of each row.
+        strata: The class of each row; empty texts if there are none.
+        as_json: Print one JSON object, too.
+    """
     counts: dict[str, dict[str, Any]] = {}
     for name in names:
         lines = [i for i, part in enumerate(parts) if part == name]

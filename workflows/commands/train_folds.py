@@ -100,6 +100,7 @@ def pool_folds(folder: Path, runs_of: Mapping[int, FoldRuns], folds: int) -> Map
 
 
 def _print(pooled: PooledFolds, summary: Mapping[str, Any]) -> None:
+    """Print the metrics over all folds, and the command that predicts with all models."""
     count, total = len(pooled.results), summary["of"]
     say(
         f"{count} of {total} folds, {summary['slides']} slides of {summary['cases']} cases, each predicted by the "

@@ -338,6 +338,7 @@ def _warn_of_slides(model: Mapping[str, Any], dataset: SlideDataset) -> None:
 def _report(
     request: EvaluationRequest, model: Mapping[str, Any], weights: str, metrics: Mapping[str, Any], page: Path | None
 ) -> None:
+    """Print the metrics by slide and by case, and write them beside the page."""
     step = model.get("step")
     say(
         f"{request.checkpoint} (step {step}), {weights}, on {metrics['slides']} slides of {request.split} "

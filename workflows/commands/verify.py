@@ -64,6 +64,7 @@ def run(store: Path, as_json: bool) -> int:
 
 
 def _write_list(store: Path, faults: list[Fault]) -> None:
+    """Write the list of faults."""
     from data.csv_table import write_table
 
     rows = [{"slide_id": fault.slide_id, "path": fault.path, "reason": fault.reason} for fault in faults]

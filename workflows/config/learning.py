@@ -202,6 +202,7 @@ class ValidationConfig(Section):
 
     @model_validator(mode="after")
     def _alone_with_its_cells(self) -> ValidationConfig:
+        """Refuse cells beside grids of several ranks."""
         if self.cells is not None and self.grids not in (None, ((1, 1),)):
             cells = self.cells if self.cells == "auto" else list(self.cells)
             raise ValueError(

@@ -94,6 +94,7 @@ class _StrictLoader(yaml.SafeLoader):
     """Loads YAML without tags, and refuses duplicate keys (PyYAML silently keeps the last)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Return a mapping; refuse one in which a key occurs twice."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -187,6 +188,7 @@ def refuse_changes(before: Config, now: Config) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the tree of a YAML file."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except FileNotFoundError:
@@ -204,6 +206,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
+    """Set the key of an override ``section.key=value`` in the tree."""
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
     if not equals or len(names) < 2 or not all(names):
@@ -230,6 +233,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _check(tree: Mapping[str, Any], source: str) -> Config:
+    """Return the configuration of a tree; ``source`` names it in messages."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -258,6 +262,7 @@ def _describe(fault: Any, tree: Mapping[str, Any]) -> str:
 
 
 def _given(tree: Any, names: Sequence[str]) -> Any:
+    """Return the value at a path of keys; None if there is none."""
     for name in names:
         if isinstance(tree, list):
             tree = tree[int(name)]

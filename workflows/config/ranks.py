@@ -185,6 +185,7 @@ class RolesConfig(Section):
 
     @model_validator(mode="after")
     def _is_the_design(self) -> RolesConfig:
+        """Refuse roles that are not those of the design."""
         if self.design != "offload_naive" and (self.spare is not None or self.shares is not None):
             raise ValueError(
                 f"spare: {self.spare} and shares: {self.shares} need design: offload_naive; given design: {self.design}"

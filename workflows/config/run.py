@@ -170,6 +170,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> Config:
+        """Refuse keys of other kinds of input, and fill in the defaults of this kind."""
         _check_kind(self)
         if self.data.kind != "images":  # resolved here, so that RUN/config.yaml has these keys
             if self.plan.tiles is None:
@@ -186,6 +187,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_average(self) -> Config:
+        """Refuse two averages of the weights."""
         name, schedule = self.optimizer.name, self.lr_schedule.name
         if self.optimizer.is_schedule_free and schedule != "constant":
             raise ValueError(
@@ -201,6 +203,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _metric_fits_task(self) -> Config:
+        """Refuse a metric that the task does not have, and fill in its first one if none is given."""
         task, metric = self.data.facts, self.validation.metric
         if not metric:
             # Resolved here, so that RUN/config.yaml and its readers have the name of a metric.
@@ -219,6 +222,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _batch_fits_plan(self) -> Config:
+        """Refuse a batch that cannot be divided among replicas and micro-batches."""
         if self.roles.design == "offload_naive":
             _check_sharing(self)
             return self

@@ -108,6 +108,7 @@ class TargetKeys(Section):
 
     @model_validator(mode="after")
     def _fits_its_task(self) -> TargetKeys:
+        """Refuse keys that do not go with the task."""
         facts, columns = facts_of(self.task), _columns_of(self.target)
         count = len(columns)
         fewest, most = facts.columns

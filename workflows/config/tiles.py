@@ -112,6 +112,7 @@ class EncoderConfig(Section):
 
     @model_validator(mode="after")
     def _can_be_divided(self) -> EncoderConfig:
+        """Refuse to divide an encoder that is not trained, or whose norms wait for all tiles."""
         if self.shard and self.train == "none":
             raise ValueError(
                 "shard: true with train: none: nothing of the encoder is trained; `hyfi features` computes its vectors"

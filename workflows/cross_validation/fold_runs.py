@@ -130,6 +130,7 @@ class FoldRuns(RunFamily):
         self._check_slides()
 
     def _check_folder(self) -> None:
+        """Refuse a folder that has something else, or the splits of other folds."""
         require_writable(self.folder / SPLITS_FILE)
         if (self.folder / "config.yaml").exists():
             raise RequestError(f"run.dir {self.folder}: is a run of its own, not one of folds; use another run.dir")

@@ -172,6 +172,15 @@ class PooledFolds:
 
 
 def _slide(row: Mapping[str, str], names: Sequence[str], shared: Sequence[str], task: Task, store: Path) -> CohortSlide:
+    """Return a slide of the page from its row of predictions.
+
+    Args:
+        row: Of the fold that has tested the slide.
+        names: Columns of numbers, of any fold.
+        shared: Those that this row has.
+        task: Of the run.
+        store: Has the thumbnail.
+    """
     target = task.target_of(row["label"])
     slide = SlideStore.open(location(slide_path(store, row["slide_id"])), check_files=False)
     return CohortSlide(

@@ -96,6 +96,7 @@ def predicted_slides(
 def _predicted_slide(
     out: Path, row: Mapping[str, str], task: Task, names: Sequence[str], label: str | None
 ) -> CohortSlide:
+    """Return a slide of the page from its row of predictions, and the files in its folder."""
     folder = out / row["slide_id"]
     try:
         details: dict[str, Any] = json.loads((folder / PREDICTION_FILE).read_text(encoding="utf-8"))

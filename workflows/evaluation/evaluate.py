@@ -172,6 +172,7 @@ class EvaluationSet:
         return {**by_slide, "case": {**self._metrics(case_outputs, case_labels, draws), "cases": len(case_labels)}}
 
     def _metrics(self, outputs: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> EvaluatedMetrics:
+        """Return metrics with their intervals; ``counts``: how often each draw has each sample."""
         return {
             **self.task.metrics(outputs, labels),
             "intervals": {

@@ -98,6 +98,7 @@ def with_reasons(slides: Sequence[SlideInput], features: FeatureSet) -> list[Sli
 
 
 def _reason(one: SlideInput, features: FeatureSet) -> str:
+    """Return why a slide cannot be predicted from these features; empty if it can."""
     if one.slide_id not in features.stored:
         why = features.failures.get(one.slide_id)
         return f"no features of this slide in {features.folder}" + (f": {why}" if why else "")

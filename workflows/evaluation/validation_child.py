@@ -127,6 +127,7 @@ def main() -> None:
 
 
 def _serve(parent: Parent) -> None:
+    """Evaluate the weights of each snapshot, until the parent ends."""
     description = parent.receive()
 
     import torch
@@ -176,6 +177,7 @@ def _connect(parent: Parent, rendezvous: Mapping[str, Any]) -> Communicator:
 
 
 def _build_evaluator(description: Mapping[str, Any], plan: ParallelPlan, group: Communicator) -> Evaluator:
+    """Return the evaluator that a validator has described."""
     from data.samples.dataset import SlideRef
     from hyfi_core.comm.agreement.agree import agree
     from hyfi_core.runtime.launch import made_current

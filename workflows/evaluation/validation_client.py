@@ -106,6 +106,7 @@ class ValidationClient:
         self._wait(lambda: self._ended and not self._sending, lambda: False)
 
     def _wait(self, ready: Callable[[], bool], stop_requested: Callable[[], bool]) -> bool:
+        """Wait until ``ready``; return False if a stop was requested before."""
         backoff = Backoff()
         self._progress()
         while not ready():
@@ -140,6 +141,7 @@ class ValidationClient:
         self._in_flight.append(snapshot.step)
 
     def _handle(self, message: EvaluatedMetrics) -> None:
+        """Take a message of the validators: a result, or that there will be no more."""
         if message["kind"] == "bye":
             self._ended = True
         elif message["kind"] == "gave up":

@@ -166,6 +166,7 @@ class ValidationService:
         return message is not None
 
     def _on_leader_child(self, message: ChildMessage) -> None:
+        """Take a message of the child of the rank that leads its group."""
         if message["kind"] == "port":
             self._send_to_followers({"kind": "start", "port": message["port"], "round": self._round})
         elif message["kind"] == "ready":
@@ -252,6 +253,7 @@ class ValidationService:
                 self._replace_child(order[1]["port"])
 
     def _on_follower_child(self, message: ChildMessage) -> None:
+        """Take a message of the child of a rank that does not lead its group."""
         if message["kind"] == "died":
             self._kill()
             notice = {"rank": self._group.rank, "how": message["how"], "round": self._round}

@@ -186,6 +186,7 @@ def _rows(output: str) -> list[dict[str, Any]]:
 
 
 def _verdict(code: int | None, rows: Sequence[Mapping[str, Any]], log: Path, limit_s: float) -> tuple[Outcome, str]:
+    """Return the outcome of a part, and the reason if it has not passed."""
     if code is None:
         return "stopped", f"its share of the time, {limit_s:.0f} s, was up; see {log.parent.name}/{log.name}"
     if code != 0:

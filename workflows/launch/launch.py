@@ -177,6 +177,7 @@ class _LaunchMonitor:
         return self._code(output)
 
     def _wait(self) -> None:
+        """Wait until the launcher has ended; kill what remains some seconds after a failure."""
         failed_s: float | None = None
         while self._process.poll() is None:
             started = self._status.pids()
@@ -220,6 +221,7 @@ class _LaunchMonitor:
         return next((ranks[pid] for pid in self._exits.pids if pid in ranks and ranks[pid] not in codes), None)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: the first one requests all ranks to save and stop, the second one kills them."""
         self._stops += 1
         if self._stops > 1:
             kill_session(self._process.pid)
@@ -233,6 +235,7 @@ class _LaunchMonitor:
                 os.kill(pid, signal.SIGUSR1)
 
     def _code(self, output: mpiexec.Output) -> int:
+        """Return the exit code of the run, from those of its ranks and of the launcher."""
         if self._status.failed:
             failure = self._status.failure() or {"rank": "?", "error": "it was killed before it could report the error"}
             warn(FAILED.format(**failure))

@@ -63,6 +63,7 @@ def first_failed(reports: list[RankReport]) -> RankReport | None:
 
 
 def _report(path: Path) -> RankReport | None:
+    """Return what the log of a rank says of its last start; None if it has no lines."""
     try:
         with path.open("rb") as file:
             # From here the first line may be cut: it then does not match, and is left out.

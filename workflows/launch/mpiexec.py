@@ -127,6 +127,7 @@ class Output:
             pump.join(timeout=5)  # a program that a rank has left behind may keep the pipe open
 
     def _pump(self, source: IO[bytes], target: TextIO) -> None:
+        """Copy the output of all ranks line by line, without the process manager's own."""
         blank = False  # an empty line is held back: the banner starts with one
         for raw in source:
             # Bytes of any encoding pass; the output of a rank must not end the launcher.
@@ -142,6 +143,7 @@ class Output:
         target.flush()
 
     def _is_noise(self, line: str) -> bool:
+        """Whether a line is of the process manager, not of a rank; notes what it says of a death."""
         if _BANNER.match(line) is None and _MANAGER.match(line) is None:
             return False
         self._manager_lines.append(line)

@@ -66,6 +66,7 @@ class FolderOwner:
         self.release()
 
     def _own(self, folder: Path, name: str, remedy: str, shared: bool) -> None:
+        """Lock a file of the folder, and write into it who owns it; ``shared``: others may have the lock, too."""
         # Not "w", which would erase the entry of an owner before the lock shows whether there is one.
         file = (folder / name).open("a+", encoding="utf-8")
         self._files.append(file)

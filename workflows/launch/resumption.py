@@ -100,6 +100,7 @@ def describe_way_out(checkpoints: Path, damaged: int) -> str:
 
 
 def _is_whole(checkpoints: Path, step: int) -> bool:
+    """Whether all files of a step's checkpoint are as they were saved."""
     from hyfi_core.runtime.checkpoint import load_checkpoint, load_training_state
 
     folder = step_folder(checkpoints, step)

@@ -214,6 +214,7 @@ def _pmi_of_this_mpi() -> str:
 
 
 def _render(template: str, site: Site, values: Mapping[str, Any]) -> str:
+    """Return a script from its template, the site's own one first."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
     folders = [*([site.templates] if site.templates else []), str(Path(__file__).parent / "templates")]

@@ -61,6 +61,7 @@ def run(sweep: SweepRuns, as_json: bool, search: SearchOptions | None = None) ->
 
 
 def _one_split(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
+    """Train and score all settings; return the exit code, and what ``--json`` prints."""
     scores: list[SettingScore] = []
     for setting in sweep.settings:
         if not is_finished(sweep.config_of(setting)):
@@ -96,6 +97,7 @@ def _report_split(sweep: SweepRuns, scores: Sequence[SettingScore]) -> dict[str,
 
 
 def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
+    """Train and score all settings in each fold; return the exit code, and what ``--json`` prints."""
     runs = [sweep.fold_runs_of(setting) for setting in sweep.settings]
     folds = runs[0].chosen
     # Trained on all folds first, evaluated on none: the test fold is read only after the choice.
@@ -114,6 +116,7 @@ def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
 
 
 def _searched_folds(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[str, Any]]:
+    """Search settings in each fold; return the exit code, and what ``--json`` prints."""
     results: dict[int, SearchResult] = {}
     for fold in sweep.fold_runs_of(SweptSetting(0, {})).chosen:
         before: list[_Tried] = [(of, result.settings, result.scores) for of, result in results.items()]

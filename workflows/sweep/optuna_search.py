@@ -123,6 +123,7 @@ class OptunaSearch:
         )
 
     def _check_identity(self, path: Path, now: Mapping[str, Any]) -> None:
+        """Note what the search depends on; refuse to continue one with other values."""
         before = self._study.user_attrs.get(_IDENTITY)
         if before is None:
             self._study.set_user_attr(_IDENTITY, dict(now))
@@ -155,6 +156,7 @@ class OptunaSearch:
         return SweptSetting(number, values, self._fold)
 
     def _distributions(self) -> dict[str, Any]:
+        """Return key -> Optuna's distribution of its values."""
         kinds = self._optuna.distributions
         return {
             key: kinds.CategoricalDistribution(tuple(json.dumps(value) for value in values))

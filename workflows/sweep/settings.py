@@ -138,6 +138,7 @@ def rounded(value: float) -> float:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the values of each key, as ``section.key``, from a YAML file."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -160,6 +161,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _check(path: Path, key: str, values: Any, ranges: bool) -> None:
+    """Refuse values of a key that are neither a list nor, if ``ranges`` are allowed, a range."""
     if key in _REFUSED:
         raise RequestError(f"{path}: {key} may not differ between settings: {_REFUSED[key]}")
     if isinstance(values, Mapping):

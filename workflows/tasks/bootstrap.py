@@ -127,6 +127,7 @@ def drawn_metrics(
 
 
 def _interval(values: np.ndarray) -> list[float] | None:
+    """Return the interval that contains `LEVEL` of the draws; None if it would mean nothing."""
     # A draw may lack a class: it says nothing about the others, unless most draws do.
     defined = values[np.isfinite(values)]
     if 2 * len(defined) < len(values) or np.isnan(values).all():

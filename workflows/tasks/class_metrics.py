@@ -75,6 +75,7 @@ def _check(outputs: torch.Tensor, targets: torch.Tensor) -> None:
 def _metrics(
     scores: torch.Tensor, outputs: torch.Tensor, probabilities: torch.Tensor, targets: torch.Tensor
 ) -> Metrics:
+    """Return the metrics of all samples, each once; None if undefined."""
     if not len(targets) or not bool(outputs.isfinite().all()):
         return dict.fromkeys(METRICS)
     once = torch.ones(1, len(targets), dtype=torch.float64)

@@ -107,6 +107,13 @@ def _precision_recall(score: Array, positive: NDArray[np.bool_], weights: Array)
 def _band(
     curve: Callable[[Array], tuple[Array, Array]], positive: NDArray[np.bool_], draws: Array
 ) -> tuple[Array | None, Array | None]:
+    """Return the (low, high) ends of a curve at each point of `GRID` over draws; None if no draw has both classes.
+
+    Args:
+        curve: Returns (x, y) for the weights of the samples.
+        positive: (N,) whether each sample is of the class.
+        draws: (draws, N) how often each draw has each sample.
+    """
     rows = []
     for weights in draws:
         if (weights * positive).sum() > 0 and (weights * ~positive).sum() > 0:

@@ -86,6 +86,7 @@ def try_task(task: Task, targets: Sequence[Target]) -> None:
 
 
 def _try_readout(name: str, task: Task, outputs: np.ndarray) -> None:
+    """Refuse a readout whose methods return other shapes than they must."""
     readout = _tried(name, "readout", lambda: task.readout(None))
     if len(readout.channels) != task.outputs:
         raise RequestError(f"{KEY} {name!r}: readout has {len(readout.channels)} channels for {task.outputs} outputs")

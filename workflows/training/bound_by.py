@@ -220,6 +220,7 @@ _TILE_ADVICE = {
 
 
 def _verdict(kind: str, share: float, spends: str, setup: RunSetup) -> str:
+    """Return the line about the kind of time that bounds a run, with advice; ``spends`` is its share in words."""
     if setup.tiles and kind in _TILE_ADVICE:
         named, advice = _TILE_ADVICE[kind]
         return f"{named}: {spends}; {advice}"
@@ -252,6 +253,7 @@ def _stages(setup: RunSetup) -> tuple[str, str]:
 
 
 def _loaders(share: float, setup: RunSetup) -> str:
+    """Return the advice for trainers that wait for images for this share of the time."""
     if setup.spare_train:
         return "let spare ranks load (roles.design=offload_data) or simpler data.augment"
     if not setup.free_cores:
@@ -264,6 +266,7 @@ def _loaders(share: float, setup: RunSetup) -> str:
 
 
 def _validators(setup: RunSetup) -> str:
+    """Return the advice for trainers that wait for validation."""
     if setup.spare_train:
         return "let spare ranks validate (roles.design=offload_validation) or validate less often"
     if not setup.free_cores:

@@ -233,6 +233,11 @@ def share_chunks(data: DataConfig) -> str | None:
 
 
 def _lack_of_room(size_bytes: int) -> str | None:
+    """Return a warning if the disk of the node's cache is too full for it; None if it is not.
+
+    Raises:
+        RequestError: The disk is too small.
+    """
     cache = node_cache()
     if cache is None:
         return None

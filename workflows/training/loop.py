@@ -171,6 +171,7 @@ class TrainingLoop:
         self._freezing = None
 
     def _step(self, step: int) -> None:
+        """Train one step, counted from 1, and record it."""
         start_s, waited_s = time.perf_counter(), self._batches.wait_s
         accumulate = self._job.config.optimizer.accumulate
         losses, first = [], (step - 1) * accumulate
@@ -280,6 +281,7 @@ class TrainingLoop:
             say(f"epoch {self._job.epoch_of(step)}: {text}")
 
     def _close_feed(self, stopped: bool) -> None:
+        """End the loading of images, and report how it went."""
         self._batches.close(stopped)
         report = loading_report(self._trainers, self._batches.reports)
         if report is not None:

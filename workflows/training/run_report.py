@@ -91,6 +91,7 @@ def report(job: TrainingJob, recorder: Recorder, stopped: bool, failure: str | N
 
 
 def _advice_on_failure(folder: Path, failure: str) -> str:
+    """Return why a run has failed, with its last checkpoint and what may help."""
     latest = folder / "checkpoints" / "latest"
     saved = f"the last finite checkpoint is {latest.resolve()}" if latest.exists() else "there is no checkpoint yet"
     return (

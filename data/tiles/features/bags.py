@@ -100,6 +100,7 @@ class FeatureBags:
         return [self._row(index) for index in range(len(self))]
 
     def _row(self, index: int) -> dict[str, Any]:
+        """Return a slide's row of the coverage table."""
         (coverage, tissue_px), sample = self._seen(index), self.dataset.samples[index]
         return {
             "slide_id": sample.slide_id,
@@ -144,6 +145,7 @@ def check_sides(sides_um: Mapping[str, float], usual_um: float | None = None) ->
 def _describe_missing(
     lacking: list[str], slides: int, stored: Mapping[str, StoredFeatures], why: Mapping[str, str]
 ) -> str:
+    """Return the message about slides without features; ``why`` has the reason of some."""
     folder = next(iter(stored.values())).path.parent
     lines = [f"slide {name}{f': {why[name]}' if name in why else ''}" for name in lacking]
     count = "1 slide has no features" if len(lacking) == 1 else f"{len(lacking)} slides have no features"

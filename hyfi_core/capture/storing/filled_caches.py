@@ -160,6 +160,7 @@ class _Values:
         return type(a) is type(b) and bool(a == b or (a != a and b != b))
 
     def _are_same(self, a: str, b: str) -> bool:
+        """Whether a value of the first program equals a value of the second one."""
         if self._first.is_free(a) and self._second.is_free(b):
             # The same expression has the same value: most pairs need not be computed.
             if self._first.expression(a) == self._second.expression(b):

@@ -205,6 +205,7 @@ def _value(holder: Any, name: str) -> Any:
 
 
 def _put_back(holder: Any, name: Any, former: Any) -> None:
+    """Give an item of a container, or an attribute of a class, its former value, or remove it if it had none."""
     if isinstance(holder, type):
         delattr(holder, name) if former is _MISSING else setattr(holder, name, former)
     elif former is _MISSING:

@@ -241,6 +241,7 @@ class CallConsensus:
         facts: Mapping[str, str] | None = None,
         weights: Scope | None = None,
     ) -> None:
+        """Refuse a call that differs between ranks: one maximum shows whether, and then its facts show in what."""
         if comm.size == 1:
             return
         modules, parameters = self._model.modules(), self._model.parameters()

@@ -50,6 +50,7 @@ def describe_function(value: object, without: Set[nn.Module] = _NO_MODULES) -> s
 
 
 def _name(value: object) -> str:
+    """Return the name of a function or module, the same in all processes, with a digest of the code of a function."""
     if isinstance(value, nn.Module):
         # Addresses, as in the repr of a function that a module holds, differ between processes.
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

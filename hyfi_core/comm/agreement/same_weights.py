@@ -77,6 +77,11 @@ class SameWeights:
         self._watch.agreed(scope)
 
     def _compare(self, comm: Communicator, scope: Scope, suspects: Iterable[str]) -> None:
+        """Compare tensors that any rank has changed or suspects; rank 0 decides for all (collective over ``comm``).
+
+        Raises:
+            RequestError: on every rank: a tensor differs between ranks.
+        """
         # Values on their way to this rank are part of what it holds.
         self._settle()
         changed, lost = self._watch.changed(scope), self._watch.lost()

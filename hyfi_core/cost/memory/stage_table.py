@@ -156,6 +156,7 @@ class TablePeak:
         return self._of[ranks]
 
     def _most(self, ranks: int) -> Table:
+        """Return the peak in bytes of the stage between any two places for cuts, on a grid of ``ranks``."""
         walk = self._walk
         bytes_at = walk.maps // ranks + walk.reorders - (walk.missing if self._first else 0)
         parts = np.maximum.reduceat(bytes_at, walk.places[:-1], axis=1)

@@ -195,6 +195,13 @@ def _collapsed(plan: ParallelPlan) -> ParallelPlan:
 
 
 def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False) -> Simulation:
+    """Return the dry run of a step in modelled time.
+
+    Args:
+        plan: of the step.
+        costs: of its stages.
+        free_messages: whether messages between stages take no time.
+    """
     small, edges = _collapsed(plan), tuple(costs.edges)
     copied_s = dict.fromkeys(edges, 0.0) if free_messages else _copied_s(plan, costs)
     at_ends_s = [sum(s for edge, s in copied_s.items() if stage in edge) for stage in range(len(costs.stages))]

@@ -168,6 +168,7 @@ class StageCosts:
         self.edges = {edge: self._turn_s + self._links.edge_s(edge, incoming) for edge, incoming in carried.items()}
 
     def _stage(self, stage: _LoweredStage) -> StageCost:
+        """Return the cost of a stage: computation, waits, recomputation and spilling."""
         index, divided = stage.number, stage.divided
         way = stage.dtype, self._cells, self._crowded  # all but the stage that its clock depends on
         clock = self._known.derived(divided, way, lambda: self._clock(stage))

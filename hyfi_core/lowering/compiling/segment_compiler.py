@@ -243,6 +243,7 @@ class SegmentCompiler:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
+        """Context whose time counts as compiling."""
         begin = time.perf_counter()
         try:
             with ACTIVITY.slowly("compiling"):

@@ -97,6 +97,7 @@ class NystromLayer(nn.Module):
         return result, first.squeeze(1).mean(0)[_padding(len(x), self.landmarks) :]
 
     def _attended(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return the refined tiles ``(N, D)``, and the three matrices whose product approximates the attention."""
         padding = _padding(len(x), self.landmarks)
         tokens = F.pad(self.norm(x), (0, 0, padding, 0))  # in front, so that landmarks are means of equal parts
         q, k, v = self.qkv(tokens).unflatten(1, (3, self.heads, -1)).permute(1, 2, 0, 3)

@@ -95,6 +95,7 @@ def _in_order(builder: Builder, name: str) -> str:
 
 
 def _put_in_order(builder: Builder, name: str) -> str:
+    """Emit tiles in the order of the batch, each rank with a row of consecutive ones; return the value's name."""
     split, shape, result = builder.splits[name].owned, builder.shape(name), builder.fresh(name)
     part, (down, across) = builder.part(name, split), split.layout.map.shape
     images, ranks = split.leads[0], len(split.layout.parts)

@@ -65,6 +65,15 @@ def _pad_constant(
     around: dict[int, tuple[int, int]],
     value: float,
 ) -> None:
+    """Emit a padding with one value.
+
+    Args:
+        builder: of the rank's program.
+        op: the padding.
+        space: (before, behind) along y and along x; negative amounts cut.
+        around: the same for other dims: dim -> (before, behind).
+        value: of the new pixels.
+    """
     name = op.args[0].name
     dims = builder.splits[name].dims
     output = op.first_output

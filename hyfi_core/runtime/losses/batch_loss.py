@@ -157,6 +157,7 @@ def _order(plan: ParallelPlan) -> list[tuple[int, int]]:
 
 
 def _refuse_without_batch(leaf: torch.Tensor, samples: int) -> None:
+    """Refuse a tensor of the model's output whose first dim is not the batch."""
     if leaf.shape[:1] != (samples,):
         raise RequestError(
             f"the model's output has a tensor of shape {tuple(leaf.shape)} for {samples} image(s): without a dim for "

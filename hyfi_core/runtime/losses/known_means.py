@@ -115,6 +115,7 @@ def known_mean(loss: object) -> KnownMean | None:
 
 
 def _mean_of(kind: LabelKind, settings: Mapping[str, Any]) -> KnownMean | None:
+    """Return the mean that a loss of PyTorch computes with these settings; None if it is not a mean of samples."""
     classes = KnownMean.classes
     for name, value in settings.items():
         if name == "reduction":

@@ -164,6 +164,7 @@ class TrainingLoss:
         self._checked.add(digest.digest())
 
     def _all_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return the labels of all replicas, in their order, on the host (collective)."""
         shares = self._plan.shares or (len(labels),) * self._plan.replicas
         like = {
             replica: labels.new_empty((share, *labels.shape[1:]), device="meta") for replica, share in enumerate(shares)

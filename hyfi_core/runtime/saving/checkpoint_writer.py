@@ -232,6 +232,7 @@ class _Job:
         return self._result
 
     def _run(self, call: Callable[[], dict[str, Any]]) -> None:
+        """Run the job in its thread, and keep its result or error."""
         try:
             # CUDA's current device belongs to a thread, and a new one starts with the first GPU.
             make_current(self._device)

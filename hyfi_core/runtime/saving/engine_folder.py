@@ -95,6 +95,7 @@ def restore_random(random: RandomKey, state: Mapping[str, Any]) -> None:
 
 
 def _check_request(folder: Path, extra: Mapping[str, Any] | None, model_json: Mapping[str, Any] | None) -> None:
+    """Refuse a folder with other files, and what JSON cannot hold."""
     has_other_files = (
         folder.exists() and not (folder / MODEL_FILE).is_file() and (folder.is_file() or any(folder.iterdir()))
     )
@@ -115,6 +116,7 @@ def _check_request(folder: Path, extra: Mapping[str, Any] | None, model_json: Ma
 def _opened(
     folder: Path, share: tuple[int, int], own: Mapping[str, torch.Tensor], with_optimizer: bool
 ) -> tuple[Checkpoint, TrainingState | None]:
+    """Return a checkpoint and, if asked for, its training state; refuse one that does not fit the model."""
     checkpoint = load_checkpoint(folder, share)
     check_names(folder, checkpoint.weights, own)
     saved = OPTIMIZER_FILE in checkpoint.model["files"]

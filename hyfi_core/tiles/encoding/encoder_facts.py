@@ -122,6 +122,7 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
 
 
 def _check_norms(call: EncoderCall) -> None:
+    """Refuse batch norms that always take their statistics from the tiles of a call."""
     for name, module in call.encoder.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             raise RequestError(
@@ -145,6 +146,16 @@ def _trial(
     shapes: tuple[DrawnShape, ...],
     train: bool,
 ) -> _Trial:
+    """Run forward and, if trained, backward for some tiles; return their features, and the bytes that both took.
+
+    Args:
+        call: of the encoder.
+        tiles: ``(n, C, h, w)``.
+        key: of random numbers.
+        numbers: of these tiles in their slide, on which their random numbers depend.
+        shapes: of all numbers that a call for one tile draws; empty if not known yet.
+        train: whether gradients are computed.
+    """
     named = {name: p for name, p in call.encoder.named_parameters() if p.requires_grad}
     with PeakMeter() as meter, torch.set_grad_enabled(train and bool(named)):
         features = call(tiles, key, numbers, shapes)
@@ -173,6 +184,7 @@ def _gradients(total: torch.Tensor, parameters: list[torch.nn.Parameter]) -> Seq
 
 
 def _check_buffers(call: EncoderCall, before: dict[str, torch.Tensor]) -> None:
+    """Refuse an encoder whose buffers have changed in the trials."""
     for name, buffer in call.encoder.named_buffers():
         if not torch.equal(buffer, before[name]):
             raise RequestError(

@@ -153,6 +153,7 @@ class EncoderPass:
         self.waited_s += seconds
 
     def _encoded(self, chunk: TileChunk, tiles: torch.Tensor, keeps: bool) -> torch.Tensor:
+        """Return the features of a chunk; ``keeps``: with the graph by which backward returns."""
         inputs = as_input(tiles, self.call.device, self.call.dtype)
         key = DrawKey(self.seed, self.step, self.parts.first_slide + chunk.slide)
         group = (self.comm, self.parts.tiles[chunk.slide]) if self.trains else None

@@ -75,6 +75,7 @@ class _Normalised:
 
     @torch.no_grad()
     def _fold(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Fold statistics of a slide into the running ones, as PyTorch does after a batch."""
         module = self._module
         assert module.running_mean is not None and module.running_var is not None
         share = module.momentum

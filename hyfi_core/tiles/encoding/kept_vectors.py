@@ -70,6 +70,7 @@ def _key(slide: TileSource, chunk: TileChunk) -> tuple[str, int, int]:
 
 
 def _digest_of(tensors: list[torch.Tensor]) -> str:
+    """Return a digest of dtypes, shapes and all values."""
     summed = hashlib.sha256()
     for tensor in tensors:
         plain = tensor.detach().cpu().contiguous().reshape(-1)

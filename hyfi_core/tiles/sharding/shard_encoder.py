@@ -100,6 +100,7 @@ def _copied(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _units(module: nn.Module, total: int) -> Iterator[nn.Module]:
+    """Yield the modules whose weights are gathered together: blocks of a list, none too large or too small."""
     listed = isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(module, ParametrizationList)
     for child in module.children():
         inner, size = list(_units(child, total)), _bytes_of(child)

@@ -48,6 +48,7 @@ class ShardedOwnership(ParameterOwnership):
         return self._on_first(local_state(self._model))
 
     def _on_first(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Return whole copies of tensors on the first rank, None on others (collective)."""
         first = self._groups.all.rank == 0
         copies: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():  # one at a time: only the first rank needs memory for all

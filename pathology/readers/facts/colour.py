@@ -158,6 +158,7 @@ def _note(contradiction: str, believed: str) -> Note:
 
 
 def _decoded(tiles: Sequence[bytes], decode: Callable[[bytes], RGB]) -> list[RGB]:
+    """Return the tiles that can be decoded."""
     decoded = []
     for tile in tiles:
         try:

@@ -139,6 +139,7 @@ def check_directories(path: Path) -> None:
 
 
 def _check(tiles: int, directories: int, last: _Directory) -> None:
+    """Refuse a TIFF with more tiles or directories than a slide has."""
     if tiles > MOST_TILES:
         raise SlideError(
             f"its directories list {tiles:,} tiles or strips, {last.tiles:,} of them for {last.size_px[1]:,} x "

@@ -102,6 +102,11 @@ def without_colour(tile: bytes) -> bytes:
 
 
 def _has_transform(tile: bytes, start: int) -> bool:
+    """Whether a codestream that begins at ``start`` uses the multiple component transform.
+
+    Raises:
+        ValueError: It is damaged.
+    """
     if tile[start : start + 4] != _CODESTREAM_START:
         raise ValueError("it has no codestream")
     # Behind SOC, which has no length; segments follow until SOT, the first tile-part.

@@ -259,6 +259,14 @@ def _is_alike(picture: Picture, largest: Picture) -> bool:
 
 
 def _picture(image: ElementTree.Element, pixels: ElementTree.Element, own: str, name: str) -> Picture | None:
+    """Return an Image of OME-XML; None if its sizes are not numbers.
+
+    Args:
+        image: The element.
+        pixels: Its Pixels.
+        own: UUID of this file.
+        name: Name of this file.
+    """
     try:
         height, width, channels, depths, times = (int(pixels.get(f"Size{axis}", "1")) for axis in "YXCZT")
         samples = [int(channel.get("SamplesPerPixel", "1")) for channel in elements(pixels, "Channel")]

@@ -103,6 +103,7 @@ def _of_imagej(page: Any) -> StatedMpp | None:
 
 
 def _of_tags(page: Any) -> StatedMpp | None:
+    """Return what XResolution and YResolution state; None if they state nothing."""
     tags = page.tags
     if "XResolution" not in tags or "YResolution" not in tags:
         return None

@@ -192,6 +192,7 @@ def _check_axes(image: NgffImage, path: str, dimensions: int) -> None:
 
 
 def _opened(image: NgffImage, path: str) -> Any:
+    """Return the open zarr array of a level."""
     import zarr
 
     group, name = image.group, path.strip("/")

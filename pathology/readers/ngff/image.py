@@ -107,6 +107,7 @@ def images_of(path: Path) -> tuple[list[NgffImage], str]:
 
 
 def _refuse_others(group: ZarrGroup) -> None:
+    """Refuse groups that are not images of a slide."""
     attributes = group.attributes
     if "plate" in attributes or "well" in attributes:
         kind = "plate" if "plate" in attributes else "well of a plate"
@@ -126,6 +127,7 @@ def _series_names(root: ZarrGroup, described: int) -> list[str]:
 
 
 def _existing(root: ZarrGroup, numbers: range | count[int]) -> list[int]:
+    """Return these numbers up to the first one that is not the name of a group."""
     existing = []
     for number in numbers:
         if number >= _MOST_SERIES or read_group(root.path / str(number)) is None:
@@ -146,6 +148,7 @@ def _xml_images(xml: str) -> list[ElementTree.Element]:
 
 
 def _image(group: ZarrGroup, described: list[ElementTree.Element], index: int) -> NgffImage:
+    """Return the image of a group; ``described``: the images of the store's OME-XML, in order."""
     try:
         every = group.attributes["multiscales"]
         first = every[0]

@@ -78,6 +78,7 @@ class OmeZarrSource:
         self.to_file_px = translation((0, 0))
 
     def _own(self, path: Path) -> list[LevelArray]:
+        """Open a slide of a store of this project; return its levels."""
         try:
             slide = SlideStore.open(path)
         except StoreError as error:

@@ -99,6 +99,7 @@ def _save(engine: Engine, writer: CheckpointWriter, folder: Path, step: int, tim
 
 
 def _trainer(name: str, size: int) -> Engine:
+    """Return an engine after its first step, so that its optimizer has a state."""
     torch.manual_seed(0)
     model = getattr(resnet, name)(2).to(memory_format=torch.channels_last)
     engine = hyfi_core.parallelize(

@@ -150,6 +150,7 @@ def main() -> None:
 
 
 def _measured_machine() -> MachineModel:
+    """Return the model of this machine as it is now."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "machine.yaml"
         program = [sys.executable, "-m", "workflows.commands.bench.measure", str(target)]
@@ -193,6 +194,7 @@ class Study:
         return cases
 
     def _case(self, index: int, plan: ParallelPlan) -> Comparison:
+        """Print and return the comparison of a plan's forecast with what was measured."""
         rounds = [(machine, *of_plans[index]) for machine, of_plans in self._rounds]
         # The round of the shortest step, with the machine as it was measured in that round.
         machine, step_s, _, allocated = min(rounds, key=lambda of_round: of_round[1])

@@ -68,6 +68,7 @@ def _engine(
     comm: Communicator,
     autocast: torch.dtype | None,
 ) -> Engine:
+    """Return the engine to measure."""
     return hyfi_core.parallelize(
         convert_model(model.train(), "float32", "channels_last"),
         shape,
@@ -87,6 +88,7 @@ def _batch(shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _step_s(comm: Communicator, engine: Engine, shape: tuple[int, int, int, int], steps: int) -> float:
+    """Return the seconds of the shortest step, from barrier to barrier."""
     (images, labels), times = _batch(shape), []
     for _ in range(_WARM + steps):
         comm.barrier()

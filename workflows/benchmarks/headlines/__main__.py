@@ -69,6 +69,7 @@ def _line(row: _Row) -> str:
 
 
 def _summary(rows: list[_Row]) -> list[str]:
+    """Return a line about the errors of points with stated settings, and one of those with assumed ones."""
     lines = []
     for stated, name in ((True, "stated"), (False, "assumed")):
         errors = [abs(row.error) for row in rows if row.point.stated == stated]

@@ -124,6 +124,7 @@ def _possible(forecasts: Forecasts, case: _Case, plans: Iterable[ParallelPlan]) 
 
 
 def _print_scaling(forecasts: Forecasts, case: _Case, plan: ParallelPlan) -> None:
+    """Print how a plan scales to 2,048 GPUs."""
     efficiency = scaling(forecasts, case.network, case.size, 2 // plan.replicas, plan, 2048)
     machine = forecasts.machine(LASSEN)
     print(f"    scaling to 2,048 V100s: {efficiency:.1%}")
@@ -136,6 +137,7 @@ def _print_scaling(forecasts: Forecasts, case: _Case, plan: ParallelPlan) -> Non
 
 
 def _print_largest(forecasts: Forecasts) -> None:
+    """Print what the largest published image would take."""
     machine = forecasts.machine("h100")
     cells = ParallelPlan(grids=((1, 1),), cells=(8, 8), spill="memory", memory_bytes=machine.memory_bytes)
     for plan in (ParallelPlan(grids=((8, 8),)), cells):
@@ -179,6 +181,7 @@ def _link(forecasts: Forecasts, machine: str) -> str:
 
 
 def _named(plan: ParallelPlan) -> str:
+    """Return a plan in words."""
     grids = " - ".join(f"{rows}x{columns}" for rows, columns in plan.grids)
     words = [
         *([plan.schedule] if plan.stages > 1 else []),

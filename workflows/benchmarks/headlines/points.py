@@ -84,6 +84,7 @@ _AMOEBANET = (
 
 
 def _torchgpipe_amoebanet() -> list[Point]:
+    """Return the figures of torchgpipe for AmoebaNet."""
     points = []
     for rounds, batch, balance, published in _AMOEBANET:
         ends = list(accumulate(balance))[:-1]
@@ -116,6 +117,7 @@ _RESNET = (
 
 
 def _torchgpipe_resnet() -> list[Point]:
+    """Return the figures of torchgpipe for ResNet-101."""
     network = "ResNet-101"
 
     def alone(forecasts: Forecasts) -> float:
@@ -168,6 +170,7 @@ def scaling(forecasts: Forecasts, network: str, size: int, images: int, plan: Pa
 
 
 def _hy_fi() -> list[Point]:
+    """Return the figures of the Hy-Fi paper."""
     group = "2 images on 8 V100 (assumed: 5 stages, the first on 2 x 2; layer, pipeline: 8 stages)"
     points = []
     for figure, published, network, size, slow, fast in (

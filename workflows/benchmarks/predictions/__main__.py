@@ -48,6 +48,7 @@ def main() -> None:
 
 
 def _measure(args: argparse.Namespace, folder: Path) -> None:
+    """Predict a slide in each way, and print seconds, memory and differences from the first way."""
     stored = store_slide(folder, args.size)
     checkpoint = save_network(folder / "checkpoint", args.model, args.width, args.trained or args.size)
     first = None

@@ -35,6 +35,7 @@ async def serve(folder: Path, latency_s: float) -> None:
 
 
 async def _answer(folder: Path, request: str, writer: asyncio.StreamWriter) -> None:
+    """Answer a request for a file, or for a range of its bytes."""
     method, target, *_ = request.split(" ", 2)
     path = folder / unquote(target).lstrip("/")
     if not path.is_file():

@@ -125,6 +125,7 @@ def main() -> None:
 
 
 def _model(name: str) -> nn.Module:
+    """Return a network by its name."""
     if name == "amoebanet":
         return amoebanet.amoebanet_d(2)
     if name == "resnet1001":

@@ -311,6 +311,7 @@ def _memory_bytes(device: torch.device, ranks: int) -> int:
 
 
 def _device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the processor with the number of threads."""
     import torch
 
     if device.type == "cuda":

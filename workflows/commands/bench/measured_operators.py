@@ -102,6 +102,7 @@ class OperatorBench:
         return self._shared_norm_s(comm, replace(case, side_px=_TINY_PX), SHARED_ROUNDS)
 
     def _shared_norm_s(self, comm: Communicator, case: OperatorCase, rounds: int) -> Rates:
+        """Return the (forward, backward) seconds of a batch norm whose statistics all ranks share (collective)."""
         own = self._map(case, torch.float32)
         pixels = own.numel() // case.channels * comm.size
         norm, weight = BatchNorm(pixels, 1e-5), torch.ones(case.channels, device=self._device)
@@ -162,6 +163,7 @@ class OperatorBench:
         return max(1e-7, (many - few) / (_LAYERS[1] - _LAYERS[0]) / 3)
 
     def _step_s(self, layers: int) -> float:
+        """Return the seconds of a step of a chain of tiny layers."""
         model = nn.Sequential(
             nn.Conv2d(3, 16, 1),
             *(nn.Conv2d(16, 16, 3, padding=1) for _ in range(layers)),
@@ -174,6 +176,7 @@ class OperatorBench:
         return self._shortest_s(lambda: engine.accumulate(images, labels))
 
     def _case(self, case: OperatorCase, dtype: torch.dtype, rounds: int) -> Rates:
+        """Return the rates of an operator in plain PyTorch: flops/s of products, else bytes/s."""
         inputs = self._map(case, torch.float64 if dtype is torch.float64 else torch.float32)
         module = case.make().to(self._device, inputs.dtype).train()
         for parameter in module.parameters():
@@ -203,6 +206,7 @@ class OperatorBench:
         return values.contiguous(memory_format=torch.channels_last)
 
     def _shortest_s(self, call: Callable[[], object]) -> float:
+        """Return the seconds of the shortest call, after two that are not counted."""
         times = []
         for _ in range(self._rounds + 2):
             begin = self._now()

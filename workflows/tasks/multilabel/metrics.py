@@ -45,6 +45,14 @@ def macro(values: torch.Tensor) -> torch.Tensor:
 def _of_label(
     scores: torch.Tensor, called: torch.Tensor, target: torch.Tensor, counts: torch.Tensor
 ) -> dict[str, torch.Tensor]:
+    """Return the metrics of one label in each draw; NaN if undefined.
+
+    Args:
+        scores: (N,) of the label.
+        called: (N,) whether the label is predicted.
+        target: (N,) `YES`, `NO` or `UNKNOWN`.
+        counts: (draws, N) float64, how often each draw has each sample.
+    """
     yes, no = counts * (target == YES), counts * (target == NO)
     total_yes, total_no = yes.sum(1), no.sum(1)
     defined = (total_yes > 0) & (total_no > 0)

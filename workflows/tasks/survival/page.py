@@ -80,6 +80,15 @@ def _by_case(risks: torch.Tensor, targets: torch.Tensor, draws: Array) -> tuple[
 
 
 def _curves(targets: torch.Tensor, high: torch.Tensor, p: float | None, name: str, own: bool) -> Plot:
+    """Return the Kaplan–Meier curves of both risk groups.
+
+    Args:
+        targets: (N, 2) time and event of each case.
+        high: (N,) whether its risk is high.
+        p: Of the log-rank test; None: not tested.
+        name: Of the time axis.
+        own: Whether the groups are divided at the median of these cases.
+    """
     curves = []
     for label, members in ((LOW, ~high), (HIGH, high)):
         if bool(members.any()):
@@ -131,6 +140,7 @@ def _areas(
 
 
 def _groups_table(targets: torch.Tensor, high: torch.Tensor) -> PageTable:
+    """Return a table of both risk groups; arguments as of `_curves`."""
     rows = []
     for label, members in ((LOW, ~high), (HIGH, high)):
         times, events = targets[members].unbind(1)

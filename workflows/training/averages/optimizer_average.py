@@ -62,6 +62,7 @@ class OptimizerAverage(AveragedWeights):
 
     @contextmanager
     def _switched(self) -> Iterator[None]:
+        """Context in which the parameters have the average as their values."""
         # `train()` computes the weights back from the average, which rounds: without this copy, each validation would
         # move them.
         training = [parameter.detach().clone() for parameter in self._parameters]

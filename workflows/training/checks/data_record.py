@@ -83,6 +83,7 @@ def data_record(job: TrainingJob) -> DataRecord:
 
 
 def _facts(job: TrainingJob, dataset: SlideDataset, split: str, weights: list[str]) -> DataRecord:
+    """Return slide -> what a run reads of it: digest of its shards, split, weight and label."""
     facts = {}
     for index, (sample, weight) in enumerate(zip(dataset.samples, weights, strict=True)):
         # Sorted, because the order of keys in a file of the store says nothing about its pixels.

@@ -48,7 +48,7 @@ def test_planes_take_the_ranks_for_which_there_is_no_image(ranks: int, batch: in
 def test_plans_that_planes_cannot_make_fast_enough_are_not_missed(ranks: int, batch: int, machine: str) -> None:
     asked = request(ranks, batch, machine)
     found = best_of_all_plans(programs, asked, top=3)
-    with mock.patch.object(branch_plans, "_share", return_value=1e-9):
+    with mock.patch.object(branch_plans, "_remaining_share", return_value=1e-9):
         every = best_of_all_plans(programs, asked, top=3)
     assert [one.step_s for one in found.plans] == [one.step_s for one in every.plans]
     assert found.simulated <= every.simulated
