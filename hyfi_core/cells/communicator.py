@@ -228,7 +228,7 @@ class CellCommunicator:
         Messages need not be contiguous.
         """
         group = self.group
-        process_rank = group.comm.rank
+        process_rank, cells = group.comm.rank, group.baton.size
         leaving, landing, near = [], [], []
         for message in sends:
             process, cell = group.members[message.peer]
@@ -238,13 +238,13 @@ class CellCommunicator:
                 lane.append(message.tensor.detach().clone(memory_format=torch.contiguous_format))
             else:
                 dense = message.tensor.contiguous()
-                leaving.append(Message(process, dense, self._tag(self._cell, cell, message.tag)))
+                leaving.append(Message(process, dense, tag_of_cells(self._cell, cell, cells, message.tag)))
         for message in receives:
             process, cell = group.members[message.peer]
             if process == process_rank:
                 near.append(message)
             else:
-                landing.append(Message(process, message.tensor, self._tag(cell, self._cell, message.tag)))
+                landing.append(Message(process, message.tensor, tag_of_cells(cell, self._cell, cells, message.tag)))
         outside = group.comm.exchange(leaving, landing) if leaving or landing else Completed()
         return _Exchange(group, self._rank, near, outside, [message.tensor for message in leaving])
 
@@ -354,14 +354,21 @@ class CellCommunicator:
         values: list[Any] = self._together(value, last)
         return values
 
-    def _tag(self, source: int, target: int, tag: int) -> int:
-        """Return a tag that distinguishes messages of different cells of two processes."""
-        cells = self.group.baton.size
-        return (tag * cells + source) * cells + target
-
     def __getattr__(self, name: str) -> Any:
         """Refuse all other calls: a step does not need them."""
         raise AttributeError(f"cells have no {name}: no step calls it")
+
+
+def tag_of_cells(source: int, target: int, cells: int, tag: int = 0) -> int:
+    """Return the tag of a message between two cells of two processes; no others have it.
+
+    Args:
+        source: the cell that sends it.
+        target: the cell that receives it.
+        cells: of each process.
+        tag: of the message between the cells.
+    """
+    return (tag * cells + source) * cells + target
 
 
 def cell_communicators(comm: Communicator, baton: Baton, members: Sequence[tuple[int, int]]) -> list[CellCommunicator]:

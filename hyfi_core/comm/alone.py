@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hyfi_core.comm.base import Completed, Message, ReduceOp
+from hyfi_core.comm.base import LARGEST_TAG, Completed, Message, ReduceOp
 
 
 class AloneCommunicator:
@@ -18,6 +18,7 @@ class AloneCommunicator:
     rank = 0
     size = 1
     in_order = False
+    largest_tag = LARGEST_TAG
 
     def __init__(self) -> None:
         self._objects: dict[int, deque[Any]] = {}

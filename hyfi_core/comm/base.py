@@ -10,6 +10,8 @@ import torch
 
 Tensors = tuple[torch.Tensor, ...]
 ReduceOp = Literal["sum", "max", "min"]
+LARGEST_TAG = 2**31 - 1
+"""Of messages, unless a library has a smaller limit."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ class Communicator(Protocol):
 
         True on GPUs, where a group has one stream: an exchange that waits for its peer blocks all later operations.
         """
+        ...
+
+    @property
+    def largest_tag(self) -> int:
+        """The largest tag that a message may have; 32,767 or more."""
         ...
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:

@@ -172,6 +172,11 @@ class MpiCommunicator:
         """Ranks in the group."""
         return self._size
 
+    @property
+    def largest_tag(self) -> int:
+        """The largest tag of a message; MPI guarantees 32,767."""
+        return _largest_tag() - 1  # the last one is that of ``gather_objects``
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Requests:
         """Start sends and receives, receives first."""
         requests: list[Any] = []
@@ -244,12 +249,12 @@ class MpiCommunicator:
         sizes[self._rank] = data.numel()
         self.all_reduce(sizes)
         if self._rank != root:
-            self.exchange([Message(root, data, _GATHER_TAG)], []).wait()
+            self.exchange([Message(root, data, _largest_tag())], []).wait()
             return None
         buffers = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
         buffers[root].copy_(data)
         peers = [peer for peer in range(self._size) if peer != root]
-        self.exchange([], [Message(peer, buffers[peer], _GATHER_TAG) for peer in peers]).wait()
+        self.exchange([], [Message(peer, buffers[peer], _largest_tag()) for peer in peers]).wait()
         return [decoded(buffer) for buffer in buffers]
 
     def send_object(self, value: Any, peer: int, tag: int) -> _Requests:
@@ -304,8 +309,9 @@ class MpiCommunicator:
         os._exit(code)
 
 
-# MPI guarantees tags up to 32,767.
-_GATHER_TAG = 32_000
+@functools.cache
+def _largest_tag() -> int:
+    return MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 2**15 - 1  # which MPI guarantees
 
 
 def world(expected: Expected | None = None, interrupted: Callable[[], bool] = lambda: False) -> MpiCommunicator:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Completed, Message, ReduceOp, version_of
+from hyfi_core.comm.base import LARGEST_TAG, Communicator, Completed, Message, ReduceOp, version_of
 from hyfi_core.comm.thread_ranks.group import GroupCall, Operation, PostedMessage, ThreadGroup
 from hyfi_core.comm.thread_ranks.world import DeadlockError, PeerFailedError, ThreadWorld
 
@@ -103,6 +103,8 @@ class _ThreadReduction:
 
 class ThreadCommunicator:
     """One rank's view of a group of threads."""
+
+    largest_tag = LARGEST_TAG
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self._group = group

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from hyfi_core.comm.activity import ACTIVITY, named_ranks
-from hyfi_core.comm.base import Completed, Message, ReduceOp
+from hyfi_core.comm.base import LARGEST_TAG, Completed, Message, ReduceOp
 from hyfi_core.comm.supervision.rendezvous import Expected, joined
 from hyfi_core.comm.wire import decoded, encoded, from_wire, to_wire
 from hyfi_core.errors import LostPeerError, RendezvousError, RequestError
@@ -109,6 +109,8 @@ class TorchCommunicator:
         name: unique for the group, the same on all its ranks; distinguishes its small values from those of other
             groups.
     """
+
+    largest_tag = LARGEST_TAG
 
     def __init__(self, group: Any, members: list[int], name: str = "world") -> None:
         self._group = group

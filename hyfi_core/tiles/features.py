@@ -10,6 +10,8 @@ import torch
 from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.tiles.chunks import SlideParts
 
+_TAGS = 1024
+
 
 class SlideFeatures:
     """The features of one slide on this rank.
@@ -51,9 +53,10 @@ class SlideFeatures:
             return
         peers = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         parts = {rank: self._parts.part(self._slide, rank) for rank in peers}
-        # Tagged by the slide: several exchanges may be on their way at once.
-        receives = [Message(r, self._all[p.start : p.stop], self._slide) for r, p in parts.items() if len(p)]
-        sends = [Message(rank, self._own, self._slide) for rank in peers] if len(self._own) else []
+        # Several exchanges may be on their way at once. They are started in order, so that tags may be used again.
+        tag = self._slide % _TAGS
+        receives = [Message(r, self._all[p.start : p.stop], tag) for r, p in parts.items() if len(p)]
+        sends = [Message(rank, self._own, tag) for rank in peers] if len(self._own) else []
         self._pending = self._comm.exchange(sends, receives)
 
     def gathered(self) -> torch.Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isqrt
 from typing import TypeVar, overload
 
 from hyfi_core.cells.baton import Baton, Lockstep
-from hyfi_core.cells.communicator import cell_communicators
+from hyfi_core.cells.communicator import cell_communicators, tag_of_cells
 from hyfi_core.cells.paging import Paging
 from hyfi_core.comm.base import Communicator
 from hyfi_core.current_device import make_current
@@ -36,7 +37,7 @@ class Runners(Sequence[StageRunner]):
         groups: those of the cells; empty without cells, whose groups are the rank's.
 
     Raises:
-        RequestError: the communicator cannot carry the messages of cells.
+        RequestError: the communicator cannot carry the messages of cells, or not of so many.
     """
 
     def __init__(self, subject: Subject, plan: ParallelPlan, comm: Communicator, groups: Groups) -> None:
@@ -53,6 +54,12 @@ class Runners(Sequence[StageRunner]):
                 f"does not have; use one rank, or plan.cells=null"
             )
         self.cells = plan.cell_grid[0] * plan.cell_grid[1]
+        if comm.size > 1 and tag_of_cells(self.cells - 1, self.cells - 1, self.cells) > comm.largest_tag:
+            raise RequestError(
+                f"plan.cells is {plan.cells}: {self.cells} cells on each of {comm.size} ranks exchange messages with "
+                f"tags up to {self.cells**2 - 1}, but those of this communication library end at {comm.largest_tag}; "
+                f"use at most {isqrt(comm.largest_tag + 1)} cells a rank, with more ranks in plan.grids, or one rank"
+            )
         if plan.spill is not None:
             # The pager asks the baton which cell runs, and the baton calls the pager: ``baton`` is assigned below.
             self.paging = Paging(plan.spill, plan.memory_bytes, subject.device, lambda: baton.cell)

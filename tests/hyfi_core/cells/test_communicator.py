@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hyfi_core.cells.baton import Baton
-from hyfi_core.cells.communicator import CellCommunicator, cell_communicators
+from hyfi_core.cells.communicator import CellCommunicator, cell_communicators, tag_of_cells
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator, Message
-from hyfi_core.comm.threads import run_ranks
+from hyfi_core.comm.threads import ThreadCommunicator, run_ranks
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.parallelize import parallelize
 
 MEMBERS = ((0, 0), (1, 0), (0, 1), (1, 1))  # ranks go across two processes of two cells each
 
@@ -133,3 +138,29 @@ def test_cells_that_wait_for_ever_are_told() -> None:
 def test_what_no_step_calls_is_not_offered() -> None:
     with pytest.raises(AttributeError, match="cells have no poll_object"):
         on_cells(1, lambda comm: comm.poll_object(0))
+
+
+@pytest.mark.parametrize("cells", [1, 2, 7, 30])
+def test_no_two_pairs_of_cells_share_a_tag(cells: int) -> None:
+    every = range(cells)
+    tags = {tag_of_cells(source, target, cells, tag) for source in every for target in every for tag in range(3)}
+    assert len(tags) == 3 * cells**2 and min(tags) == 0
+    assert tag_of_cells(cells - 1, cells - 1, cells) == cells**2 - 1
+
+
+@pytest.mark.parametrize(("cells", "fits"), [((2, 2), True), ((1, 5), False)])
+def test_more_cells_than_a_library_has_tags_are_refused(
+    monkeypatch: pytest.MonkeyPatch, cells: tuple[int, int], fits: bool
+) -> None:
+    monkeypatch.setattr(ThreadCommunicator, "largest_tag", 15)
+    plan, model = ParallelPlan(((1, 2),), cells=cells), nn.Conv2d(3, 2, 1)
+
+    def body(comm: Communicator) -> str:
+        try:
+            parallelize(copy.deepcopy(model), (1, 3, 4, 10), plan, comm, verify=False)
+        except RequestError as refused:
+            return str(refused)
+        return ""
+
+    for message in run_ranks(2, body):
+        assert not message if fits else "tags up to 24" in message and "at most 4 cells a rank" in message

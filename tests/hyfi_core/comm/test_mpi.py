@@ -61,6 +61,13 @@ peer = 1 - comm.rank
 sizes = (0, 16, 17, 1000)  # nothing, a piece, a piece and a bit, many
 boxes = [torch.empty(size) for size in sizes]
 sends = [Message(peer, torch.arange(size) + 1000.0 * comm.rank) for size in sizes]
+last = comm.largest_tag  # is a tag, and not the one with which values are gathered
+assert last >= 2**15 - 2
+late = comm.exchange([], [Message(peer, boxes[-1], last)])
+assert comm.gather_objects(comm.rank, 1) in (None, [0, 1])
+comm.exchange([Message(peer, sends[-1].tensor, last)], []).wait()
+late.wait()
+assert torch.equal(boxes[-1], torch.arange(1000) + 1000.0 * peer)
 comm.exchange(sends, [Message(peer, box) for box in boxes]).wait()
 assert all(torch.equal(box, torch.arange(box.numel()) + 1000.0 * peer) for box in boxes)
 total = torch.arange(1000, dtype=torch.float64)
