@@ -1,4 +1,4 @@
-"""Dtypes of values under autocast, computed in advance: for ranks that receive them, and for forecasts."""
+"""Dtypes of values under autocast, computed in advance: for ranks that receive values or have none, and forecasts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyfi_core.capture.program import Program, refs_in, substitute
 
 
 def under_autocast(program: Program, dtype: torch.dtype, device: str) -> Program:
-    """Return the program with the dtypes that its values have under autocast; for forecasts, which go by sizes."""
+    """Return the program with the dtypes that its values have under autocast; see ``dtypes_under_autocast``."""
     dtypes = dtypes_under_autocast(program, dtype, device)
     values = {name: replace(info, dtype=dtypes.get(name, info.dtype)) for name, info in program.values.items()}
     return replace(program, values=values)

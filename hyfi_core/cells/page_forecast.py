@@ -5,7 +5,6 @@ It follows the rules of ``cells.recomputation`` and ``cells.paged_steps``: what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -58,7 +57,6 @@ def forecast_pages(
     ranked: RankProgram,
     tape: Tape,
     position: int,
-    dtypes: Mapping[str, torch.dtype],
     trains: bool,
     pixels: torch.dtype | None = None,
 ) -> PagedForecast:
@@ -68,11 +66,10 @@ def forecast_pages(
         ranked: the cell's program.
         tape: its steps.
         position: of the cell in the stage's grid.
-        dtypes: types of values under autocast.
         trains: whether backward follows.
         pixels: type of the pixels from which the image is computed when it is needed; None: the image is kept.
     """
-    sizes = _Sizes(ranked, position, dtypes, pixels)
+    sizes = _Sizes(ranked, position, pixels)
     # A set: what an in-place step takes and makes is one map.
     working = max((sum(map(sizes.of, {*taken_by(s), *made_by(s)})) for s in tape.steps), default=0)
     weights = max((sum(map(sizes.of_weight, taken_by(s))) for s in tape.steps), default=0)
@@ -100,19 +97,15 @@ def _waits(step: Step) -> bool:
 class _Sizes:
     """Bytes of a cell's parts; weights and values such as sums over whole maps are not counted."""
 
-    def __init__(
-        self, ranked: RankProgram, position: int, dtypes: Mapping[str, torch.dtype], pixels: torch.dtype | None
-    ) -> None:
-        self.ranked, self._position, self._dtypes, self._pixels = ranked, position, dtypes, pixels
+    def __init__(self, ranked: RankProgram, position: int, pixels: torch.dtype | None) -> None:
+        self.ranked, self._position, self._pixels = ranked, position, pixels
         self._fixed = {*ranked.program.parameters, *ranked.program.buffers, *ranked.program.constants}
 
     def of(self, name: str) -> int:
         """Return the bytes of a value."""
         if name in self._fixed or not (name in self.ranked.splits or name in self.ranked.program.values):
             return 0
-        # Lowering names its own versions of a captured value after it, behind a "~".
-        dtype = self._dtypes.get(name.split("~")[0], self.ranked.values[name].dtype)
-        return self.values(name) * dtype.itemsize
+        return self.values(name) * self.ranked.values[name].dtype.itemsize
 
     def of_kept(self, name: str) -> int:
         """Return the bytes that are kept for a value; for the image, those of its pixels."""

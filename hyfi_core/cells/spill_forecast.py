@@ -11,13 +11,12 @@ moved 0.7 to 1.4 times as much as forecast; without what is read again it would 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
-from hyfi_core.capture.autocast import dtypes_under_autocast
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.budget import EARLY, OF_FREE_MEMORY, largest_step, page_limit, spilled_bytes
 from hyfi_core.cells.halo import for_training
@@ -41,14 +40,12 @@ class SpillForecast:
     Attributes:
         machine: the machine model.
         held_bytes: of ``plan.memory_bytes``, what a rank uses before it has weights.
-        dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
         pixels: dtype of the pixels from which images are computed; None: images are kept.
         pages_bytes: of maps in memory; None: as ``plan.memory_bytes`` allows or, without it, half of the memory.
     """
 
     machine: MachineModel
     held_bytes: int = 0
-    dtype: str | None = None
     pixels: torch.dtype | None = torch.uint8
     pages_bytes: int | None = None
 
@@ -87,7 +84,7 @@ class SpillForecast:
     ) -> tuple[PagedForecast, ...]:
         """Return what a rank of each stage needs for all of its cells and one micro-batch."""
         fine, cells = plan.by_cells(), prod(plan.cell_grid or (1, 1))
-        lowered, dtypes = lowered_stages(program, plan, fine, self.machine, lowered_plans), self._dtypes(program)
+        lowered = lowered_stages(program, plan, fine, self.machine, lowered_plans)
         forecasts = []
         for index in range(count):
             piece, divided, _ = lowered.stage(index)
@@ -100,12 +97,9 @@ class SpillForecast:
             tape = build_tape(ranked, {*program.parameters, *entering} & lowered.active)
             # A cell in the middle has halos on all sides, and so the largest maps.
             middle = rows // 2 * columns + columns // 2
-            forecast = forecast_pages(ranked, tape, middle, dtypes, True, self.pixels)
+            forecast = forecast_pages(ranked, tape, middle, True, self.pixels)
             forecasts.append(forecast.times(cells))
         return tuple(forecasts)
-
-    def _dtypes(self, program: Program) -> Mapping[str, torch.dtype]:
-        return {} if self.dtype is None else dtypes_under_autocast(program, getattr(torch, self.dtype), _HOST.type)
 
     def _limit(self, plan: ParallelPlan, pages: Sequence[PagedForecast], state_bytes: int) -> int:
         """Return the bytes of maps that a rank may have in memory."""

@@ -29,14 +29,12 @@ class Plane:
         branches: which plane computes what.
         index: this plane.
         device: of values.
-        dtypes: of values, if not those of the program: under autocast.
         channels_last: whether maps are channels-last.
     """
 
     branches: Branches = field(default_factory=Branches)
     index: int = 0
     device: str = "cpu"
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     channels_last: bool = False
 
     def ordered(self, operators: Sequence[Operator]) -> Sequence[Operator]:
@@ -148,6 +146,5 @@ def _exchange(
         # Ranks at one position of all planes exchange, so that their parts have the same shape.
         info, split = ranked.values[name], ranked.splits.get(name)
         shape = info.shape if split is None else split.local_shape(info.shape, rank)
-        dtype = plane.dtypes.get(name, info.dtype)
-        values.append(PlaneValue(name, shape, dtype, owner, tuple(sorted(used[name] - {owner}))))
+        values.append(PlaneValue(name, shape, info.dtype, owner, tuple(sorted(used[name] - {owner}))))
     return PlaneExchange(tuple(values), plane.index, torch.device(plane.device), plane.channels_last)

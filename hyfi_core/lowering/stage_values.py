@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
-
 from hyfi_core.capture.stages import Stage
 from hyfi_core.ops.boundary import BoundaryTransfer, BoundaryValue
 from hyfi_core.plan.layout import Layout
@@ -42,7 +40,6 @@ def boundary(
     need: Entries,
     grids: tuple[tuple[int, int], tuple[int, int]],
     active: Collection[str],
-    dtypes: Mapping[str, torch.dtype],
     channels_last: bool,
 ) -> BoundaryTransfer:
     """Return the transfer between two stages.
@@ -54,19 +51,18 @@ def boundary(
         need: how they are split in the receiving stage.
         grids: rows and columns of both.
         active: values whose cotangents are sent back.
-        dtypes: of values in messages, if not their own.
         channels_last: whether maps are received in this format.
     """
     carried = []
     for name in source.exits[target]:
         info, split, entry = source.program.values[name], have.get(name), need[name]
-        dtype, gradient = dtypes.get(name, info.dtype), name in active
+        gradient = name in active
         # Replicated on one side: every rank there needs or has the whole value.
         if split is None or entry is None:
-            carried.append(BoundaryValue(name, info.shape, dtype, gradient))
+            carried.append(BoundaryValue(name, info.shape, info.dtype, gradient))
         else:
             parts = split.layout.parts, entry.layout.parts
             shape, dims = split.opened(info.shape)
-            carried.append(BoundaryValue(name, shape, dtype, gradient, dims, *parts, split.folded()))
+            carried.append(BoundaryValue(name, shape, info.dtype, gradient, dims, *parts, split.folded()))
     sizes = [rows * columns for rows, columns in grids]
     return BoundaryTransfer(tuple(carried), sizes[0], sizes[1], channels_last)

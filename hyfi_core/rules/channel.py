@@ -63,15 +63,16 @@ def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
     # One group: mean and variance of each image over (C, H, W).
     moments = moments_over_ranks(builder, part, (2,), False, 1)
     box = split.layout.parts[builder.rank]
-    plain = normalise(eps, False, False)
+    narrow = builder.values[op.first_output].dtype
+    plain = normalise(eps, False, False, torch.promote_types(narrow, torch.float32))
 
     def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
         # Weight and bias are replicated maps: each rank applies its part of them.
         own = [factor[:, box.y0 : box.y1, box.x0 : box.x1] for factor in affine]
-        result = plain(x, moments)
+        result: torch.Tensor = plain(x, moments)
         if weight is not None:
             result = result * own[0]
-        return result + own[-1] if bias is not None else result  # type: ignore[no-any-return]
+        return (result + own[-1] if bias is not None else result).to(narrow)
 
     affine = tuple(item.name for item in (weight, bias) if item is not None)
     builder.compute(call, (part, moments, *affine), op.outputs, split)

@@ -43,11 +43,11 @@ def _grouped(builder: Builder, op: Operator, name: str, groups: int, weight: Any
     # In a fused run, too, every pixel counts once; autograd adds the gradients of all computed copies.
     moments = moments_over_ranks(builder, part, (2,), False, groups)
     affine = tuple(item.name for item in (weight, bias) if item is not None)
-    call = normalise(eps, weight is not None, bias is not None)
+    call = normalise(eps, weight is not None, bias is not None, builder.values[op.first_output].dtype)
     builder.compute(call, (part, moments, *affine), op.outputs, split)
 
 
-def normalise(eps: float, has_weight: bool, has_bias: bool) -> Any:
+def normalise(eps: float, has_weight: bool, has_bias: bool, narrow: torch.dtype) -> Any:
     """Return a function that normalises a part by mean and variance of each image and group.
 
     It takes the part, (mean, variance) and, if they exist, weight and bias.
@@ -67,7 +67,7 @@ def normalise(eps: float, has_weight: bool, has_bias: bool) -> Any:
         result = (x - mean.to(dtype).view(shape)) * scale.to(dtype).view(shape)
         if has_bias:
             result = result + affine[-1].view(1, channels, 1, 1)
-        return result.to(x.dtype)
+        return result.to(narrow)  # autocast returns float32 on GPUs
 
     return call
 

@@ -199,11 +199,13 @@ def vector_norm(builder: Builder, op: Operator) -> None:
     name, dims, keepdim = _reduced_dims(builder, op, 2, 3)
     if _not_over_space(builder, op, dims, keepdim):
         return
-    part = builder.part(name, builder.splits[name])
+    part, narrow = builder.part(name, builder.splits[name]), builder.values[op.first_output].dtype
     if order == math.inf and set(dims) == set(builder.splits[name].dims):
         size = builder.fresh(name)
         builder.compute(lambda tensor: tensor.abs(), (part,), (size,), builder.splits[name])
-        builder.communicate(MaxOverSpace(dims, keepdim, nan_ties=True), (size,), op.outputs, "reduce")
+        top = builder.fresh(op.first_output, dtype=builder.values[name].dtype)
+        builder.communicate(MaxOverSpace(dims, keepdim, nan_ties=True), (size,), (top,), "reduce")
+        builder.compute(lambda tensor: tensor.to(narrow, copy=True), (top,), op.outputs)
         return
     if not 1.0 <= order < math.inf:
         builder.refuse(
@@ -219,7 +221,8 @@ def vector_norm(builder: Builder, op: Operator) -> None:
     def root(total: torch.Tensor) -> torch.Tensor:
         # The derivative of the root at zero is infinite; that of PyTorch's norm is defined as zero.
         zero = total == 0
-        return total if order == 1 else torch.where(zero, 0.0, torch.where(zero, 1.0, total).pow(1 / order))
+        norm = total if order == 1 else torch.where(zero, 0.0, torch.where(zero, 1.0, total).pow(1 / order))
+        return norm.to(narrow)
 
     _through_sum(builder, part, op.outputs, powers, root)
 

@@ -38,16 +38,13 @@ def softmax(builder: Builder, op: Operator) -> None:
     output = op.first_output
     largest, total = _exponentials(builder, part, (split.dims[0],))
     logarithm = "log_softmax" in op.text
-    requested = op.args[2] if len(op.args) > 2 else op.kwargs.get("dtype")
     narrow = builder.values[output].dtype
 
     def finish(x: torch.Tensor, shift: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         # Shifted by the largest of all ranks, so that no exponential overflows.
         exponents = x.to(sums.dtype) - shift
         result = exponents - sums.log() if logarithm else exponents.exp() / sums
-        # As on GPUs, where autocast returns float32.
-        wide = isinstance(requested, torch.dtype) or torch.is_autocast_enabled(x.device.type)
-        return result if wide else result.to(narrow)
+        return result.to(narrow)
 
     builder.compute(finish, (part, largest, total), op.outputs[:1], split)
 
@@ -179,7 +176,8 @@ def _over_all_pixels(builder: Builder, op: Operator, names: tuple[str, str, str]
     # Scores (..., N, H · W): each rank computes those of its pixels.
     scores, last = builder.fresh(query, (*shape[:-1], builder.shape(key)[-2]), wide), len(shape) - 1
     score_split = Split(key_split.layout, (last, last), leads=key_split.leads)
-    builder.compute(lambda q, k: (q * factor) @ k.transpose(-1, -2), (query, key), (scores,), score_split)
+    multiply = lambda q, k: ((q * factor) @ k.transpose(-1, -2)).to(wide)  # noqa: E731
+    builder.compute(multiply, (query, key), (scores,), score_split)
     largest = largest_over_ranks(builder, scores, (last,))
     partial, total = builder.fresh(output, dtype=wide), builder.fresh(output, dtype=wide)
 

@@ -210,11 +210,7 @@ def _call(call: LocalCall, local: LocalValues, values: LocalValues) -> None:
 
 
 def _nothing(info: ValueInfo, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return an empty tensor; under autocast in the inputs' dtype, because the program does not record it."""
-    dtype, device = info.dtype, inputs[0].device
-    if dtype.is_floating_point and torch.is_autocast_enabled(device.type):
-        dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), dtype)
-    return torch.empty(info.shape, dtype=dtype, device=device)
+    return torch.empty(info.shape, dtype=info.dtype, device=inputs[0].device)
 
 
 @contextlib.contextmanager

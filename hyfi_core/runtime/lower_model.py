@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from hyfi_core.capture.autocast import dtypes_under_autocast
 from hyfi_core.capture.program import Operator, Program, Ref, refs_in
 from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
 from hyfi_core.capture.verify import Output
@@ -84,7 +83,7 @@ def lower_model(
         cell_runs=None if subject.model.training or not in_turn else _known_runs(subject.runs, program, plan, stages),
         cells=cells,
         spills=spills,
-        plane=_plane(subject, program, plan, index),
+        plane=_plane(subject, index),
         compiler=None if spills else subject.compiler,
         updates=updates or plan.directions > 1 or not _can_leave_updates(program, stages),
     )
@@ -114,13 +113,9 @@ def _can_leave_updates(program: Program, stages: Sequence[Stage]) -> bool:
     return bool(program.mutations) and updates_are_apart(program, needed)
 
 
-def _plane(subject: Subject, program: Program, plan: ParallelPlan, index: int) -> Plane:
-    """Return the plane of an index; dtypes are computed only if maps are sent between stages or planes."""
-    # Both ends of a message must know its dtype, which the captured program does not have under autocast.
-    autocast, device = subject.settings.autocast, subject.device.type
-    dtypes = dtypes_under_autocast(program, autocast, device) if autocast and plan.stages * plan.branches > 1 else {}
+def _plane(subject: Subject, index: int) -> Plane:
     last = subject.channels_last or any(is_channels_last(p) for p in subject.model.parameters())
-    return Plane(index=index, device=device, dtypes=dtypes, channels_last=last)
+    return Plane(index=index, device=subject.device.type, channels_last=last)
 
 
 def _known_runs(
@@ -226,7 +221,7 @@ class _StagesOfRank:
         grids = self._settings.placement.grids[source], self._settings.placement.grids[target]
         have, need = self._splits[source], self._entries[target]
         stage, active, plane = self._stages[source], self._settings.active, self._settings.plane
-        return boundary(stage, target, have, need, grids, active, plane.dtypes, plane.channels_last)
+        return boundary(stage, target, have, need, grids, active, plane.channels_last)
 
     def _lower(self, index: int, position: int) -> HostedStage:
         """Return a stage as the rank at a position of its grid runs it.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyfi_core.capture.autocast import under_autocast
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.module_state import same_modes
 from hyfi_core.capture.program import KEY, Program
@@ -296,7 +297,10 @@ class Subject:
         return StateWatch(self.model)
 
     def program(self, shape: Shape) -> Program:
-        """Return the captured model for a shape of micro-batches, in the state that ``watch`` has taken."""
+        """Return the captured model for a shape of micro-batches, in the state that ``watch`` has taken.
+
+        Its values have the dtypes of the run, so those of autocast.
+        """
         state = self.watch.taken or self.watch.take()
         if (shape, state) not in self.programs:
             # The oldest: all ranks have captured in the same order, and must capture again at the same calls.
@@ -312,7 +316,8 @@ class Subject:
     def _captured(self, shape: Shape) -> Program:
         program = capture(self.model, shape, self.dtype)
         empty = of_empty_caches(self.model, program, lambda: capture(self.model, shape, self.dtype))
-        return self._instead(empty, program)
+        kept, autocast = self._instead(empty, program), self.settings.autocast
+        return kept if autocast is None else under_autocast(kept, autocast, self.device.type)
 
     def _known_as(self, shape: Shape, program: Program) -> Program:
         """Return an earlier program that computes the same, which then belongs to the present state; or this one.

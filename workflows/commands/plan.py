@@ -178,7 +178,7 @@ def _search(settings: Config, machine: MachineModel, ranks: int, images: int, to
         base=replace(settings.plan.build(), grids=((1, 1),), cuts="auto", interleave=1, recompute=False),
         # What a GPU spills goes to the host's memory; on CPUs any folder does for a forecast.
         spill="memory" if machine.device == "cuda" else ".",
-        spills=SpillForecast(machine, PROCESS_BYTES, programs.autocast_dtype),
+        spills=SpillForecast(machine, PROCESS_BYTES),
     )
     with _without_collections():
         return best_of_all_plans(programs.of, request, top)

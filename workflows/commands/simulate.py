@@ -58,7 +58,7 @@ def run(
     programs = ModelPrograms(settings, outputs_of(settings))
     program = programs.of(batch // plan.replicas // plan.microbatches)
     plan = resolved(plan, program, model)
-    spills = SpillForecast(model, PROCESS_BYTES, programs.autocast_dtype)
+    spills = SpillForecast(model, PROCESS_BYTES)
     forecast = forecast_step(program, plan, model, programs.autocast_dtype, spills=spills)
     say(plan_text(plan))
     say(f"machine: {model.name}")

@@ -130,11 +130,8 @@ class PartlyLowered:
         if self._whole is None:
             self.stage(len(self._pieces) - 1)
             pieces, grids, splits = self._pieces, self._fine.grids * self._fine.interleave, self._splits
-            # In the dtypes of the capture; under autocast some messages have half of these bytes.
             between = {
-                (a, b): boundary(
-                    pieces[a], b, splits[a], self._entries[b], (grids[a], grids[b]), self.active, {}, False
-                )
+                (a, b): boundary(pieces[a], b, splits[a], self._entries[b], (grids[a], grids[b]), self.active, False)
                 for a, b in edges(pieces)
             }
             carried = {edge: _carried(transfer) for edge, transfer in between.items()}

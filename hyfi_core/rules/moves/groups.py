@@ -49,8 +49,11 @@ def cat_of_groups(builder: Builder, op: Operator) -> None:
         builder.refuse(op, "joins tiles in another order than theirs", "groups of tiles, in order")
     some = [split is not None and not split.held[builder.rank].empty for split in splits]
 
+    dtype = builder.values[op.first_output].dtype
+
     def call(*parts: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part for part, present in zip(parts, some, strict=True) if present])
+        # Of groups of several dtypes, a rank may have those of one.
+        return torch.cat([part for part, present in zip(parts, some, strict=True) if present]).to(dtype)
 
     builder.compute(call, tuple(names), op.outputs, _row(cuts))
 

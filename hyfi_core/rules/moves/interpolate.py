@@ -49,7 +49,10 @@ def interpolated(find: _Find) -> Rule:
         factors = op.args[3] if len(op.args) > 3 and op.args[3] is not None else (None, None)
         dims = builder.splits[name].dims
         # Positions and weights in the arithmetic of PyTorch's kernels: float32 for 16-bit maps.
-        dtype = torch.promote_types(builder.values[name].dtype, torch.float32)
+        dtype, narrow = (
+            torch.promote_types(builder.values[name].dtype, torch.float32),
+            builder.values[op.first_output].dtype,
+        )
         taps = []
         for dim, factor in zip(dims, factors, strict=True):
             size, outputs = builder.shape(name)[dim], builder.shape(op.first_output)[dim]
@@ -67,7 +70,7 @@ def interpolated(find: _Find) -> Rule:
             result = tensor.to(dtype)
             for dim, taps_of_part in zip(dims, own, strict=True):
                 result = taps_of_part.summed(result, dim)
-            return result.to(tensor.dtype)
+            return result.to(narrow)  # autocast returns float32 on GPUs
 
         builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 

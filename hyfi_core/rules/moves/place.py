@@ -107,8 +107,11 @@ def _by_table(builder: Builder, outputs: tuple[str | None, ...], name: str, tabl
     rows = Selection(torch.tensor(tables[0][part.y0 : part.y1], dtype=torch.int64) - need.y0)
     columns = Selection(torch.tensor(tables[1][part.x0 : part.x1], dtype=torch.int64) - need.x0)
 
+    # Autocast pads in float32 on CPUs.
+    dtype = builder.values[next(output for output in outputs if output is not None)].dtype
+
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        return columns.of(rows.of(tensor, dims[0]), dims[1])
+        return columns.of(rows.of(tensor, dims[0]), dims[1]).to(dtype)
 
     builder.compute(call, (plan.canvas,), outputs, plan.split)
 
@@ -176,8 +179,11 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
         inputs.append(_piece(builder, name, first.dims, need))
         start = stop
 
+    dtype = builder.values[op.first_output].dtype
+
     def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor for tensor, some in zip(tensors, pieces, strict=True) if some], dim)
+        # Of inputs of several dtypes, a rank may have those of one.
+        return torch.cat([tensor for tensor, some in zip(tensors, pieces, strict=True) if some], dim).to(dtype)
 
     builder.compute(call, tuple(inputs), op.outputs, Split(layout, first.dims))
 

@@ -58,7 +58,7 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
     name, align = op.args[0].name, bool(op.args[2])
     factors = op.args[3] if len(op.args) > 3 else None
     dims = builder.splits[name].dims
-    double = builder.values[name].dtype == torch.float64
+    double, narrow = builder.values[name].dtype == torch.float64, builder.values[op.first_output].dtype
     blends = []
     for at, dim in enumerate(dims):
         size, outputs = builder.shape(name)[dim], builder.shape(op.first_output)[dim]
@@ -80,7 +80,7 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
             sides[dim] = -1
             high_weight = weight.like(result).view(sides)
             result = low.of(result, dim) * (1 - high_weight) + high.of(result, dim) * high_weight
-        return result.to(tensor.dtype)
+        return result.to(narrow)  # autocast returns float32 on GPUs
 
     builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 

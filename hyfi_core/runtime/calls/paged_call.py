@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hyfi_core.capture.autocast import dtypes_under_autocast
 from hyfi_core.cells.page_forecast import PagedForecast, forecast_pages
 from hyfi_core.cells.paging import Paging
 from hyfi_core.cells.spill_forecast import SpillForecast
@@ -46,12 +45,8 @@ class PagedCall:
             of_cells: the model as each cell of a process runs it.
         """
         flights = max(microbatches_in_flight(plan, stage) for stage in range(plan.stages)) if self.trains else 1
-        dtypes = dict[str, torch.dtype]()
-        if subject.settings.autocast is not None:
-            program = subject.program(self.micro)
-            dtypes.update(dtypes_under_autocast(program, subject.settings.autocast, subject.device.type))
         return [
-            forecast_pages(stage.ranked, stage.tape, stage.position, dtypes, self.trains, self.pixels).times(flights)
+            forecast_pages(stage.ranked, stage.tape, stage.position, self.trains, self.pixels).times(flights)
             for lowered in of_cells
             for stage in lowered.hosted.values()
         ]
@@ -87,7 +82,7 @@ class PagedCall:
         if machine is None or limit is None:
             return lines
         dtype = None if subject.settings.autocast is None else str(subject.settings.autocast).removeprefix("torch.")
-        spills = SpillForecast(machine, dtype=dtype, pixels=self.pixels, pages_bytes=limit)
+        spills = SpillForecast(machine, pixels=self.pixels, pages_bytes=limit)
         forecast = forecast_step(subject.program(self.micro), plan, machine, dtype, spills=spills)
         lines.append(
             f"expected of a step on {machine.name}: at least {forecast.step_s:.3g} s, bound by {forecast.bound_by} "

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hyfi_core
+from hyfi_core.capture.autocast import under_autocast
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.cells import paging
@@ -105,10 +106,9 @@ def test_stages_spill_their_own_maps() -> None:
 
 
 def test_bfloat16_moves_less() -> None:
-    wide, narrow = (
-        SpillForecast(reference_machine(), dtype=dtype, pages_bytes=MB)(small(), PLAN, LoweredPlans())[0]
-        for dtype in (None, "bfloat16")
-    )
+    programs = small(), under_autocast(small(), torch.bfloat16, "cpu")
+    forecast = SpillForecast(reference_machine(), pages_bytes=MB)
+    (wide,), (narrow,) = (forecast(program, PLAN, LoweredPlans()) for program in programs)
     assert 0 < narrow.forward_bytes < 0.7 * wide.forward_bytes
 
 
