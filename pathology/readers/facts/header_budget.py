@@ -92,11 +92,13 @@ class _Directory:
     """One directory.
 
     Attributes:
+        entries: Number of its entries.
         tiles: Tiles or strips that it lists.
         size_px: (height, width); 0 where it does not say.
         others: Offsets of the next directory and of those below it.
     """
 
+    entries: int
     tiles: int
     size_px: tuple[int, int]
     others: tuple[int, ...]
@@ -114,7 +116,7 @@ def check_directories(path: Path) -> None:
     NDPI files beyond 4 GB pass, too: their offsets have more bits than those of a TIFF.
 
     Raises:
-        SlideError: It lists more.
+        SlideError: It lists more, or its first directory has no entries.
         OSError: The file cannot be read.
     """
     with path.open("rb") as file:
@@ -133,6 +135,12 @@ def check_directories(path: Path) -> None:
             # More tiles than bytes: the number itself is damaged.
             if directory is None or directory.tiles > size:
                 return  # damaged; the readers say so
+            # Some programs give a copy its whole size first: what has not arrived yet is zeros, without any entry.
+            if not directory.entries and len(visited) == 1:
+                raise SlideError(
+                    f"the file is damaged: its directory at byte {offset} is empty, as in a copy that was not "
+                    "finished; copy it again"
+                )
             tiles += directory.tiles
             _check(tiles, len(visited), directory)
             waiting += directory.others
@@ -168,4 +176,4 @@ def _directory(file: BinaryIO, offset: int, layout: _ByteLayout) -> _Directory |
             size_px[tag] = layout.numbers(file, kind, 1, value)[0]
         elif tag == _SUB_DIRECTORIES and kind in _KINDS and number <= _MOST_ENTRIES:
             further += layout.numbers(file, kind, number, value)
-    return _Directory(tiles, (size_px[_HEIGHT], size_px[_WIDTH]), tuple(further))
+    return _Directory(count, tiles, (size_px[_HEIGHT], size_px[_WIDTH]), tuple(further))

@@ -63,7 +63,7 @@ def test_directories_count_and_a_circle_of_them_ends(tmp_path: Path, monkeypatch
     monkeypatch.setattr(header_budget, "MOST_DIRECTORIES", 4)
     with pytest.raises(SlideError, match="more than 4 directories"):
         check_directories(tmp_path / "x.tif")
-    circle = struct.pack("<2sHI", b"II", 42, 8) + struct.pack("<HI", 0, 8)
+    circle = struct.pack("<2sHI", b"II", 42, 8) + struct.pack("<HHHIII", 1, 256, 4, 1, 16, 8)
     (tmp_path / "y.tif").write_bytes(circle.ljust(32, b"\0"))
     check_directories(tmp_path / "y.tif")
 
@@ -76,3 +76,14 @@ def test_damaged_directories_are_left_to_the_readers(tmp_path: Path, length: int
     wild = np.random.default_rng(length).integers(0, 256, len(whole), dtype=np.uint8)
     (tmp_path / "wild.tif").write_bytes(whole[:16] + wild.tobytes()[16:])
     check_directories(tmp_path / "wild.tif")
+
+
+@pytest.mark.parametrize("big", [False, True])
+def test_zeros_in_place_of_the_directory_are_an_unfinished_copy(tmp_path: Path, big: bool) -> None:
+    path = tmp_path / "x.tif"
+    tifffile.imwrite(path, np.zeros((64, 64, 3), np.uint8), tile=(16, 16), photometric="rgb", bigtiff=big)
+    data = path.read_bytes()
+    first = header_budget.first_directory(data[:16])
+    path.write_bytes(data[:first] + bytes(len(data) - (first or 0)))
+    with pytest.raises(SlideError, match=f"directory at byte {first} is empty.* copy it again"):
+        open_source(path)
