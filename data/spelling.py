@@ -30,6 +30,8 @@ _ENDINGS = re.compile(r"(\.(svs|tiff?|btf|ndpi|mrxs|scn|vms|vmu|bif|svslide|qpti
 # A comma and three zeros separate thousands: "1,000" is not 1.
 _WHOLE_NUMBER = re.compile(r"([+-]?)0*([0-9]+?)(?:\.0+|,0{1,2})?")
 _MINUS = "\u2212"
+_ROUNDED = re.compile(r"[0-9]([.,][0-9]+)?E\+[0-9]{2,3}", re.IGNORECASE)
+"""Numbers as spreadsheets write long ones, ``1.23E+11``: names that differed in the digits left out are one then."""
 
 
 @lru_cache(2**17)
@@ -106,13 +108,18 @@ def one_spelling(
         advice: What to do if it is refused, for messages.
 
     Raises:
-        RequestError: A name has several spellings and ``merge`` is off, or one of them may be either of two known ones.
+        RequestError: A name has several spellings and ``merge`` is off, or one of them may be either of two known ones;
+            or a name that is not known is a number that a spreadsheet has rounded.
     """
     settled = dict.fromkeys(text for text in known_names if text)
     counts: dict[str, int] = {}
     for text in texts:
         counts[text] = counts.get(text, 0) + bool(text)
     counts = {text: count for text, count in counts.items() if text}
+    # Reversed, so that a text that occurs twice has its first line.
+    at = dict(zip(reversed(texts), reversed(lines), strict=True)) if lines else {}
+    if kind == "name":
+        _refuse_rounded([text for text in counts if text not in settled], where, at)
     forms = forms_of([*settled, *counts], kind)
     groups: dict[str, list[str]] = {}
     unsettled = [text for text in counts if text not in settled]
@@ -130,8 +137,6 @@ def one_spelling(
             pairs.append((text, first))
     unclear = [pair for pair in pairs if pair[1] not in settled or len({without_ending(text) for text in pair}) > 1]
     if unclear and not merge:
-        # Reversed, so that a text that occurs twice has its first line.
-        at = dict(zip(reversed(texts), reversed(lines), strict=True)) if lines else {}
         raise RequestError(_refusal(unclear, where, at, settled.keys(), knows) + f"\n{advice}")
     return Spelled(spelling, tuple(pairs))
 
@@ -163,6 +168,21 @@ def difference(a: str, b: str) -> str:
 def shown(text: str) -> str:
     """Return a text in quotes, with escapes for what would not be seen."""
     return repr(text) if unicodedata.normalize("NFC", text) == text else ascii(text)
+
+
+def _refuse_rounded(texts: Iterable[str], where: str, lines: Mapping[str, int]) -> None:
+    """Refuse names that a spreadsheet has rounded.
+
+    Raises:
+        RequestError: There is one.
+    """
+    rounded = next((text for text in texts if _ROUNDED.fullmatch(text)), None)
+    if rounded is not None:
+        at = f" (line {lines[rounded]})" if rounded in lines else ""
+        raise RequestError(
+            f"{where}: {shown(rounded)}{at} is a number that a spreadsheet has rounded, so that several names may be "
+            "one here; make the column text in the spreadsheet, enter the names again, and save the table again"
+        )
 
 
 def _refusal(

@@ -63,6 +63,22 @@ def test_the_most_frequent_spelling_stands_for_the_others() -> None:
     assert one_spelling(["p1", "P1"], "name", "t.csv", merge=False, known_names=["P1", "p1"]).joined == ()
 
 
+@pytest.mark.parametrize("name", ["1.23457E+11", "1,2E+05", "1E+05", "1.2345678901234568e+17"])
+def test_names_that_a_spreadsheet_rounded_are_refused(name: str) -> None:
+    """Two patients of twelve digits are one case then, in splits, bags and metrics."""
+    for merge in (False, True):
+        with pytest.raises(RequestError, match=r"t.csv: case_id: '.*' \(line 7\) is a number .* rounded"):
+            one_spelling(["a", name, name], "name", "t.csv: case_id", merge=merge, lines=(5, 7, 9))
+    # A slide of the store, whatever its file is called; and a class, of which all are seen.
+    assert one_spelling([name], "name", "t.csv", merge=False, known_names=[name]).spelling == {name: name}
+    assert one_spelling([name], "class", "t.csv", merge=False).spelling == {name: name}
+
+
+@pytest.mark.parametrize("name", ["1E5", "E+05", "1E+5", "S1.2E+05", "1.2E-05", "12E+05"])
+def test_names_with_an_e_that_no_spreadsheet_writes_are_taken(name: str) -> None:
+    assert one_spelling([name], "name", "t.csv", merge=False).spelling == {name: name}
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=12), st.sampled_from(["name", "class"]))
 def test_forms_are_stable(text: str, kind: NameKind) -> None:
