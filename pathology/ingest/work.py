@@ -80,7 +80,7 @@ def do_job(
         # Another run has saved a record of this name since the job was planned.
         if record_state(store, job.slide_id) != job.seen:
             stored = SlideRecord.load(record_path(store, job.slide_id))
-            if _is_of_another(stored, job):
+            if is_of_another(stored, job):
                 return _another_name(job, stored, store, options, threads, progress)
             return Outcome(_with_checked_parameters(stored, options), job, ours=False)
 
@@ -109,7 +109,7 @@ def do_job(
         return Outcome(record, job)
 
 
-def _is_of_another(record: SlideRecord, job: SlideJob) -> bool:
+def is_of_another(record: SlideRecord, job: SlideJob) -> bool:
     """Whether a record with the job's name is of another file."""
     origin = (record.source_path, record.extra.get("scene", ""))
     return not job.secret and origin != (str(job.source), job.row.get("scene", ""))

@@ -129,6 +129,46 @@ def test_the_same_name_given_meanwhile_to_a_slide_elsewhere(tmp_path: Path, make
     assert outcome is not None and outcome.record.status == FAILED and "it must be unique" in outcome.record.reason
 
 
+def test_a_slide_never_takes_the_place_of_another_of_its_name_in_silence(tmp_path: Path, make_slide: MakeSlide) -> None:
+    """Two hospitals number their slides from 1: labels of the one were joined to pixels of the other."""
+    store, manifests = tmp_path / "store", [tmp_path / f"{place}.csv" for place in ("one", "two")]
+    slides = [make_slide(f"{place}/x.tiff", seed=k) for k, place in enumerate(("one", "two"))]
+    for slide, manifest in zip(slides, manifests, strict=True):
+        manifest.write_text(f"path,slide_id,label\n{slide},7,{slide.parent.name}\n")
+    run([manifests[0]], store)
+    before = shards(store)
+    refused = rf"'7' is {slides[0]} in the store, and {slides[1]} has other content.*--overwrite"
+    with pytest.raises(RequestError, match=refused):
+        run([manifests[1]], store)
+    slides[0].unlink()
+    with pytest.raises(RequestError, match=refused):
+        run([manifests[1]], store)
+    # Nor do columns of a row whose file is not there.
+    moved = slides[1].rename(slides[1].with_name("y.tiff"))
+    (failed,) = run([manifests[1]], store).failed
+    assert "No such file" in failed.reason
+    assert shards(store) == before and load_manifest(store)[0]["label"] == "one"
+    moved.rename(slides[1])
+    assert len(run([manifests[1]], store, overwrite=True).done) == 1
+    assert shards(store) != before and load_manifest(store)[0]["label"] == "two"
+
+
+def test_files_that_were_scanned_again_are_named(tmp_path: Path, make_slide: MakeSlide) -> None:
+    source, store = make_slide(), tmp_path / "store"
+    run([source], store)
+    make_slide(seed=5)
+    assert compare_with_store(Request([source], store, AT_HALF)).note.endswith("any more: a")
+    moved = source.rename(source.with_name("b.tiff"))
+    manifest = tmp_path / "m.csv"
+    manifest.write_text(f"path,slide_id\n{moved},a\n")
+    with pytest.raises(RequestError, match="other content"):
+        run([manifest], store)
+    assert len(run([manifest], store, overwrite=True).done) == 1
+    moved.rename(source)
+    manifest.write_text(f"path,slide_id\n{source},a\n")
+    assert run([manifest], store).skipped == ["a"]  # the same content at another place
+
+
 def test_parts_are_disjoint_and_make_the_whole(tmp_path: Path, make_slide: MakeSlide) -> None:
     sources = [make_slide(f"{k}.tiff", seed=k) for k in range(5)]
     names = [f"slide-{k}" for k in range(4000)]
