@@ -57,7 +57,8 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
         return own
     sizes = {address: group.size() for address, group in _MADE.items()}
     here = _RankProcess(node_name(), os.getpid(), sizes, dist.is_initialized())
-    ranks: list[_RankProcess] = comm.broadcast_object(comm.gather_objects(here))
+    # Objects are sent as JSON, which makes lists of records.
+    ranks = [_RankProcess(*values) for values in comm.broadcast_object(comm.gather_objects([*here]))]
     if len({(rank.host, rank.process_id) for rank in ranks}) < comm.size:
         raise RequestError("shard=True needs a process for each rank; these ranks are threads of one")
     for earlier, size in ranks[0].group_sizes.items():
