@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
-from data.children import import_safely, open_closed_streams
 from workflows import signals
 
 
 def main() -> None:
     """Run the command line; never returns."""
-    signals.listen_from_start()
+    signals.listen_from_start()  # first: a signal before this ends the process without a word
+    from data.children import import_safely, open_closed_streams
+
     open_closed_streams()
     import_safely()
     from workflows.cli import app

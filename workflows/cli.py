@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from data.children import import_safely, open_closed_streams
 from workflows import signals
 
-if __name__ == "__main__":  # signal handlers first: the imports below take time
+if __name__ == "__main__":  # signal handlers first: a signal before this ends the process without a word
     signals.listen_from_start()
+    from data.children import import_safely, open_closed_streams
+
     open_closed_streams()
     import_safely()
 

@@ -116,9 +116,10 @@ def test_the_version_is_that_of_the_package(hyfi: Hyfi) -> None:
 
 @pytest.mark.parametrize("name", ["TERM", "USR1", "INT"])
 @pytest.mark.parametrize("module", ["workflows", "workflows.cli"])
-def test_a_signal_in_the_first_lines_is_a_stop(tmp_path: Path, module: str, name: str) -> None:
-    """Before typer is imported a signal ended the process as the system does: with its number, not with 3."""
-    (tmp_path / "typer.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.SIG{name})\n")
+@pytest.mark.parametrize("imported", ["typer", "ctypes"])
+def test_a_signal_in_the_first_lines_is_a_stop(tmp_path: Path, imported: str, module: str, name: str) -> None:
+    """It ended the process as the system does, with its number and not with 3, until these had been imported."""
+    (tmp_path / f"{imported}.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.SIG{name})\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     words = [sys.executable, "-m", module, "train", "run.yaml"]
     done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
