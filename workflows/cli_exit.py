@@ -10,6 +10,7 @@ import typer
 
 from hyfi_core.runtime.launch import inside_launcher
 from workflows import signals
+from workflows.console import outlive_readers
 from workflows.exit_codes import exit_code_of
 from workflows.paths import require_writable
 
@@ -30,6 +31,8 @@ def exit_with(command: Callable[[], int], writes: Path | None = None, as_ranks: 
             signals.remember_requests()
         else:
             signals.interrupt_on_request()
+        if writes is not None or as_ranks:
+            outlive_readers()
         if writes is not None:
             require_writable(writes)
 

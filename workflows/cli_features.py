@@ -102,10 +102,12 @@ def features(
         from data.tiles.tiling import Tiling
         from hyfi_core.plan.device import device_request
         from workflows.commands.features import run
+        from workflows.console import outlive_readers
         from workflows.features.feature_file import feature_format
         from workflows.features.request import FeatureRequest
         from workflows.option_values import parse_part
 
+        outlive_readers()
         request = FeatureRequest(
             store,
             encoder,

@@ -77,6 +77,26 @@ def keep_lines(keep: Keep | None) -> None:
     _keep = keep
 
 
+_outlives_readers = False
+
+
+def outlive_readers() -> None:
+    """From now on, go on without output when its reader has gone, as in ``hyfi train … | head``.
+
+    For commands that write their results to files: hours of training must not be lost with a terminal.
+    """
+    global _outlives_readers
+    _outlives_readers = True
+
+
+def discard(stream: TextIO) -> None:
+    """Write what this process still writes to a stream to the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    # The descriptor, which what libraries print has, too; text that is still buffered goes there.
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
 def say(text: str = "") -> None:
     """Print a line to standard output and flush it (logs are read while the job runs)."""
     _print(sys.stdout, "INFO", text)
@@ -92,7 +112,11 @@ def _print(stream: TextIO | None, level: str, text: str) -> None:
 
 
 def show(stream: TextIO | None, text: str) -> None:
-    """Print a line without the passwords of addresses, and flush it; nothing if ``stream`` is None (closed)."""
+    """Print a line without the passwords of addresses, and flush it; nothing if ``stream`` is None (closed).
+
+    Raises:
+        BrokenPipeError: Its reader has gone, and the command does not go on without one.
+    """
     if stream is None:
         return
     text = without_password(text)
@@ -100,8 +124,13 @@ def show(stream: TextIO | None, text: str) -> None:
     # Escape what the stream cannot encode: file names may have undecodable bytes, and a log may be ASCII only.
     shown = text.encode(encoding, "backslashreplace").decode(encoding)
     # One write for the text and its line end: several ranks share one pipe.
-    stream.write(shown + "\n")
-    stream.flush()
+    try:
+        stream.write(shown + "\n")
+        stream.flush()
+    except BrokenPipeError:
+        if not _outlives_readers:
+            raise
+        discard(stream)
 
 
 def emit_json(value: Mapping[str, Any] | Sequence[Any]) -> None:

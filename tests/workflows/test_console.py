@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 from rich.progress import TimeRemainingColumn
 
@@ -68,3 +71,19 @@ def test_passwords_of_addresses_are_not_printed(capsys: pytest.CaptureFixture[st
     assert "s3c" not in said and said.count("//me:***@host/store") == 3 and said.count("//key:***@bucket") == 3
     console.say("mail me@host, at 12:30 https://host:80/store, C:/a@b")
     assert capsys.readouterr().out == "mail me@host, at 12:30 https://host:80/store, C:/a@b\n"
+
+
+def test_a_command_that_writes_files_goes_on_when_nobody_reads_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``hyfi train … | head -1`` ended with code 70 after a line, and the training with it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(console, "_outlives_readers", False)
+    with pytest.raises(BrokenPipeError):
+        console.say("step 1")
+    console.outlive_readers()
+    console.say("step 2")
+    console.emit_json({"step": 3})
+    os.write(stream.fileno(), b"what a library prints")
+    stream.close()

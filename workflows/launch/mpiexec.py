@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from hyfi_core.errors import RequestError
+from workflows.console import discard
 
 NO_MPI = (
     "cannot start several ranks: mpiexec not found. Install it in this Python environment with "
@@ -96,6 +97,15 @@ _PID = re.compile(r"^=   PID (\d+) RUNNING AT")
 _EXIT = re.compile(r"^=   EXIT CODE: (\d+)")
 
 
+def _forward(text: str, target: TextIO) -> None:
+    try:
+        target.write(text)
+        target.flush()
+    except OSError:
+        # Its reader has gone, or its disk is full: the output of ranks is still read, or they would block in `print`.
+        discard(target)
+
+
 class Output:
     """Forwards the output of ranks line by line, and keeps that of mpiexec itself."""
 
@@ -135,12 +145,9 @@ class Output:
             if self._is_noise(line):
                 blank = False
                 continue
-            target.write("\n" if blank else "")
+            _forward(("\n" if blank else "") + (f"{line}\n" if line else ""), target)
             blank = line == ""
-            target.write("" if blank else line + "\n")
-            target.flush()
-        target.write("\n" if blank else "")
-        target.flush()
+        _forward("\n" if blank else "", target)
 
     def _is_noise(self, line: str) -> bool:
         """Whether a line is of the process manager, not of a rank; notes what it says of a death."""

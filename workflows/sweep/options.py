@@ -53,11 +53,13 @@ def sweep(
     """Train with several settings, and choose by validation; the test split is never used."""
 
     def body() -> int:
+        from workflows.console import outlive_readers
         from workflows.launch.resumption import Resumption
         from workflows.sweep import command
         from workflows.sweep.optuna_search import requested_settings
         from workflows.sweep.sweep_runs import SweepRuns
 
+        outlive_readers()
         chosen, searched = requested_settings(settings, search, trials, seed, prune)
         resumption = Resumption.of(resume, None, False)
         runs = SweepRuns(config, tuple(overrides or ()), ranks, resumption, chosen, folds, fold_column)
