@@ -62,8 +62,8 @@ class OutFolder:
         """Return the indices of the slides to predict, without writing.
 
         Raises:
-            RequestError: the folder has predictions of other checkpoints, or a slide's folder was not written by a
-                prediction.
+            RequestError: the folder has predictions of other checkpoints, or of another slide under the name of one of
+                these, or a slide's folder was not written by a prediction.
         """
         difference = self._made_by_others()
         if difference is not None and not self._overwrite:
@@ -76,7 +76,11 @@ class OutFolder:
         self._table = PredictionTable(
             self.path, self._members[0].readout.columns, with_spread=len(self._members) > 1, keep=difference is None
         )
-        return [k for k, slide in enumerate(inputs) if self._overwrite or not self._finished(slide)]
+        if self._overwrite:
+            return list(range(len(inputs)))
+        for slide in inputs:
+            self._refuse_another(slide)
+        return [k for k, slide in enumerate(inputs) if not self._finished(slide)]
 
     def begin(self) -> None:
         """Create the folder and write `RUN_FILE`; predictions of other checkpoints are removed from the table.
@@ -120,6 +124,23 @@ class OutFolder:
         folder = self.path / slide_id
         if folder.exists() and not (folder / PREDICTION_FILE).is_file():
             raise RequestError(f"{folder} exists and was not written by hyfi predict; choose another --out")
+
+    def _refuse_another(self, slide: SlideInput) -> None:
+        """Refuse a slide in whose place the folder has the results of another one of the same name.
+
+        A file of the same size is a copy; of a store only the time tells, since its metadata may have equal sizes.
+        """
+        assert self._table is not None, "open comes first"
+        row = self._table.row(slide.slide_id)
+        if row is None or row["path"] == str(slide.path) or row["path"].endswith(".zarr") != slide.stored:
+            return
+        key = read_json_object(self.path / slide.slide_id / PREDICTION_FILE).get("key") or {}
+        before, now = key.get("source") or {}, _identity(slide)
+        if before and now and (before != now if slide.stored else before.get("bytes") != now["bytes"]):
+            raise RequestError(
+                f"{self.path / slide.slide_id} has the results of {row['path']}, and {slide.path} is another slide of "
+                "this name; choose another --out, give it another slide_id by a manifest, or start over by --overwrite"
+            )
 
     def _finished(self, slide: SlideInput) -> bool:
         """Whether the slide's results exist and depend on the same checkpoints, file and options."""

@@ -3,6 +3,8 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -336,6 +338,29 @@ def test_finished_slides_are_skipped_and_other_checkpoints_refused(slide: Path, 
     assert len(predict(tmp_path, [slide], member, overwrite=True).done) == 1
     assert len(predict(tmp_path, [slide], other, overwrite=True).done) == 1
     assert len(table(tmp_path)) == 1
+
+
+def test_results_of_another_slide_of_the_same_name_are_kept(slide: Path, store: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_text(f"path,slide_id\n{slide},{slide.stem}\n")
+    assert len(predict(tmp_path, [tmp_path / "m.csv"]).done) == 1
+    copied = Path(shutil.copy(slide, tmp_path / "copy.tiff"))  # another time, the same size
+    (tmp_path / "m.csv").write_text(f"path,slide_id\n{copied},{slide.stem}\n")
+    assert len(predict(tmp_path, [tmp_path / "m.csv"]).done) == 1
+    with copied.open("ab") as file:
+        file.write(b"0")
+    other = copied.rename(tmp_path / "other.tiff")
+    (tmp_path / "m.csv").write_text(f"path,slide_id\n{other},{slide.stem}\n")
+    before = (tmp_path / "predictions.csv").read_bytes()
+    with pytest.raises(RequestError, match=r"has the results of .*copy.tiff, and .*other.tiff is another slide"):
+        predict(tmp_path, [tmp_path / "m.csv"])
+    assert (tmp_path / "predictions.csv").read_bytes() == before
+    assert len(predict(tmp_path, [store]).done) == 1  # of a store: it cannot be compared
+    again = Path(shutil.copytree(store, tmp_path / "again"))
+    for path in again.rglob("zarr.json"):
+        os.utime(path, (1, 1))
+    with pytest.raises(RequestError, match="another slide"):
+        predict(tmp_path, [again])
+    assert len(predict(tmp_path, [again], overwrite=True).done) == 1
 
 
 def test_folders_of_others_are_left_alone(slide: Path, tmp_path: Path) -> None:
