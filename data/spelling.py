@@ -2,6 +2,7 @@
 
 ```
 canonical form     'P 007' 'p\u00a0007'   compared by Unicode form, invisible characters, dashes, white space and case
+                   'K12' '\u041a12'       by the look of letters: the second has a Cyrillic one
                    '007' '7' '7.0'        and, if the whole text is a number, by its zeros
 ending             'a.svs' 'a'            only if one of them has none: a.tif and a.tiff are two slides; names of a
                                           table and a store that differ in nothing else are joined without asking
@@ -30,6 +31,12 @@ _ENDINGS = re.compile(r"(\.(svs|tiff?|btf|ndpi|mrxs|scn|vms|vmu|bif|svslide|qpti
 # A comma and three zeros separate thousands: "1,000" is not 1.
 _WHOLE_NUMBER = re.compile(r"([+-]?)0*([0-9]+?)(?:\.0+|,0{1,2})?")
 _MINUS = "\u2212"
+_LOOK_ALIKE = str.maketrans(
+    "\u0430\u0432\u0435\u043a\u043c\u043d\u043e\u0440\u0441\u0442\u0443\u0445\u0456\u0458\u0455",
+    "abekmhopctyxijs",
+)
+"""Cyrillic letters that look like Latin ones, small or capital: keyboards of both alphabets mix them within a name."""
+_ALPHABET = "alphabet (Cyrillic letters that look like Latin ones)"
 _ROUNDED = re.compile(r"[0-9]([.,][0-9]+)?E\+[0-9]{2,3}", re.IGNORECASE)
 """Numbers as spreadsheets write long ones, ``1.23E+11``: names that differed in the digits left out are one then."""
 
@@ -42,6 +49,7 @@ def canonical(text: str) -> str:
     if not (text.isascii() and text.isprintable()):
         form = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
         form = "".join("-" if c == _MINUS or unicodedata.category(c) == "Pd" else c for c in without_invisible(form))
+        form = form.translate(_LOOK_ALIKE)
     form = " ".join(form.split())
     number = _WHOLE_NUMBER.fullmatch(form)
     return form if number is None else number[1].replace("+", "") + number[2]
@@ -155,6 +163,7 @@ def difference(a: str, b: str) -> str:
         ("invisible characters", without_invisible),
         ("white space", lambda text: " ".join(text.split())),
         ("case", lambda text: unicodedata.normalize("NFKC", text.casefold())),
+        (_ALPHABET, lambda text: text.translate(_LOOK_ALIKE)),
         ("zeros or dashes", canonical),
         ("white space", lambda text: text.replace(" ", "")),
     )
@@ -198,14 +207,18 @@ def _refusal(
         knows: What knows them.
     """
 
-    def quoted(text: str) -> str:
-        return f"{shown(text)} (line {lines[text]})" if text in lines else shown(text)
+    def quoted(text: str, kind: str) -> str:
+        # Letters that look alike are told apart by their escapes only.
+        words = ascii(text) if kind == _ALPHABET else shown(text)
+        return f"{words} (line {lines[text]})" if text in lines else words
 
-    described = [
-        f"  {quoted(text)}: {knows} has {shown(spelling)}, another {difference(text, spelling)}"
-        if spelling in settled
-        else f"  {quoted(text)} and {quoted(spelling)} differ only in {difference(text, spelling)}"
-        for text, spelling in pairs[:_MOST_NAMED]
-    ]
+    described = []
+    for text, spelling in pairs[:_MOST_NAMED]:
+        kind = difference(text, spelling)
+        described.append(
+            f"  {quoted(text, kind)}: {knows} has {shown(spelling)}, another {kind}"
+            if spelling in settled
+            else f"  {quoted(text, kind)} and {quoted(spelling, kind)} differ only in {kind}"
+        )
     described += [f"  … and {len(pairs) - _MOST_NAMED} more"] if len(pairs) > _MOST_NAMED else []
     return "\n".join([f"{where}: names that are written in several ways:", *described])

@@ -26,6 +26,8 @@ NFD = unicodedata.normalize("NFD", "M\u00fcller")
         ("P1", "P1\u200b", "invisible characters"),
         ("P1", "\ufeffp1", "case"),
         ("Stra\u00dfe", "STRASSE", "case"),
+        ("K12", "\u041a12", "alphabet (Cyrillic letters that look like Latin ones)"),
+        ("benign", "B\u0435nign", "alphabet (Cyrillic letters that look like Latin ones)"),
     ],
 )
 def test_spellings_of_one_name(one: str, other: str, what: str) -> None:
@@ -45,10 +47,18 @@ def test_spellings_of_one_name(one: str, other: str, what: str) -> None:
         ("a/1", "b/1"),
         ("1,000", "1"),
         ("a_1", "a-1"),
+        ("TGF-b", "TGF-\u03b2"),
+        ("5 mm", "5 \u00b5m"),
+        ("\u0440\u0430\u043a", "rak"),
     ],
 )
 def test_names_that_differ(one: str, other: str) -> None:
     assert canonical(one) != canonical(other)
+
+
+def test_letters_that_look_alike_are_told_apart_in_the_message() -> None:
+    with pytest.raises(RequestError, match=r"'\\u041a12' and 'K12' differ only in alphabet"):
+        one_spelling(["K12", "K12", "\u041a12"], "name", "t.csv", merge=False)
 
 
 def test_an_ending_counts_where_both_have_one() -> None:
