@@ -7,7 +7,7 @@ store           maps that are kept and do not fit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -15,7 +15,6 @@ import torch
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.fused_memory import CellCosts
 from hyfi_core.cells.page_forecast import PagedForecast
-from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cost.memory.forecast import (
     BORDERS,
     FORECAST_OFF,
@@ -29,7 +28,7 @@ from hyfi_core.cost.memory.forecast import (
 )
 from hyfi_core.errors import MemoryLimitError
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.process_memory import available_bytes, resident_bytes
+from hyfi_core.process_memory import available_bytes, resident_bytes, return_freed_now
 
 EARLY = 0.75
 """Fraction of a pager's limit above which pages are written early, so that they can be dropped at once."""
@@ -44,6 +43,8 @@ OF_FREE_MEMORY = 0.5
 SIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows (and columns) of cells to try."""
 _ROOM = 2  # times the minimum, so that a cell is read while another is computed
+_GROWN_BYTES = 16 << 20
+"""Freed memory is returned to the system, which takes milliseconds, once the rest of the process has grown by this."""
 
 
 def with_cells(
@@ -220,3 +221,36 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_bytes()
+
+
+@dataclass
+class ResidentLimit:
+    """Largest number of bytes of pages, as long as the process must not exceed a limit.
+
+    Besides pages, the process holds libraries, weights, gradients, small maps, messages, buffers of files, and what
+    allocators and libraries of matrix products keep for each thread, and so for each cell.
+
+    Attributes:
+        most_bytes: of the process between two steps.
+        least_bytes: of pages: with fewer, no step could run.
+        held_bytes: besides pages, when freed memory was last returned to the system.
+    """
+
+    most_bytes: int
+    least_bytes: int
+    held_bytes: int = 0
+
+    def pages(self, limit_bytes: int, paged_bytes: int) -> int:
+        """Return how many bytes of pages may be in memory.
+
+        Freed memory that the process has kept is returned to the system if there is too little room.
+
+        Args:
+            limit_bytes: at most.
+            paged_bytes: of pages that are in memory now.
+        """
+        other_bytes = resident_bytes() - paged_bytes
+        if self.most_bytes - other_bytes < limit_bytes and other_bytes > self.held_bytes + _GROWN_BYTES:
+            return_freed_now()
+            self.held_bytes = other_bytes = resident_bytes() - paged_bytes
+        return max(min(limit_bytes, self.least_bytes), min(limit_bytes, self.most_bytes - other_bytes))

@@ -8,82 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hyfi_core.cells.baton import Baton
+from hyfi_core.cells.group import CellGroup, CollectiveOfCells
 from hyfi_core.comm.base import Communicator, Completed, Message, Pending, ReduceOp, Tensors, version_of
+from hyfi_core.comm.combined import Combination, Combined
 from hyfi_core.comm.wire import reduced
-
-
-@dataclass
-class _Call:
-    """One collective call of a group: the inputs of this process's cells, the result, and what is computed from it."""
-
-    inputs: dict[int, Any] = field(default_factory=dict)
-    result: Any = None
-    pending: Pending = field(default_factory=Completed)
-    taken: int = 0
-    computed: Tensors | None = None
-
-
-class _Group:
-    """State of a group that the cells of one process share.
-
-    Args:
-        comm: the processes of the group.
-        baton: of this process's cells.
-        members: (process, cell) of every rank of the group, in order.
-    """
-
-    def __init__(self, comm: Communicator, baton: Baton, members: Sequence[tuple[int, int]]) -> None:
-        self.comm, self.baton, self.members = comm, baton, tuple(members)
-        self.here = [rank for rank, (process, _) in enumerate(self.members) if process == comm.rank]
-        # (from, to, tag) -> copies not yet received; (from, to) -> tensors shown by reference, with their versions.
-        self.lanes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
-        self.shown: dict[tuple[int, int], deque[tuple[torch.Tensor, int | None]]] = {}
-        self._calls: dict[int, _Call] = {}
-        # Cells reach a call at different times. Its number, not who is there, says to which call a value belongs.
-        self._entered = dict.fromkeys(self.here, 0)
-        baton.after_failure.append(self._clear)
-
-    def _clear(self) -> None:
-        """Remove unfinished messages and calls: the next run would take them for its own."""
-        for unfinished in (self.lanes, self.shown, self._calls):
-            unfinished.clear()
-        self._entered = dict.fromkeys(self.here, 0)
-
-    def enter(self, rank: int) -> int:
-        """Return the number of the next collective call of a cell."""
-        self._entered[rank] += 1
-        return self._entered[rank]
-
-    def call(self, number: int, rank: int, value: Any, last: Callable[[_Call], None]) -> _Call:
-        """Add a cell's value to a collective call; the last cell of this process runs ``last``."""
-        call = self._calls.setdefault(number, _Call())
-        call.inputs[rank] = value
-        # By the last, when all inputs are there: what goes to other processes is sent once for all cells.
-        if len(call.inputs) == len(self.here):
-            last(call)
-        return call
-
-    def finished(self, call: _Call) -> bool:
-        """Whether all cells have entered a call and its communication with other processes has completed."""
-        if len(call.inputs) < len(self.here):
-            return False
-        if not call.pending.test():
-            self.baton.note_outside()
-            return False
-        return True
-
-    def leave(self, number: int, call: _Call) -> Any:
-        """Return a call's result to a cell; the last cell removes the call."""
-        call.taken += 1
-        if call.taken == len(self.here):
-            del self._calls[number]
-        return call.result
 
 
 class _Exchange:
@@ -92,7 +25,7 @@ class _Exchange:
     needs_polls = False
 
     def __init__(
-        self, group: _Group, rank: int, receives: list[Message], outside: Pending, leaving: Sequence[torch.Tensor]
+        self, group: CellGroup, rank: int, receives: list[Message], outside: Pending, leaving: Sequence[torch.Tensor]
     ) -> None:
         self._group, self._rank, self._receives, self._outside = group, rank, receives, outside
         self._leaving = leaving  # alive until they have been sent
@@ -130,7 +63,7 @@ class _Swap:
 
     needs_polls = False
 
-    def __init__(self, group: _Group, lanes: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, group: CellGroup, lanes: Sequence[tuple[int, int]]) -> None:
         self._group, self._lanes = group, lanes
 
     def test(self) -> bool:
@@ -161,34 +94,60 @@ class _Swap:
         return tensor
 
 
-class _Reduction:
-    """A pending reduction."""
+class _Collective:
+    """A pending collective call; ``last`` is called when the last cell of this process has entered it."""
 
     needs_polls = False
 
-    def __init__(self, comm: CellCommunicator, tensor: torch.Tensor, op: ReduceOp) -> None:
-        self._group, self._tensor = comm.group, tensor
+    def __init__(self, comm: CellCommunicator, value: Any, last: Callable[[CollectiveOfCells], None]) -> None:
+        self._group = comm.group
         self._open = True
-        self._number, self._call = comm.joined(tensor.detach(), lambda call: _reduce(self._group, call, op))
+        self._number, self._call = comm.joined(value, last)
 
     def test(self) -> bool:
         if self._open and not self._group.finished(self._call):
             return False
         if self._open:
             # ``leave`` counts the cells that have their result, so it is called once, however often ``test`` is.
-            self._tensor.copy_(self._group.leave(self._number, self._call))
+            self._land(self._group.leave(self._number, self._call))
             self._open = False
         return True
 
     def wait(self) -> None:
         self._group.baton.wait(self.test)
 
-    def once(self, compute: Callable[[], Tensors], kept: bool) -> Tensors:
-        """See ``comm.base.computed_once``."""
+    def _land(self, result: Any) -> None:
+        """Called with the result, once."""
+
+
+class _Reduction(_Collective):
+    """A pending reduction in place."""
+
+    def __init__(self, comm: CellCommunicator, tensor: torch.Tensor, op: ReduceOp) -> None:
+        self._tensor = tensor
+        super().__init__(comm, tensor.detach(), lambda call: comm.group.start_sum(call, reduced(call.ordered, op), op))
+
+    def _land(self, result: Any) -> None:
+        self._tensor.copy_(result)
+
+
+class _Combined(_Collective):
+    """A pending combination; see ``comm.combined``."""
+
+    def __init__(self, comm: CellCommunicator, own: Any, combination: Combination, kept: bool) -> None:
+        self._combine, self._copies = combination.combine, kept and comm.group.spills
+        super().__init__(comm, own, lambda call: comm.group.start_sum(call, combination.pack(call.inputs)))
+
+    @property
+    def packed(self) -> torch.Tensor:
+        packed: torch.Tensor = self._call.result
+        return packed
+
+    def result(self) -> Tensors:
         if self._call.computed is None:
-            self._call.computed = compute()
+            self._call.computed = self._combine(self.packed)
         # What a cell keeps, the pager may spill before the next cell comes here.
-        return tuple(tensor.clone() for tensor in self._call.computed) if kept else self._call.computed
+        return tuple(tensor.clone() for tensor in self._call.computed) if self._copies else self._call.computed
 
 
 class CellCommunicator:
@@ -202,7 +161,7 @@ class CellCommunicator:
         group: the same.
     """
 
-    def __init__(self, group: _Group, cell: int) -> None:
+    def __init__(self, group: CellGroup, cell: int) -> None:
         self.group = group
         self._cell = cell
         self._rank = group.members.index((group.comm.rank, cell))
@@ -274,11 +233,15 @@ class CellCommunicator:
         """Start reducing in place; cells of one process are added first, in rank order."""
         return _Reduction(self, tensor, op)
 
+    def start_combined(self, own: Any, combination: Combination, kept: bool) -> Combined:
+        """Start combining: packed once for the cells of a process, and combined once."""
+        return _Combined(self, own, combination, kept)
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
         process, _ = self.group.members[root]
 
-        def last(call: _Call) -> None:
+        def last(call: CollectiveOfCells) -> None:
             # Any cell may be the last to come; in a process without the root, the result needs memory of its own.
             call.result = call.inputs[root] if root in call.inputs else torch.empty_like(tensor)
             self.group.comm.broadcast(call.result, process)
@@ -291,7 +254,7 @@ class CellCommunicator:
         """Return the root's value."""
         process, _ = self.group.members[root]
 
-        def last(call: _Call) -> None:
+        def last(call: CollectiveOfCells) -> None:
             call.result = self.group.comm.broadcast_object(call.inputs.get(root), process)
 
         return self._together(value, last)
@@ -309,7 +272,7 @@ class CellCommunicator:
         """Return the group of all cells with the same ``color``; cells of one process must pass the same one."""
         votes = self._all_objects([color, key, self._rank])
 
-        def last(call: _Call) -> None:
+        def last(call: CollectiveOfCells) -> None:
             comm = self.group.comm.split(color, comm_key)
             if comm is None:
                 return
@@ -317,7 +280,7 @@ class CellCommunicator:
             new_process = {process: at for at, process in enumerate(processes)}
             chosen = sorted((k, rank) for c, k, rank in votes if c == color)
             members = [(new_process[self.group.members[rank][0]], self.group.members[rank][1]) for _, rank in chosen]
-            call.result = _Group(comm, self.group.baton, members)
+            call.result = CellGroup(comm, self.group.baton, members, self.group.spills)
 
         # A process has one place in the new communicator: that of its first cell.
         comm_key = min(k for _, k, rank in votes if rank in self.group.here)
@@ -332,12 +295,12 @@ class CellCommunicator:
             return self.split(None)
         return self.split(members[0], members.index(self._rank))
 
-    def joined(self, value: Any, last: Callable[[_Call], None]) -> tuple[int, _Call]:
+    def joined(self, value: Any, last: Callable[[CollectiveOfCells], None]) -> tuple[int, CollectiveOfCells]:
         """Enter the group's next collective call; return its number and the call."""
         number = self.group.enter(self._rank)
         return number, self.group.call(number, self._rank, value, last)
 
-    def _together(self, value: Any, last: Callable[[_Call], None]) -> Any:
+    def _together(self, value: Any, last: Callable[[CollectiveOfCells], None]) -> Any:
         number, call = self.joined(value, last)
         self.group.baton.wait(lambda: self.group.finished(call))
         return self.group.leave(number, call)
@@ -345,7 +308,7 @@ class CellCommunicator:
     def _all_objects(self, value: Any) -> list[Any]:
         """Return an object of each rank, those of all cells of all processes, by rank."""
 
-        def last(call: _Call) -> None:
+        def last(call: CollectiveOfCells) -> None:
             comm = self.group.comm
             every = comm.broadcast_object(comm.gather_objects([[rank, call.inputs[rank]] for rank in self.group.here]))
             # By rank in the group: a process's cells need not be neighbours there.
@@ -371,22 +334,16 @@ def tag_of_cells(source: int, target: int, cells: int, tag: int = 0) -> int:
     return (tag * cells + source) * cells + target
 
 
-def cell_communicators(comm: Communicator, baton: Baton, members: Sequence[tuple[int, int]]) -> list[CellCommunicator]:
+def cell_communicators(
+    comm: Communicator, baton: Baton, members: Sequence[tuple[int, int]], spills: bool = False
+) -> list[CellCommunicator]:
     """Return the communicator of each cell of this process in the group of all cells.
 
     Args:
         comm: the processes.
         baton: of this process's cells.
         members: (process, cell) of every rank of the group, in order.
+        spills: whether maps of cells may be moved out of memory.
     """
-    group = _Group(comm, baton, members)
+    group = CellGroup(comm, baton, members, spills)
     return [CellCommunicator(group, cell) for cell in range(baton.size)]
-
-
-def _reduce(group: _Group, call: _Call, op: ReduceOp) -> None:
-    """Reduce over the cells of this process, and start the reduction over processes."""
-    # In rank order, whichever cell came last: otherwise sums would be rounded differently from run to run.
-    total = reduced([call.inputs[rank] for rank in group.here], op)
-    call.result = total
-    if group.comm.size > 1:
-        call.pending = group.comm.start_all_reduce(total, op)

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hyfi_core.cells.budget import EARLY
+from hyfi_core.cells.budget import EARLY, ResidentLimit
 from hyfi_core.cells.page import NEVER, PLACES, Page, PagerCounts, When
 from hyfi_core.cells.page_forecast import SMALLEST_BYTES
 from hyfi_core.cells.page_order import PageOrder, pop_latest
 from hyfi_core.cells.recomputation import Recomputation, image_of, same_memory, tensors_in
-from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import SpillStore, queued
 from hyfi_core.current_device import make_current
 from hyfi_core.ops.constants import is_constant

@@ -13,10 +13,9 @@ from typing import Protocol
 
 import torch
 
-from hyfi_core.cells.budget import held_bytes_on, page_limit, resident_limit, spilled_bytes
+from hyfi_core.cells.budget import ResidentLimit, held_bytes_on, page_limit, resident_limit, spilled_bytes
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.cells.pager import Pager
-from hyfi_core.cells.resident import ResidentLimit
 from hyfi_core.cells.spill_store import SpillFile, SpillMemory
 from hyfi_core.process_memory import return_freed_now, return_what_is_freed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -52,23 +52,6 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when it has completed. Backs off instead of spinning in long waits."""
         ...
-
-
-def computed_once(pending: Pending, compute: Callable[[], Tensors], kept: bool = False) -> Tensors:
-    """Return what ``compute`` returns from the result of a completed reduction.
-
-    Ranks that share memory (cells of a process) compute it once: all of them must pass the same function of the same
-    values, and must not change what it returns.
-
-    Args:
-        pending: the reduction.
-        compute: see above.
-        kept: whether tensors are used again after the next wait: then each rank has copies, which may be spilled.
-    """
-    # Only reductions of cells have it: all others have one rank that asks.
-    once = getattr(pending, "once", None)
-    result: Tensors = compute() if once is None else once(compute, kept)
-    return result
 
 
 class Completed:

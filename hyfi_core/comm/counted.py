@@ -9,9 +9,9 @@ which is read when both have completed, so that the host does not wait for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -22,8 +22,8 @@ from hyfi_core.comm.base import (
     Pending,
     ReduceOp,
     Tensors,
-    computed_once,
 )
+from hyfi_core.comm.combined import Combination, Combined, start_combined
 
 KINDS = ("halo", "stage", "reduce", "input")
 Span = tuple[str, float, float]
@@ -107,6 +107,9 @@ class CountedCommunicator(ForwardingCommunicator):
         self._kind = kind
         self.counts = TrafficCounts() if counts is None else counts
         self._views: dict[str, CountedCommunicator] = {kind: self}
+        # Without it, contributions are packed here and counted as the reductions that they are.
+        if hasattr(comm, "start_combined"):
+            self.start_combined = self._start_combined
 
     @property
     def kind(self) -> str:
@@ -147,6 +150,11 @@ class CountedCommunicator(ForwardingCommunicator):
         self._count_reduction(tensor)
         return self._timed(self._comm.start_all_reduce(tensor, op), (tensor,))
 
+    def _start_combined(self, own: Any, combination: Combination, kept: bool) -> Combined:
+        """Start combining the contributions of cells; each counts as one message of the packed tensor's bytes."""
+        self.counts.count(self._kind, 1, combination.sent_bytes)
+        return _TimedCombined(start_combined(self._comm, own, combination, kept), self.counts, self._kind)
+
     def _timed(self, pending: Pending, tensors: Sequence[torch.Tensor]) -> Pending:
         return _TimedPending(pending, self.counts, self._kind, self._waits_on_stream(tensors))
 
@@ -174,9 +182,6 @@ class _TimedPending:
     def test(self) -> bool:
         return self._pending.test()
 
-    def once(self, compute: Callable[[], Tensors], kept: bool) -> Tensors:
-        return computed_once(self._pending, compute, kept)
-
     def wait(self) -> None:
         if self._on_stream:
             begin = marked()
@@ -186,3 +191,20 @@ class _TimedPending:
         start_s = perf_counter()
         self._pending.wait()
         self._counts.spend(self._kind, start_s)
+
+
+class _TimedCombined(_TimedPending):
+    """A pending combination whose waiting time is counted: that of the host, since cells do not wait on streams."""
+
+    __slots__ = ("_combined",)
+
+    def __init__(self, combined: Combined, counts: TrafficCounts, kind: str) -> None:
+        super().__init__(combined, counts, kind, on_stream=False)
+        self._combined = combined
+
+    @property
+    def packed(self) -> torch.Tensor:
+        return self._combined.packed
+
+    def result(self) -> Tensors:
+        return self._combined.result()

@@ -8,20 +8,13 @@ Only received tensors are kept (halo strips, sums of statistics), in the order o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import (
-    Completed,
-    ForwardingCommunicator,
-    Message,
-    Pending,
-    ReduceOp,
-    Tensors,
-    computed_once,
-)
+from hyfi_core.comm.base import Completed, ForwardingCommunicator, Message, Pending, ReduceOp, Tensors
+from hyfi_core.comm.combined import Combination, Combined, start_combined
 from hyfi_core.comm.counted import KindCommunicator
 
 Log = list[list[torch.Tensor]]
@@ -61,6 +54,12 @@ class RecordingCommunicator(ForwardingCommunicator):
         """Start reducing in place; the result is kept."""
         return self._kept(self._comm.start_all_reduce(tensor, op), [tensor])
 
+    def start_combined(self, own: Any, combination: Combination, kept: bool) -> Combined:
+        """Start combining; the sum is kept, from which a second run combines again."""
+        entry: list[torch.Tensor] = []
+        self.log.append(entry)
+        return _RecordedCombined(start_combined(self._comm, own, combination, kept), entry)
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's; it is kept."""
         self._comm.broadcast(tensor, root)
@@ -92,13 +91,41 @@ class _RecordedPending:
         self._pending.wait()
         self._keep()
 
-    def once(self, compute: Callable[[], Tensors], kept: bool) -> Tensors:
-        return computed_once(self._pending, compute, kept)
-
     def _keep(self) -> None:
         self._entry.extend(tensor.clone() for tensor in self._tensors)
         # Kept once: ``test`` and ``wait`` may both be called after the end, when the memory may have other contents.
         self._tensors = []
+
+
+class _RecordedCombined:
+    """A pending combination whose sum is kept on completion; nobody changes it, so it is not copied."""
+
+    def __init__(self, combined: Combined, entry: list[torch.Tensor]) -> None:
+        self._combined, self._entry = combined, entry
+
+    @property
+    def needs_polls(self) -> bool:
+        return self._combined.needs_polls
+
+    @property
+    def packed(self) -> torch.Tensor:
+        return self._combined.packed
+
+    def test(self) -> bool:
+        is_over = self._combined.test()
+        if is_over:
+            self._keep()
+        return is_over
+
+    def wait(self) -> None:
+        self._combined.wait()
+        self._keep()
+
+    def result(self) -> Tensors:
+        return self._combined.result()
+
+    def _keep(self) -> None:
+        self._entry[:] = [self._combined.packed]
 
 
 class ReplayingCommunicator:

@@ -21,15 +21,18 @@ exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, ClassVar
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Pending, Tensors, computed_once
+from hyfi_core.comm.base import Communicator, Pending, Tensors
+from hyfi_core.comm.combined import Combination, start_combined
 from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.base import AsyncBackward, Cotangents, NeedsGrad, Recomputable, Rest, is_expanded
+from hyfi_core.ops.moments import Moments, moments_of, packed_rows, packed_totals
 from hyfi_core.plan.box import Box
 
 MOST_ROWS = 64
@@ -99,29 +102,23 @@ class BatchNorm(AsyncBackward, Recomputable):
         this message would be too long: they sum Σ x and Σ x².
         """
         channels = own.shape[1]
-        pixels = own.numel() // channels
         apart = comm.size <= MOST_ROWS
-        # Each rank fills its own row and adds zeros to the others, exactly: the sum gathers all rows.
-        rows = own.new_zeros((comm.size if apart else 1, 3, channels), dtype=torch.float64)
-        if pixels:
-            mean, variance = _mean_and_variance(own)
-            row = rows[comm.rank if apart else 0]
-            row[0], row[1], row[2] = pixels, mean, variance
-            if not apart:
-                mean, variance = mean.double(), variance.double()
-                # Σ x and Σ x² of this rank: E x² is the variance plus the square of the mean.
-                row[1], row[2] = pixels * mean, pixels * (variance + mean * mean)
-        pending = comm.start_all_reduce(rows)
-        yield pending
         # As PyTorch's own norms: statistics of 16-bit maps stay in float32.
         dtype = torch.promote_types(own.dtype, torch.float32)
+        shape = (comm.size if apart else 1, 3, channels)
 
-        def in_dtype() -> Tensors:
+        def pack(moments: Mapping[int, Moments]) -> torch.Tensor:
+            return packed_rows(moments, comm.size) if apart else packed_totals(moments)
+
+        def combine(rows: torch.Tensor) -> Tensors:
             mean, variance = (statistic.to(dtype) for statistic in self._of_all(rows, apart))
-            # One tensor, as each cell has a copy of it.
+            # One tensor, as a cell that spills has a copy of it.
             return (torch.stack((mean, variance, (variance + self.eps).rsqrt())),)
 
-        (statistics,) = computed_once(pending, in_dtype, kept=True)
+        combination = Combination(pack, combine, prod(shape) * torch.float64.itemsize)
+        pending = start_combined(comm, moments_of(own), combination, kept=True)
+        yield pending
+        (statistics,) = pending.result()
         return statistics.unbind()
 
     def _of_all(self, rows: torch.Tensor, apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,9 +153,15 @@ class BatchNorm(AsyncBackward, Recomputable):
         # Without a cotangent, too, a rank takes part in the sum: the others wait for it.
         dy = torch.zeros_like(own) if cotangents[0] is None else _in_plain_order(cotangents[0])
         d_weight, d_bias = self._affine_cotangents(dy, own, weight, mean, variance, inverse)
-        sums = torch.stack((d_bias, d_weight)).double()
-        pending = comm.start_all_reduce(sums)
         dtype = mean.dtype if weight is None else weight.dtype
+
+        def combine(sums: torch.Tensor) -> Tensors:
+            if self._has_kernel(own):
+                return self._of_kernel(mean, variance, sums)
+            return self._terms(weight, mean, variance, sums / self.count, own.dim())
+
+        combination = Combination(_added, combine, 2 * mean.numel() * torch.float64.itemsize)
+        pending = start_combined(comm, (d_bias, d_weight), combination)
         # Of this rank alone: gradients of parameters are summed over ranks later, with all others.
         d_affine = d_weight.to(dtype), d_bias.to(dtype)
 
@@ -166,10 +169,8 @@ class BatchNorm(AsyncBackward, Recomputable):
             if needs_grad and not needs_grad[0]:
                 return None, *d_affine
             if self._has_kernel(own):
-                numbers = computed_once(pending, lambda: self._of_kernel(mean, variance, sums))
-                return self._by_kernel(dy, own, mean, weight, numbers), *d_affine
-            terms = computed_once(pending, lambda: self._terms(weight, mean, variance, sums / self.count, own.dim()))
-            gain, slope, shift = terms
+                return self._by_kernel(dy, own, mean, weight, pending.result()), *d_affine
+            gain, slope, shift = pending.result()
             # An expanded cotangent is one value in memory for many pixels.
             in_place = self.overwrites_cotangent and not is_expanded(dy)
             dx = dy if in_place else torch.empty_like(dy)
@@ -278,17 +279,11 @@ class BatchNorm(AsyncBackward, Recomputable):
         return tuple(term.to(mean.dtype).view(1, -1, *[1] * (dims - 2)) for term in (gain, slope, shift))
 
 
-def _mean_and_variance(own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mean and biased variance of each channel, not rounded to 16 bits.
-
-    The CPU's kernel returns them in the dtype of running statistics, or in the map's if there are none: those of a
-    16-bit map are thus computed beside running statistics in float32, which nobody reads.
-    """
-    unread: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if own.element_size() <= 2:
-        unread = own.new_zeros(own.shape[1], dtype=torch.float32), own.new_ones(own.shape[1], dtype=torch.float32)
-    mean, variance = torch.batch_norm_update_stats(own, *unread, 0.0)
-    return mean, variance
+def _added(sums: Mapping[int, Tensors]) -> torch.Tensor:
+    """Return the sums of these ranks, added in float64 in rank order: Σ dy, and Σ dy · x̂."""
+    both = [tensor for rank in sorted(sums) for tensor in sums[rank]]
+    rows = torch.stack(both).double()
+    return rows if len(sums) == 1 else rows.view(len(sums), 2, -1).sum(0)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:

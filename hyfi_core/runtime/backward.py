@@ -209,7 +209,8 @@ class BackwardPass:
                     results, deferred = self._run_local(call, record.saved, cotangents)
             else:
                 steps = self._run_collective(call, record.saved, cotangents, before)
-                results, deferred = yield from within(torch.no_grad, steps)
+                # Cells run without gradients anyway, and enter no context at each of their waits.
+                results, deferred = yield from (within(torch.no_grad, steps) if torch.is_grad_enabled() else steps)
             # The last reference: the results that are added next can take this memory.
             del cotangents
             self._add(self._named(call, results), record.step.sums)

@@ -213,21 +213,33 @@ def _nothing(info: ValueInfo, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.empty(info.shape, dtype=info.dtype, device=inputs[0].device)
 
 
-@contextlib.contextmanager
-def without_grad() -> Iterator[None]:
-    """Context without gradients, in which autocast caches no converted weights.
+class _WithoutGrad:
+    """See ``without_grad``. Cells enter it at each of thousands of waits: only what differs is changed."""
+
+    __slots__ = ("_caches", "_grad")
+
+    def __enter__(self) -> None:
+        self._grad, self._caches = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+        if self._grad:
+            torch.set_grad_enabled(False)
+        if self._caches:
+            torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        if self._grad:
+            torch.set_grad_enabled(True)
+        if self._caches:
+            torch.set_autocast_cache_enabled(True)
+
+
+def without_grad() -> contextlib.AbstractContextManager[None]:
+    """Return a context without gradients, in which autocast caches no converted weights.
 
     Before torch 2.11 it caches what is converted here without a graph, and a later use of the same weight would have no
     gradient: https://github.com/pytorch/pytorch/issues/158232. A weight that several layers share may have one use in
     an operator, which runs without autograd, and the next in a segment.
     """
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
+    return _WithoutGrad()
 
 
 def autocasting(

@@ -67,7 +67,7 @@ class Runners(Sequence[StageRunner]):
         resumed = pager.resume if pager is not None else lambda cell: None
         baton = self._baton = Baton(self.cells, resumed, lambda: make_current(subject.device))
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(self.cells)]
-        comms = cell_communicators(comm, baton, members)
+        comms = cell_communicators(comm, baton, members, spills=pager is not None)
         lockstep = Lockstep(baton)
         self._runners = baton.run(
             lambda cell: StageRunner(subject, plan, comms[cell], lockstep=lockstep, pager=pager, updates=cell == 0)

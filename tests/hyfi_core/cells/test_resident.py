@@ -7,7 +7,7 @@ import torch
 
 from hyfi_core import process_memory
 from hyfi_core.cells import resident
-from hyfi_core.cells.resident import ResidentLimit
+from hyfi_core.cells.budget import ResidentLimit
 
 MB = 1 << 20
 

@@ -18,15 +18,17 @@ from hyfi_core.ops.avg_pool import counts
 from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.window import AxisWindow
+from tests.hyfi_core.cells.test_communicator import on_cells, on_two_processes
 
-CUTS = (0, 3, 3, 8)  # the second rank owns nothing
+CUTS = (0, 3, 3, 6, 8)  # the second rank owns nothing
 
 
-@pytest.mark.parametrize("most_rows", [2, 3])  # of three ranks: sums of squares, or a row for each
+@pytest.mark.parametrize("ranks", ["threads", "cells", "cells of two processes"])
+@pytest.mark.parametrize("most_rows", [3, 4])  # of four ranks: sums of squares, or a row for each
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])
 def test_batch_norm_and_its_cotangents_are_those_of_one_process(
-    monkeypatch: pytest.MonkeyPatch, most_rows: int, affine: bool, kind: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, most_rows: int, affine: bool, kind: torch.dtype, ranks: str
 ) -> None:
     monkeypatch.setattr(batch_norm, "MOST_ROWS", most_rows)
     generator = torch.Generator().manual_seed(0)
@@ -51,7 +53,9 @@ def test_batch_norm_and_its_cotangents_are_those_of_one_process(
         assert needless[0] is None and torch.equal(needless[1], back[1])  # type: ignore[arg-type]
         return outputs, back
 
-    found, tolerance = run_ranks(3, body), 1e-11 if kind == torch.float64 else 1e-5
+    results = {"threads": lambda: run_ranks(4, body), "cells": lambda: on_cells(4, body)}
+    found = results.get(ranks, lambda: on_two_processes(body))()
+    tolerance = 1e-11 if kind == torch.float64 else 1e-5
     joined = torch.cat([outputs[0] for outputs, _ in found], 2), torch.cat([back[0] for _, back in found], 2)
     for ours, wanted in zip(joined, (y.detach(), exact[0].grad), strict=True):
         assert torch.allclose(ours.double(), wanted, atol=tolerance)  # type: ignore[arg-type]

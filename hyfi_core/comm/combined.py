@@ -1,0 +1,89 @@
+"""Sums over ranks of which each rank reads only what is computed from them.
+
+    rank       contribute ── pack ── all-reduce ── combine ──▶ result
+    cells      contribute ┐
+               contribute ┼─ pack ── all-reduce ── combine ──▶ the result of all
+               contribute ┘
+
+Cells of one process pack what they contribute together and combine it once: the host starts every kernel of a GPU, and
+for the small tensors of a norm that takes longer than the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hyfi_core.comm.base import Communicator, Pending, Tensors
+
+
+@dataclass(frozen=True)
+class Combination:
+    """How the contributions of ranks become values that all of them read.
+
+    Attributes:
+        pack: returns a tensor from the contributions of some ranks, by rank; summed over all ranks, it has everything.
+        combine: returns the values from that sum. Ranks that share memory must all pass the same function of the same
+            values, and must not change what it returns.
+        sent_bytes: bytes of the tensor.
+    """
+
+    pack: Callable[[Mapping[int, Any]], torch.Tensor]
+    combine: Callable[[torch.Tensor], Tensors]
+    sent_bytes: int
+
+
+class Combined(Pending, Protocol):
+    """A pending combination."""
+
+    @property
+    def packed(self) -> torch.Tensor:
+        """The sum over all ranks, once it is complete; do not change it."""
+        ...
+
+    def result(self) -> Tensors:
+        """Return the combined values, once the sum is complete."""
+        ...
+
+
+def start_combined(comm: Communicator, own: Any, combination: Combination, kept: bool = False) -> Combined:
+    """Start combining what all ranks contribute (collective).
+
+    Args:
+        comm: the ranks.
+        own: what this rank contributes.
+        combination: the same on all ranks.
+        kept: whether the values are used again after the next wait: then cells that spill have copies of their own.
+    """
+    # Only cells, and what forwards to them, have the method.
+    start = getattr(comm, "start_combined", None)
+    if start is not None:
+        combined: Combined = start(own, combination, kept)
+        return combined
+    packed = combination.pack({comm.rank: own})
+    return _OfRank(comm.start_all_reduce(packed), packed, combination.combine)
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    """The combination of a rank that shares no memory with others."""
+
+    pending: Pending
+    packed: torch.Tensor
+    combine: Callable[[torch.Tensor], Tensors]
+
+    @property
+    def needs_polls(self) -> bool:
+        return self.pending.needs_polls
+
+    def test(self) -> bool:
+        return self.pending.test()
+
+    def wait(self) -> None:
+        self.pending.wait()
+
+    def result(self) -> Tensors:
+        return self.combine(self.packed)
