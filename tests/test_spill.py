@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import hyfi_core
 from hyfi_core import ParallelPlan
-from hyfi_core.cells import page_forecast, pager, paging, resident
+from hyfi_core.cells import budget, page_forecast, pager, paging
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.models.amoebanet import amoebanet_d
@@ -106,9 +106,9 @@ def test_an_answer_whose_maps_leave_memory_is_the_same(name: str, tmp_path: Path
 def test_a_process_that_has_grown_keeps_fewer_maps_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill="memory", memory_bytes=10**9)
     monkeypatch.setattr(paging, "page_limit", lambda *given: 500_000)
-    monkeypatch.setattr(resident, "resident_bytes", lambda: 10**8)
+    monkeypatch.setattr(budget, "resident_bytes", lambda: 10**8)
     loss, tensors, counts = step("dense", plan)
-    monkeypatch.setattr(resident, "resident_bytes", lambda: 10**9)  # of other things than maps
+    monkeypatch.setattr(budget, "resident_bytes", lambda: 10**9)  # of other things than maps
     grown_loss, grown_tensors, grown = step("dense", plan)
     assert grown.read_bytes > 1.4 * counts.read_bytes and grown.peak_bytes < 0.9 * counts.peak_bytes
     assert loss == grown_loss and all(torch.equal(a, b) for a, b in zip(tensors, grown_tensors, strict=True))

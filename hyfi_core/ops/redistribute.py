@@ -208,17 +208,22 @@ class Redistribute:
         return result
 
     def _fill_outside(self, result: torch.Tensor) -> None:
-        """Set the four bands of the needed box outside of the map."""
+        """Set the bands of the needed box outside of the map."""
+        for band in self._bands_outside:
+            self._view(result, band, self.transfer.need).fill_(self.fill)
+
+    @cached_property
+    def _bands_outside(self) -> tuple[Box, ...]:
+        """At most four bands of the needed box outside of the map."""
         need, map_box = self.transfer.need, self.transfer.map
         # Corners are in two bands and filled twice, with the same value.
-        for band in (
+        bands = (
             Box(need.y0, min(map_box.y0, need.y1), need.x0, need.x1),
             Box(max(map_box.y1, need.y0), need.y1, need.x0, need.x1),
             Box(need.y0, need.y1, need.x0, min(map_box.x0, need.x1)),
             Box(need.y0, need.y1, max(map_box.x1, need.x0), need.x1),
-        ):
-            if not band.empty:
-                self._view(result, band, need).fill_(self.fill)
+        )
+        return tuple(band for band in bands if not band.empty)
 
     def _sized(self, shape: torch.Size, box: Box) -> list[int]:
         sides = list(shape)

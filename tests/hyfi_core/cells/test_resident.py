@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyfi_core import process_memory
-from hyfi_core.cells import resident
+from hyfi_core.cells import budget
 from hyfi_core.cells.budget import ResidentLimit
 
 MB = 1 << 20
@@ -19,9 +19,9 @@ def test_pages_make_room_for_what_has_grown(monkeypatch: pytest.MonkeyPatch) -> 
         kept.append(held["freed"])
         held["freed"] = 0
 
-    monkeypatch.setattr(resident, "return_freed_now", release)
+    monkeypatch.setattr(budget, "return_freed_now", release)
     limit, paged = ResidentLimit(most_bytes=400 * MB, least_bytes=50 * MB), 200 * MB
-    monkeypatch.setattr(resident, "resident_bytes", lambda: paged + held["others"] + held["freed"])
+    monkeypatch.setattr(budget, "resident_bytes", lambda: paged + held["others"] + held["freed"])
     assert limit.pages(250 * MB, paged) == 250 * MB and not kept  # 300 MB would fit
     held["freed"] = 100 * MB
     assert limit.pages(250 * MB, paged) == 250 * MB and kept == [100 * MB]
