@@ -94,7 +94,7 @@ class _Swap:
         return tensor
 
 
-class _Collective:
+class _JoinedCall:
     """A pending collective call; ``last`` is called when the last cell of this process has entered it."""
 
     needs_polls = False
@@ -120,7 +120,7 @@ class _Collective:
         """Called with the result, once."""
 
 
-class _Reduction(_Collective):
+class _Reduction(_JoinedCall):
     """A pending reduction in place."""
 
     def __init__(self, comm: CellCommunicator, tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -131,7 +131,7 @@ class _Reduction(_Collective):
         self._tensor.copy_(result)
 
 
-class _Combined(_Collective):
+class _CombinedOfCells(_JoinedCall):
     """A pending combination; see ``comm.combined``."""
 
     def __init__(self, comm: CellCommunicator, own: Any, combination: Combination, kept: bool) -> None:
@@ -235,7 +235,7 @@ class CellCommunicator:
 
     def start_combined(self, own: Any, combination: Combination, kept: bool) -> Combined:
         """Start combining: packed once for the cells of a process, and combined once."""
-        return _Combined(self, own, combination, kept)
+        return _CombinedOfCells(self, own, combination, kept)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""

@@ -1,4 +1,4 @@
-"""What is sent: dtype and NaN in reductions, objects as bytes, slices of a device; the same for every backend.
+"""What is sent: dtype and NaN in reductions, order of elements, objects as bytes, slices of a device; for any backend.
 
 16-bit floats are added as float32 and rounded once. A maximum or minimum with a NaN is NaN, as in one process;
 ``MPI.MAX`` and others do not guarantee that, so floats are sent as integers of the same order, with NaN at the end.
@@ -82,6 +82,30 @@ def encoded(value: Any) -> torch.Tensor:
 def decoded(data: torch.Tensor) -> Any:
     """Return the value of ``encoded``."""
     return json.loads(data.numpy().tobytes().decode())
+
+
+def laid_out(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    """Return a contiguous tensor with the elements in the order of the message; a view where possible.
+
+    Args:
+        tensor: what is sent.
+        channels_last: whether four-dimensional tensors are sent in this order.
+    """
+    return (tensor.permute(0, 2, 3, 1) if channels_last and tensor.dim() == 4 else tensor).contiguous()
+
+
+def as_sent(flat: torch.Tensor, shape: Sequence[int], channels_last: bool) -> torch.Tensor:
+    """Return the tensor of this shape whose elements are those of a message; a view.
+
+    Args:
+        flat: the elements, of one dim.
+        shape: of the tensor.
+        channels_last: as at the sender.
+    """
+    if channels_last and len(shape) == 4:
+        count, channels, height, width = shape
+        return flat.view(count, height, width, channels).permute(0, 3, 1, 2)
+    return flat.view(tuple(shape))
 
 
 def check_dense(tensor: torch.Tensor) -> None:

@@ -19,8 +19,8 @@ from functools import cached_property
 
 import torch
 
+from hyfi_core.comm.wire import as_sent, laid_out
 from hyfi_core.ops.buffers import Buffers
-from hyfi_core.ops.message_layout import as_sent, laid_out
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.boxes import Boxes
 

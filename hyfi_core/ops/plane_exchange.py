@@ -17,8 +17,8 @@ import torch
 
 from hyfi_core.comm.base import Communicator, Message, Tensors
 from hyfi_core.comm.waits import Waits
+from hyfi_core.comm.wire import as_sent, laid_out
 from hyfi_core.ops.base import Cotangents, NeedsGrad
-from hyfi_core.ops.message_layout import as_sent, laid_out
 
 SMALL_BYTES = 1 << 16
 """Values of at most this many bytes, such as running statistics, share a message; larger ones go alone."""
