@@ -10,6 +10,7 @@ import typer
 from hyfi_core.errors import RequestError
 from workflows import signals
 from workflows.cli_options import Device, Json, Part, Resume
+from workflows.console import outlive_readers
 from workflows.exit_codes import exit_code_of
 
 Store = Annotated[Path, typer.Argument(metavar="STORE", help="The store with the slides.")]
@@ -102,12 +103,10 @@ def features(
         from data.tiles.tiling import Tiling
         from hyfi_core.plan.device import device_request
         from workflows.commands.features import run
-        from workflows.console import outlive_readers
         from workflows.features.feature_file import feature_format
         from workflows.features.request import FeatureRequest
         from workflows.option_values import parse_part
 
-        outlive_readers()
         request = FeatureRequest(
             store,
             encoder,
@@ -130,7 +129,12 @@ def features(
         )
         return run(request, as_json)
 
-    raise typer.Exit(exit_code_of(body, signals.interrupt_on_request))
+    raise typer.Exit(exit_code_of(body, _prepare))
+
+
+def _prepare() -> None:
+    signals.interrupt_on_request()
+    outlive_readers()
 
 
 def _options(text: str | None) -> dict[str, Any]:
