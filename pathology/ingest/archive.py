@@ -32,11 +32,10 @@ from pathology.ingest.options import IngestOptions
 from pathology.ingest.pool import SlidePool
 from pathology.ingest.pseudonyms import KeyFile
 from pathology.ingest.slide import ingest_slide
-from pathology.ingest.work import Outcome, is_of_another, sweep_claims, sweep_unfinished
+from pathology.ingest.work import Outcome, is_of_another, refuse_another_file, sweep_claims, sweep_unfinished
 from pathology.memory import worker_count
 from pathology.readers.file_check import UNREADABLE_FOLDER, folder_error
 from pathology.readers.mpp import AGREE_TOLERANCE, parse_mpp
-from pathology.search import is_gone
 from pathology.tissue.given import GivenTissue
 
 __all__ = ["IngestOptions", "IngestReport", "IngestWork", "Request", "compare_with_store", "ingest", "ingest_slide"]
@@ -214,7 +213,7 @@ def compare_with_store(request: Request) -> IngestWork:
             continue
         updated = _unchanged_source(record, job)
         if updated is None:
-            _refuse_another_file(record, job)
+            refuse_another_file(record, job)
             to_do.append(replace(job, seen=states.get(job.slide_id, "")))
             renewed.append(job.slide_id)
         else:
@@ -226,22 +225,6 @@ def compare_with_store(request: Request) -> IngestWork:
         names = ", ".join(renewed[:_MOST_NAMED])
         notes.append(f"ingested again, because their files are not those of the store's slides any more: {names}{more}")
     return IngestWork(tuple(to_do), finished, key, "; ".join(notes))
-
-
-def _refuse_another_file(record: SlideRecord, job: SlideJob) -> None:
-    """Check that a slide with other content is not at another place than that of its name: names of slides repeat.
-
-    Two scanners count from 1, and so do two hospitals: labels of the one would be joined to pixels of the other. A file
-    that is missing is left to its ingest, which says so.
-
-    Raises:
-        RequestError: It is.
-    """
-    if is_of_another(record, job) and not is_gone(job.source):
-        raise RequestError(
-            f"slide_id {job.slide_id!r} is {record.source_path} in the store, and {job.source} has other content: give "
-            "one of them another slide_id in a manifest, choose another --out, or replace slides with --overwrite"
-        )
 
 
 def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[SlideJob], KeyFile | None, str]:

@@ -11,12 +11,14 @@ from data.location import remove_tree
 from data.object_path import ObjectPath
 from data.store.manifest import DONE, FAILED, SlideRecord, record_path, record_state
 from data.store.slide_store import StoreError
+from hyfi_core.errors import RequestError
 from pathology.claims import Claim, ClaimLostError, sweep
 from pathology.ingest.contact import write_picture
 from pathology.ingest.discover import SlideJob, name_with_place
 from pathology.ingest.identity import differences
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
+from pathology.search import is_gone
 
 CLAIMS = ".claims"
 """Folder of the store with the claims."""
@@ -113,6 +115,22 @@ def is_of_another(record: SlideRecord, job: SlideJob) -> bool:
     """Whether a record with the job's name is of another file."""
     origin = (record.source_path, record.extra.get("scene", ""))
     return not job.secret and origin != (str(job.source), job.row.get("scene", ""))
+
+
+def refuse_another_file(record: SlideRecord, job: SlideJob) -> None:
+    """Check that a slide with other content is not at another place than that of its name: names of slides repeat.
+
+    Two scanners count from 1, and so do two hospitals: labels of the one would be joined to pixels of the other. A file
+    that is missing is left to its ingest, which says so.
+
+    Raises:
+        RequestError: It is.
+    """
+    if is_of_another(record, job) and not is_gone(job.source):
+        raise RequestError(
+            f"slide_id {job.slide_id!r} is {record.source_path} in the store, and {job.source} has other content: give "
+            "one of them another slide_id in a manifest, choose another --out, or replace slides with --overwrite"
+        )
 
 
 def _another_name(
