@@ -29,6 +29,7 @@ from hyfi_core.plan.box import Box
 _CHUNK_PX = 1024
 _BLOCK_PX = 4096
 _SOURCE_DIGEST = "metadata_sha256"
+_FILE_DIGEST = "source_sha256"
 
 
 def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[int], None] | None = None) -> bool:
@@ -46,7 +47,7 @@ def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[i
         False if a copy of this version of the slide exists already.
 
     Raises:
-        RequestError: A folder that is not such a copy has its name.
+        RequestError: A folder that is not such a copy has its name, or the copy of another slide.
         StoreError: The slide is missing or damaged.
         OSError: The copy cannot be written.
     """
@@ -81,14 +82,22 @@ def _is_copy(final: Path, store: SlideStore) -> bool:
     if not final.exists():
         return False
     try:
-        source = read_json(final / ".zattrs")["hyfi"]["copy_of"]
-    except (StoreError, KeyError, TypeError) as error:
+        source = dict(read_json(final / ".zattrs")["hyfi"]["copy_of"])
+    except (StoreError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{final} exists and was not written by hyfi export; choose another --out") from error
-    return bool(source == _identity(store))
+    identity = _identity(store)
+    # A slide that was ingested again, with other parameters, has the same file; names of slides repeat.
+    if source.get(_FILE_DIGEST, identity[_FILE_DIGEST]) != identity[_FILE_DIGEST]:
+        raise RequestError(f"{final} is the copy of another slide of this name; choose another --out, or remove it")
+    return bool(source == identity)
 
 
 def _identity(store: SlideStore) -> dict[str, Any]:
-    return {"slide_id": store.slide_id, _SOURCE_DIGEST: store.attributes.get(_SOURCE_DIGEST)}
+    return {
+        "slide_id": store.slide_id,
+        _SOURCE_DIGEST: store.attributes.get(_SOURCE_DIGEST),
+        _FILE_DIGEST: store.attributes.get("sha256"),
+    }
 
 
 def _write_in_thread(store: SlideStore, path: Path, threads: int, progress: Callable[[int], None]) -> None:

@@ -74,7 +74,7 @@ def _export(slide: Path, out: Path, progress: Callable[[int], None]) -> dict[str
     try:
         is_new = export_ngff04(slide, out, threads, progress)
         row = {"status": _DONE if is_new else _BEFORE, "reason": ""}
-    except StoreError as error:
+    except (StoreError, RequestError) as error:
         row = {"status": _FAILED, "reason": str(error)}
     except OSError as error:
         row = {"status": _FAILED, "reason": f"{error.filename or out}: {error.strerror or error}"}

@@ -20,7 +20,7 @@ from hyfi_core.plan.box import Box
 SIZES = [LevelSize(1100, 4200), LevelSize(550, 2100)]
 
 
-def make_slide(store: Path, seed: int = 0) -> tuple[Path, list[np.ndarray], np.ndarray]:
+def make_slide(store: Path, seed: int = 0, source: str = "") -> tuple[Path, list[np.ndarray], np.ndarray]:
     store.mkdir(exist_ok=True)
     rng = np.random.default_rng(seed)
     noise = rng.integers(0, 256, (3, 1100, 4200), dtype=np.uint8)
@@ -32,7 +32,7 @@ def make_slide(store: Path, seed: int = 0) -> tuple[Path, list[np.ndarray], np.n
             for x in range(0, pixels.shape[2], 4096):
                 writer.write(k, 0, x, pixels[:, :, x : x + 4096])
         writer.write_tissue(mask, 4.0)
-        writer.publish({"kind": "resampled"})
+        writer.publish({"kind": "resampled", **({"sha256": source} if source else {})})
     return slide_path(store, "s"), levels, mask
 
 
@@ -77,6 +77,17 @@ def test_a_copy_is_made_once_for_each_form_of_the_slide(tmp_path: Path) -> None:
     assert export_ngff04(path, tmp_path, 1) and not export_ngff04(path, tmp_path, 1)
     _, levels, _ = make_slide(tmp_path / "store", seed=1)
     assert export_ngff04(path, tmp_path, 1)
+    import zarr
+
+    assert np.array_equal(zarr.open_group(tmp_path / "s.zarr", mode="r")["1"][:], levels[1])
+
+
+def test_the_copy_of_another_slide_of_the_same_name_is_not_replaced(tmp_path: Path) -> None:
+    path, levels, _ = make_slide(tmp_path / "store", source="a")
+    other, _, _ = make_slide(tmp_path / "other", seed=1, source="b")
+    assert export_ngff04(path, tmp_path, 1)
+    with pytest.raises(RequestError, match="copy of another slide of this name"):
+        export_ngff04(other, tmp_path, 1)
     import zarr
 
     assert np.array_equal(zarr.open_group(tmp_path / "s.zarr", mode="r")["1"][:], levels[1])
