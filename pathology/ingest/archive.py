@@ -214,6 +214,8 @@ def compare_with_store(request: Request) -> IngestWork:
         updated = _unchanged_source(record, job)
         if updated is None:
             refuse_another_file(record, job)
+            if key is not None:
+                key.refuse_another_file(job)
             to_do.append(replace(job, seen=states.get(job.slide_id, "")))
             renewed.append(job.slide_id)
         else:

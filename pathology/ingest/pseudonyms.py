@@ -74,6 +74,7 @@ class KeyFile:
         self._path = path.absolute()
         self._rows = _load(self._path)
         self._secret = next((row.secret for row in self._rows.values()), secrets.token_hex(32))
+        self._former: dict[str, str] = {}  # by pseudonym, the paths of files that seem to have moved
 
     @property
     def cases(self) -> dict[str, str]:
@@ -83,6 +84,21 @@ class KeyFile:
     def pseudonymise(self, jobs: Sequence[SlideJob]) -> list[SlideJob]:
         """Return the jobs with pseudonyms, and with manifest rows that have only `KEPT_COLUMNS`."""
         return [self._pseudonymised(job) for job in jobs]
+
+    def refuse_another_file(self, job: SlideJob) -> None:
+        """Refuse a slide with other content than that of its pseudonym, unless it is at the place of that file.
+
+        Scanners name files by numbers that begin anew: the slide, and the case, of another patient would get its names.
+
+        Raises:
+            RequestError: It only has the name of a file that is gone.
+        """
+        former = self._former.get(job.slide_id)
+        if former is not None and not is_gone(job.source):
+            raise RequestError(
+                f"{job.source} has the name of {former}, which is gone, but not the content of its slide in the store, "
+                "whose pseudonym it would get: give the file another name, or replace that slide with --overwrite"
+            )
 
     def commit(self) -> bool:
         """Save the pseudonyms, in a file that only the owner can read.
@@ -148,6 +164,7 @@ class KeyFile:
         # Of several files of this name it is not known which one was moved.
         if len(gone) != 1:
             return None
+        self._former[gone[0].slide_id] = gone[0].source_path
         return replace(self._rows.pop(gone[0].source_path), source_path=str(source))
 
     def _pseudonym(self, kind: str, real: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tifffile
 
-from data.store.manifest import DONE, FAILED, load_records
+from data.store.manifest import DONE, FAILED, load_manifest, load_records
 from hyfi_core.errors import RequestError
 from pathology.ingest.archive import IngestOptions, Request, compare_with_store, ingest
 from pathology.ingest.discover import SlideJob
@@ -177,6 +177,21 @@ def test_a_moved_slide_keeps_its_pseudonym(tmp_path: Path, make_slide: MakeSlide
     source.parent.rename(moved)
     assert ingest(Request([moved], store, AT_HALF, pseudonyms=key), workers=1).skipped == [first]
     assert [row["source_path"] for row in csv.DictReader(key.open())] == [str(moved / "a.tiff")]
+
+
+def test_another_patients_file_of_the_same_name_does_not_get_the_pseudonym(
+    tmp_path: Path, make_slide: MakeSlide
+) -> None:
+    first, key, store = make_slide("one/1.tiff"), tmp_path / "key.csv", tmp_path / "store"
+    ingest(Request([first], store, AT_HALF, pseudonyms=key), workers=1)
+    second, before = make_slide("two/1.tiff", seed=3), key.read_bytes()
+    first.unlink()
+    with pytest.raises(RequestError, match=r"two/1.tiff has the name of .*one/1.tiff, which is gone"):
+        ingest(Request([second], store, AT_HALF, pseudonyms=key), workers=1)
+    assert key.read_bytes() == before
+    other = second.rename(second.with_name("2.tiff"))
+    ingest(Request([other], store, AT_HALF, pseudonyms=key), workers=1)
+    assert len(list(csv.DictReader(key.open()))) == len(load_manifest(store)) == 2
 
 
 def test_reasons_are_scrubbed(tmp_path: Path) -> None:
