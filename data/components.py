@@ -53,7 +53,7 @@ def without_small(mask: Mask, largest_px: int, corners: bool = False) -> Mask:
     small = runs.sizes(runs.components(corners)) <= largest_px
     # Erase the small ones instead of painting the large ones: they have far fewer pixels.
     result = mask.copy()
-    runs.select(small).paint(result, False)
+    runs.select(small).paint(result, value=False)
     return result
 
 
@@ -71,7 +71,7 @@ def fill_small_holes(mask: Mask, largest_px: int) -> None:
     open_to_border = np.zeros(len(components), bool)
     # A hole that touches another by a corner reaches the border through it, too.
     open_to_border[components[holes.at_border]] = True
-    holes.select(~open_to_border[components]).paint(mask, True)
+    holes.select(~open_to_border[components]).paint(mask, value=True)
 
 
 def joined_to(seeds: Mask, mask: Mask) -> Mask:
@@ -81,7 +81,7 @@ def joined_to(seeds: Mask, mask: Mask) -> Mask:
     with_seed = np.zeros(len(components), bool)
     with_seed[components[runs.containing(Runs.from_mask(seeds))]] = True
     result: Mask = np.zeros_like(mask)
-    runs.select(with_seed[components]).paint(result, True)
+    runs.select(with_seed[components]).paint(result, value=True)
     return result
 
 

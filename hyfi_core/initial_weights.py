@@ -177,10 +177,10 @@ class _Order:
         if threading.get_ident() != self._thread or self._wanted is None or child is None:
             return
         for part in child.modules():
-            for held in (part._parameters, part._buffers):
-                for key, tensor in held.items():
+            for tensors in (part._parameters, part._buffers):
+                for key, tensor in tensors.items():
                     if tensor is not None and id(tensor) in self._forgettable and not isinstance(tensor, _Forgotten):
-                        held[key] = _forgotten(tensor)  # type: ignore[assignment]
+                        tensors[key] = _forgotten(tensor)  # type: ignore[assignment]
                         self._forgettable.discard(id(tensor))
                         self._freed_bytes += tensor.nbytes
         if self._freed_bytes > _KEPT_BYTES:

@@ -264,7 +264,7 @@ class _Walk:
         """Yield what a function may read: defaults, variables of its closure, and globals that it names."""
         function = _unwrapped(function)
         if isinstance(function, functools.partial):
-            yield from self._found("partial()", function, True, depth)
+            yield from self._found("partial()", function, own=True, depth=depth)
             return
         if not _is_users(function) or not self._is_new(function):
             return
@@ -305,14 +305,14 @@ class _Walk:
             yield name, value
         elif isinstance(value, functools.partial):
             yield name, (value.args, value.keywords)
-            yield from self._found(name, value.func, True, depth)
+            yield from self._found(name, value.func, own=True, depth=depth)
         elif isinstance(value, type):
             if _is_own_class(value):
                 self._add_class(value, created=True)
         elif isinstance(value, types.MethodType):
             yield from self._of_method(name, value, depth)
         elif "__wrapped__" in (attributes := _dict_of(value)):  # functools.lru_cache
-            yield from self._found(name, attributes["__wrapped__"], True, depth)
+            yield from self._found(name, attributes["__wrapped__"], own=True, depth=depth)
         else:
             yield from self._of_object(name, value)
 

@@ -171,7 +171,9 @@ class _PredictionTrials:
         plan = ParallelPlan((grid,), cells="auto", spill="memory", memory_bytes=limit)
         try:
             device, fewest = torch.device(self._needs.machine.device), self._fewest(grid)
-            resolved = with_cells(plan, self._program, self._held, device, False, self._costs, fewest)
+            resolved = with_cells(
+                plan, self._program, self._held, device, trains=False, costs=self._costs, fewest=fewest
+            )
             yield self._forecast(grid, resolved.cell_grid, limit, spills=True)
         except MemoryLimitError as error:
             self._least(error.least_bytes)

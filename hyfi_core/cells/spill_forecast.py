@@ -91,13 +91,14 @@ class SpillForecast:
             rows, columns = fine.grids[index % len(fine.grids)]
             ranked = divided.planes[0]
             ranked = replace(
-                ranked, instructions=tuple(for_training(instruction, True) for instruction in ranked.instructions)
+                ranked,
+                instructions=tuple(for_training(instruction, spills=True) for instruction in ranked.instructions),
             )
             entering = {name for names in piece.entries.values() for name in names}
             tape = build_tape(ranked, {*program.parameters, *entering} & lowered.active)
             # A cell in the middle has halos on all sides, and so the largest maps.
             middle = rows // 2 * columns + columns // 2
-            forecast = forecast_pages(ranked, tape, middle, True, self.pixels)
+            forecast = forecast_pages(ranked, tape, middle, trains=True, pixels=self.pixels)
             forecasts.append(forecast.times(cells))
         return tuple(forecasts)
 

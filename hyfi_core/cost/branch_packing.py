@@ -121,7 +121,7 @@ def _chains(
     users = _users(operators)
     for op in operators:
         cost = costs[op.name]
-        seconds = cost.forward_s(machine, 1 / ranks, False) + cost.backward_s(machine, 1 / ranks, False)
+        seconds = cost.forward_s(machine, 1 / ranks, crowded=False) + cost.backward_s(machine, 1 / ranks, crowded=False)
         if all(name in available for name in op.inputs):
             free.append(op.name)
             available.update(name for name in op.outputs if name is not None)

@@ -85,9 +85,9 @@ class BackwardMemory:
         self._held: dict[str, _Cotangent] = {}
         # Nobody else holds what arrives from other stages; it may be missing, hence not certain.
         for name in facts.exits:
-            self._held[name] = _Cotangent(self._new(), False)
+            self._held[name] = _Cotangent(self._new(), certain=False)
         for name in facts.outputs:
-            self._held[name] = _Cotangent(self._given_to_others(self._new()), False)
+            self._held[name] = _Cotangent(self._given_to_others(self._new()), certain=False)
 
     def operator(self, call: CustomCall | CollectiveCall) -> tuple[bool, dict[str, Over]]:
         """Simulate an operator; return whether it may overwrite its first output's cotangent, and its sums."""
@@ -197,7 +197,8 @@ class BackwardMemory:
         return all(memory.isdisjoint(used) for used in memories)
 
     def _pop(self, name: str | None) -> _Cotangent:
-        return self._held.pop(name, _Cotangent(_NOTHING, False)) if name is not None else _Cotangent(_NOTHING, False)
+        missing = _Cotangent(_NOTHING, certain=False)
+        return missing if name is None else self._held.pop(name, missing)
 
     def _memories(self) -> Iterable[Memory]:
         return [item.memory for item in self._held.values()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -33,8 +33,7 @@ def build_model(model: Mapping[str, Any]) -> nn.Module:
     Raises:
         RequestError: There is no such model, or it does not accept these arguments.
     """
-    name, path, *arguments = _described(model)
-    return construct("model", name, path, *arguments)
+    return construct("model", **_factory_call(model)._asdict())
 
 
 def call_of_model(model: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -43,15 +42,30 @@ def call_of_model(model: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     Raises:
         RequestError: As `build_model`.
     """
-    name, path, *arguments = _described(model)
-    return path, call_of("model", name, path, *arguments)[1]
+    call = _factory_call(model)
+    _, arguments = call_of("model", **call._asdict())
+    return call.path, arguments
 
 
-def _described(model: Mapping[str, Any]) -> tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return (name, ``module:function``, needed arguments, options, arguments that it may have) of a model."""
-    name, options = str(model["name"]), dict(model.get("options") or {})
+class _FactoryCall(NamedTuple):
+    """The arguments of `construct` for a model, under their names there."""
+
+    name: str
+    path: str
+    needed: dict[str, Any]
+    options: dict[str, Any]
+    accepted_only: dict[str, Any]
+
+
+def _factory_call(model: Mapping[str, Any]) -> _FactoryCall:
+    name = str(model["name"])
     if is_built_in(name) and name not in BUILT_IN:
-        known = ", ".join(BUILT_IN)
-        raise RequestError(f"model.name: given {name!r}; allowed: {known}, or package.module:factory of your own")
-    usual = {"norm": model.get("norm", "train"), "pool": model.get("pool", "avg")}
-    return name, BUILT_IN.get(name, name), {"classes": int(model["classes"])}, options, usual
+        names = ", ".join(BUILT_IN)
+        raise RequestError(f"model.name: given {name!r}; allowed: {names}, or package.module:factory of your own")
+    return _FactoryCall(
+        name,
+        path=BUILT_IN.get(name, name),
+        needed={"classes": int(model["classes"])},
+        options=dict(model.get("options") or {}),
+        accepted_only={"norm": model.get("norm", "train"), "pool": model.get("pool", "avg")},
+    )

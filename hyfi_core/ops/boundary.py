@@ -120,11 +120,11 @@ class BoundaryTransfer:
 
     def outgoing(self, source: int, back: bool = False) -> Pieces:
         """Return position in the second stage -> pieces that ``source`` sends there, or with ``back`` receives."""
-        return self._pieces(source, True, back)
+        return self._pieces(source, at_source=True, back=back)
 
     def incoming(self, target: int, back: bool = False) -> Pieces:
         """Return position in the first stage -> pieces that ``target`` receives from there, or with ``back`` sends."""
-        return self._pieces(target, False, back)
+        return self._pieces(target, at_source=False, back=back)
 
     def buffer(self, pieces: tuple[BoundaryPiece, ...], device: torch.device) -> torch.Tensor:
         """Return memory for a message of these pieces; the caller owns it until ``give_back``."""

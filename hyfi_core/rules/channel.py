@@ -61,10 +61,10 @@ def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
     split = builder.splits[name]
     part = builder.part(name, split)
     # One group: mean and variance of each image over (C, H, W).
-    moments = moments_over_ranks(builder, part, (2,), False, 1)
+    moments = moments_over_ranks(builder, part, (2,), keepdim=False, groups=1)
     box = split.layout.parts[builder.rank]
     narrow = builder.values[op.first_output].dtype
-    plain = normalise(eps, False, False, torch.promote_types(narrow, torch.float32))
+    plain = normalise(eps, has_weight=False, has_bias=False, narrow=torch.promote_types(narrow, torch.float32))
 
     def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
         # Weight and bias are replicated maps: each rank applies its part of them.

@@ -199,7 +199,7 @@ class Engine(EngineState):
         with evaluating(self._model, self.device):
             batch = self._evaluation_batch("input_gradients", images)
             if self._paging is not None:
-                call = PagedCall(batch.micro, True)
+                call = PagedCall(batch.micro, trains=True)
                 self._paging.begin(call, lambda: self._forecasts(call), 0)
             return self._runners.each(lambda runner: runner.differentiate(batch, use))[0]
 
@@ -209,7 +209,7 @@ class Engine(EngineState):
             return None
         with evaluating(self._model, self.device):
             self._runners[0].observe()
-            forecasts = self._forecasts(PagedCall(self._shapes.micro, True))
+            forecasts = self._forecasts(PagedCall(self._shapes.micro, trains=True))
             return sum(each.kept_bytes + each.stays_bytes + each.recomputed_bytes for each in forecasts)
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:

@@ -66,8 +66,9 @@ class Groups:
             copies = group = CountedCommunicator(_subgroup(comm, [first + rank for rank in ranks]))
             if plan.sync_batch_norm:
                 # First ranks of the planes that compute what this one does, of all replicas.
-                alike = range(number % branches * size, comm.size, branches * size)
-                copies = CountedCommunicator(_subgroup(comm, [at + rank for at in alike for rank in sorted(ranks)]))
+                planes = range(number % branches * size, comm.size, branches * size)
+                members = [plane_first + rank for plane_first in planes for rank in sorted(ranks)]
+                copies = CountedCommunicator(_subgroup(comm, members))
             for stage in range(grid, placement.stages, grids):
                 self.stages[stage, direction] = group
                 self.copies[stage, direction] = copies

@@ -108,7 +108,9 @@ class Mirror:
     def expect_gradients(self, stage: int) -> None:
         """Post the receives of a stage's gradients."""
         if stage in self._mirror_of:
-            self._gradients.append(self._exchange(stage, self._mirror_of[stage], _room(self._parameters[stage]), False))
+            self._gradients.append(
+                self._exchange(stage, self._mirror_of[stage], _room(self._parameters[stage]), sends=False)
+            )
 
     def land_gradients(self, wait: bool) -> list[nn.Parameter]:
         """Add the received gradients; return their parameters.

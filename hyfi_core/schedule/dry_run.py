@@ -266,7 +266,9 @@ class DryRun:
         halves = []
         for receiver in receivers(self.placement, number, action):
             if receiver != number:
-                halves.append((number, receiver, Half(True, receive, rank.at, rank.clock_s)))
+                halves.append(
+                    (number, receiver, Half(is_send=True, receive=receive, index=rank.at, time_s=rank.clock_s))
+                )
             elif receive in rank.open:
                 self._deliver(number, receive, rank.clock_s)
             else:
@@ -282,7 +284,7 @@ class DryRun:
         halves = []
         for sender in sending:
             if sender != number:
-                halves.append((sender, number, Half(False, action, rank.at, rank.clock_s)))
+                halves.append((sender, number, Half(is_send=False, receive=action, index=rank.at, time_s=rank.clock_s)))
             elif action in rank.own_s:
                 self._deliver(number, action, rank.own_s[action])
         self._start(number, halves)

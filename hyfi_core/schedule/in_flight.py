@@ -84,8 +84,9 @@ def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
 def _sizes(plan: ParallelPlan) -> tuple[int, ...]:
     """Return numbers of ranks that hold the same stages as the plan's ranks; 1 wherever possible."""
     sizes = tuple(map(prod, plan.grids))
-    alike = plan.directions == 1 or sizes == sizes[::-1]  # then the sizes do not change which stages ranks hold
-    return (1,) * len(sizes) if alike else sizes
+    # Direction 1 counts ranks from the end: with other sizes there, a rank of a grid meets several stages.
+    sizes_matter = plan.directions > 1 and sizes != sizes[::-1]
+    return sizes if sizes_matter else (1,) * len(sizes)
 
 
 def followed_at_once(actions: Iterable[Action], last: int) -> frozenset[Action]:

@@ -96,7 +96,7 @@ class TilesEngine(EngineState):
         weights = SameWeights(self._watch, self._ownership.held(), self.settle, lambda: None)
         self._consensus = CallConsensus(model, comm, self._groups.replica, dict, weights, loss, shares=True)
         self._scale = GradientScale(())
-        self._optimizer = made_optimizer(optimizer, self._ownership.optimized(), False)
+        self._optimizer = made_optimizer(optimizer, self._ownership.optimized(), staged=False)
         parameters = {id(parameter) for parameter in model.parameters()}
         self._loss = LossFunction(
             loss, lambda: autocasting(self.device, settings.autocast), comm.size == 1, parameters, {}

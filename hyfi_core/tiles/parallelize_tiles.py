@@ -100,7 +100,7 @@ def _check(
         if not isinstance(module, nn.Module):
             raise RequestError(f"{what} is {type(module).__name__}; pass a torch.nn.Module")
         check_model(module)
-        check_weights(module, None, False)
+        check_weights(module, None, verify=False)
     if not isinstance(plan, ParallelPlan) or plan.tiles is None:
         given = "has no tiles" if isinstance(plan, ParallelPlan) else f"is a {type(plan).__name__}"
         raise RequestError(f"plan {given}; pass hyfi_core.ParallelPlan(tiles=RANKS_OF_A_SLIDE)")

@@ -72,7 +72,7 @@ def ingest_together(
         except KeyboardInterrupt:
             report.interrupted = True
         # Collective, and inside the folder's context: the folder is removed when no rank takes slides any more.
-        every = gathered(comm, True, share.outcomes)
+        every = gathered(comm, leads=True, results=share.outcomes)
         ends = comm.broadcast_object(comm.gather_objects([report.stopped, report.interrupted]))
     if comm.rank == 0:
         end(store)

@@ -59,7 +59,9 @@ def find_inputs(
     folders = [path for path in paths if is_remote(path) or os.path.isdir(path)]  # noqa: PTH112
     stored = [slide for path in folders for slide in _stored(path)]
     jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], files_by_name or {})
-    files = [SlideInput(job.slide_id, job.row.get("case_id", ""), job.source, False, job.row) for job in jobs]
+    files = [
+        SlideInput(job.slide_id, job.row.get("case_id", ""), job.source, stored=False, row=job.row) for job in jobs
+    ]
     # By name, as results lie in folders of these names; a slide that was given twice is one.
     by_name: dict[str, SlideInput] = {}
     for slide in (*stored, *files):
@@ -103,10 +105,10 @@ def _stored(folder: Path) -> list[SlideInput]:
         row: dict[str, str] = {}
         with suppress(StoreError):  # a slide outside of a store
             row = SlideRecord.load(record_path(folder.parent, slide_id)).row()
-        return [SlideInput(slide_id, row.get("case_id", ""), folder, True, row)]
+        return [SlideInput(slide_id, row.get("case_id", ""), folder, stored=True, row=row)]
     slides = []
     for row in sorted(load_manifest(folder), key=lambda row: row["slide_id"]):
         reason = f"not in the store: {row.get('reason', '')}" if row.get("status") == FAILED else ""
         path = slide_path(folder, row["slide_id"])
-        slides.append(SlideInput(row["slide_id"], row.get("case_id", ""), path, True, row, reason))
+        slides.append(SlideInput(row["slide_id"], row.get("case_id", ""), path, stored=True, row=row, reason=reason))
     return slides

@@ -155,7 +155,7 @@ def _run_folds(words: list[str], options: ScriptOptions) -> int:
             f"slurm-array: given {' '.join(words)!r}; allowed: train CONFIG.yaml [section.key=value] --folds all"
         )
     config, *overrides = [word for word in rest if word != "--resume"]
-    resumption = Resumption.of("--resume" in rest, None, False)
+    resumption = Resumption.of("--resume" in rest, source=None, accepts_changes=False)
     runs = FoldRuns(Path(config), tuple(overrides), None, resumption, given["--folds"], given.get("--fold-column"))
     runs.check()
     runs.write_splits()  # now, because jobs that start at the same time would each find an incomplete folder

@@ -61,7 +61,7 @@ def sweep(
 
         outlive_readers()
         chosen, searched = requested_settings(settings, search, trials, seed, prune)
-        resumption = Resumption.of(resume, None, False)
+        resumption = Resumption.of(resume, source=None, accepts_changes=False)
         runs = SweepRuns(config, tuple(overrides or ()), ranks, resumption, chosen, folds, fold_column)
         return command.run(runs, as_json, searched)
 

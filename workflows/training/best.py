@@ -27,7 +27,7 @@ Records = Mapping[int, Mapping[str, Any]]
 
 def merit(record: Mapping[str, Any], metric: str) -> tuple[float, float]:
     """Return a sort key of a validation, higher is better: the metric, then the loss; undefined is worst."""
-    return _higher(record.get(metric), lower_is_better(metric)), _higher(record.get("loss"), True)
+    return _higher(record.get(metric), lower_is_better(metric)), _higher(record.get("loss"), lower_is_better=True)
 
 
 def best_step(records: Records, metric: str, among: Iterable[int]) -> int | None:

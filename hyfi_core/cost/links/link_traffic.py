@@ -170,9 +170,9 @@ def _reduced(
         holders = {r for stage in users for d in range(directions) for r in placement.group(stage, d)}
         ranks = frozenset(first + r for r in holders for first in firsts)
         reduced[ranks] = reduced.get(ranks, 0.0) + scale * length
-        if directions < plan.directions:  # gradients there, weights back
+        if directions < plan.directions:  # a mirror: gradients go to direction 0, new weights come back
             for stage in users:
-                ways = placement.group(stage, 0), placement.group(stage, 1)
-                for first, (a, b) in product(firsts, zip(*ways, strict=True)):
-                    _add(pairs, first + a, first + b, 2 * length)
+                mirrored = zip(placement.group(stage, 0), placement.group(stage, 1), strict=True)
+                for first, (owner, mirror) in product(firsts, mirrored):
+                    _add(pairs, first + owner, first + mirror, 2 * length)
     return {ranks: length for ranks, length in reduced.items() if len(ranks) * plan.replicas > 1}

@@ -186,19 +186,26 @@ class Lifetimes:
             weights: bytes of all weights of the stage.
             entering: as for ``of_stage``.
         """
-        apart: dict[str, int] = {}
-        parts, seconds = list[Held](), list[tuple[int, int, int]]()
-        missing = 0
+        between: dict[str, int] = {}  # what this operator and those before it in the list keep between the two parts
+        new_gradients = 0  # bytes of gradients that their second parts make: missing before, in the first backward
+        first_parts, second_parts = list[Held](), list[tuple[int, int, int]]()
         for maps, adds in held:
-            apart |= adds.between
-            missing += adds.gradients_apart
+            between |= adds.between
+            new_gradients += adds.gradients_apart
+            between_bytes = sum(between.values())
             # In addition to what all operators keep between the parts, less what this and earlier ones do.
-            parts.append(Held(max(0, maps - sum(apart.values())), adds.first_reorders))
-            seconds.append((sum(apart.values()), missing, adds.reorders if adds.between else 0))
-        throughout = entering + sum(apart.values())
-        first, later = ([Held(maps, own + more) for maps, more in parts] for own in (weights - missing, weights))
-        second = Peak.of((Held(maps, weights - done + more) for maps, done, more in seconds), entering)
-        last = Peak.of((Held(maps, weights + more) for maps, _, more in seconds), entering)
+            first_parts.append(Held(max(0, maps - between_bytes), adds.first_reorders))
+            second_parts.append((between_bytes, new_gradients, adds.reorders if adds.between else 0))
+        throughout = entering + sum(between.values())
+        # In the first backward, no second part has made its gradients yet; in later ones, all of them are there.
+        first, later = (
+            [Held(maps, lasting + reorders) for maps, reorders in first_parts]
+            for lasting in (weights - new_gradients, weights)
+        )
+        second = Peak.of(
+            (Held(maps, weights - missing + reorders) for maps, missing, reorders in second_parts), entering
+        )
+        last = Peak.of((Held(maps, weights + reorders) for maps, _, reorders in second_parts), entering)
         return (
             replace(Peak.of(first, throughout), second=second),
             replace(Peak.of(later, throughout), second=last),

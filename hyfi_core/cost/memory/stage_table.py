@@ -267,12 +267,18 @@ def _first_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: 
     others = walk.weights - np.triu(np.subtract.outer(sums, sums).T)
     missing = _missing(walk.places, apart)
     first = replace(_first_part(walk, adds, kept, by_each), weights=others)
-    return TablePeak(first, False, TablePeak(replace(_second_part(walk, adds, by_each), missing=missing), True))
+    return TablePeak(
+        first, first=False, second=TablePeak(replace(_second_part(walk, adds, by_each), missing=missing), first=True)
+    )
 
 
 def _later_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> TablePeak:
     """Return the same where all gradients exist."""
-    return TablePeak(_first_part(walk, adds, kept, by_each), False, TablePeak(_second_part(walk, adds, by_each), False))
+    return TablePeak(
+        _first_part(walk, adds, kept, by_each),
+        first=False,
+        second=TablePeak(_second_part(walk, adds, by_each), first=False),
+    )
 
 
 def _first_part(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> _Walks:

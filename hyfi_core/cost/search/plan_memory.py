@@ -115,16 +115,17 @@ class PlanMemory:
         """Whether some cuts may fit: a quick answer for most plans that do not."""
         if plan.stages == 1:
             return True
-        alike = self._images(plan), tuple(map(prod, plan.grids)), plan.schedule, plan.microbatches, plan.recompute
-        if alike not in self._bounds_of:
+        # All that the bound depends on: of grids, only their numbers of ranks.
+        key = self._images(plan), tuple(map(prod, plan.grids)), plan.schedule, plan.microbatches, plan.recompute
+        if key not in self._bounds_of:
             room = self._request.memory_bytes - self._request.held_bytes
             least = int(self._off * average_bytes(plan, self._programs(self._images(plan)), self._table(plan)))
             # The tables of all stages take longer: only where the average would fit.
             least = least if least > room else max(least, self._anywhere(plan).least_bytes())
-            self._bounds_of[alike] = self._request.held_bytes + least
+            self._bounds_of[key] = self._request.held_bytes + least
             if least > room:
-                self._refused[alike] = self._bounds_of[alike], plan
-        return self._bounds_of[alike] <= self._request.memory_bytes
+                self._refused[key] = self._bounds_of[key], plan
+        return self._bounds_of[key] <= self._request.memory_bytes
 
     def _fits(self, plan: ParallelPlan) -> bool:
         """Whether a plan with named cuts fits, from the tables of all stages: cuts take no time."""

@@ -131,7 +131,15 @@ class PartlyLowered:
             self.stage(len(self._pieces) - 1)
             pieces, grids, splits = self._pieces, self._fine.grids * self._fine.interleave, self._splits
             between = {
-                (a, b): boundary(pieces[a], b, splits[a], self._entries[b], (grids[a], grids[b]), self.active, False)
+                (a, b): boundary(
+                    pieces[a],
+                    b,
+                    splits[a],
+                    self._entries[b],
+                    (grids[a], grids[b]),
+                    self.active,
+                    channels_last=False,
+                )
                 for a, b in edges(pieces)
             }
             carried = {edge: _carried(transfer) for edge, transfer in between.items()}

@@ -128,11 +128,11 @@ def traced(joined: JoinedCalls, inputs: Sequence[InputFacts], grad: bool, cast: 
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with _fake_mode():
-        alike = [facts.empty() for facts in inputs]
+        fake_inputs = [facts.empty() for facts in inputs]
     # Casts are recorded as operators, so that the compiled code runs without autocast.
     casting = torch.autocast(inputs[0].device.type, dtype=cast, enabled=cast is not None)
     with torch.set_grad_enabled(grad), casting:
-        graph = make_fx(joined.traceable, tracing_mode="fake")(*alike)
+        graph = make_fx(joined.traceable, tracing_mode="fake")(*fake_inputs)
     graph.graph.eliminate_dead_code()
     constants = _moved_to_inputs(graph)
     graph.recompile()

@@ -99,7 +99,9 @@ def unfold_along(builder: Builder, op: Operator) -> None:
         )
     output = builder.shape(op.first_output)
     axes = [
-        _covered(output[at], kernel, 1, 0, stride) if at == dim else Axis.shifted(output[at], 0)
+        _covered(output[at], kernel, dilation=1, padding=0, stride=stride)
+        if at == dim
+        else Axis.shifted(output[at], 0)  # along the other axis, each pixel stays where it is
         for at in input_split.dims
     ]
     plan = reach(builder, name, (axes[0], axes[1]))

@@ -164,7 +164,7 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
     map_box = builder.splits[op.args[0].name].layout.map
     if divisor is None and y.padding == x.padding == 0 and y.kernel >= map_box.height and x.kernel >= map_box.width:
         # A single window, which may extend beyond the map.
-        mean_over_space(builder, op.args[0].name, op.outputs[0], True)
+        mean_over_space(builder, op.args[0].name, op.outputs[0], keepdim=True)
         return
     plan = _sliding(builder, op, sliding)
     if overlapped_avg_pool(builder, op, sliding.window, plan.split, plan.need, include_pad, divisor):

@@ -123,7 +123,7 @@ class EncoderPass:
             room: prepared for each chunk that is computed again; None: all fit.
         """
         again = [chunk for chunk, graph in zip(self.chunks, graphs, strict=True) if graph is None]
-        read = self.reader.read(self.slides, again[::-1], self.like, self._waited, True)
+        read = self.reader.read(self.slides, again[::-1], self.like, self._waited, last=True)
         trained = [p for name, p in self.call.encoder.named_parameters() if name in self.facts.trained]
         for number in reversed(range(len(self.chunks))):
             # The list gives the graph up: after its backward, nothing else holds it.

@@ -49,9 +49,9 @@ class ShardedTilesEngine(TilesEngine):
         super()._distribute(comm)
         ranks = self.plan.ranks // self.plan.replicas
         # The ranks of all replicas that hold the same shards.
-        alike = comm.subgroup(range(comm.rank % ranks, comm.size, ranks))
-        assert alike is not None
-        self._copies = CountedCommunicator(alike)
+        copies = comm.subgroup(range(comm.rank % ranks, comm.size, ranks))
+        assert copies is not None
+        self._copies = CountedCommunicator(copies)
         group = agree(comm, lambda: process_group(self._groups.replica, device_of(self._model)))
         self._gathered_bytes = shard_encoder(self._model.encoder, group, device_of(self._model))
         self._flags = [parameter.requires_grad for parameter in self._model.encoder.parameters()]

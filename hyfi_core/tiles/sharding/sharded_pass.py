@@ -63,7 +63,7 @@ class ShardedPass(EncoderPass):
     ) -> None:
         """Drive all chunks backward, the last first; each call adds the sum over ranks to this rank's shards."""
         again = [chunk for chunk, graph in zip(self.chunks, graphs, strict=True) if graph is None]
-        read = self._read(again[::-1], True)
+        read = self._read(again[::-1], last=True)
         for number in reversed(range(len(self.chunks))):
             # Out of the list, so that each chunk's graph is freed after its backward.
             chunk, encoded, graphs[number] = self.chunks[number], graphs[number], None

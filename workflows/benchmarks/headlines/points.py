@@ -135,7 +135,7 @@ def _torchgpipe_resnet() -> list[Point]:
 
         def modelled(forecasts: Forecasts, plan: ParallelPlan = plan, images: int = images) -> float:
             batch = images * plan.microbatches
-            return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, True)
+            return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, but_last=True)
 
         setting = f"{network}, 224², {len(cuts) + 1} P40, micro-batches of {images}"
         points.append(Point("torchgpipe", "images/s", published, setting, True, modelled))

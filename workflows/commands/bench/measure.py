@@ -127,7 +127,7 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     # More ranks than cores, on one node: they take turns, which has a price of its own.
     if cores < len(local_ranks) == comm.size:
         shared = SharedCores(cores, layers.turn_s(comm, cores), bench.waiting(comm, cores))
-    near, far = _links(comm, device, hosts, True), _links(comm, device, hosts, False)
+    near, far = _links(comm, device, hosts, same=True), _links(comm, device, hosts, same=False)
     disk = _disk_bytes_per_s(folder) if comm.rank == 0 else 1.0
     host = _host_bytes_per_s(device) if comm.rank == 0 else None
     if alone is None or together is None:

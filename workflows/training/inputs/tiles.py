@@ -119,7 +119,7 @@ class TileInputs(BagInputs):
     def model_json(self) -> dict[str, Any]:
         """Return the content of ``model.json``, with ``tiles``."""
         if self._loaded is None:  # on a validator
-            self.make_model("cpu", False, lambda line: None)
+            self.make_model("cpu", loads=False, tell=lambda line: None)
         assert self._loaded is not None
         tiling = self._tiling
         return {
