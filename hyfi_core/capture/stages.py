@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.errors import RequestError
@@ -62,6 +62,22 @@ def cut_program(program: Program, results: tuple[Any, ...], cuts: Sequence[str])
     return ProgramCutter(program, results).cut(cuts)
 
 
+class _ValueUses(NamedTuple):
+    """A value and the operators that it connects.
+
+    Attributes:
+        name: of the value.
+        maker: position of the operator that computes it.
+        users: positions of those that take it, in ascending order.
+        in_order: whether later ones of them are never in earlier stages.
+    """
+
+    name: str
+    maker: int
+    users: tuple[int, ...]
+    in_order: bool
+
+
 class ProgramCutter:
     """Cuts a program in many ways: what does not depend on the cuts is computed once.
 
@@ -80,7 +96,7 @@ class ProgramCutter:
         self._free = free_values(program, self._operators)
         self._ordinals = {op.name: at for at, op in enumerate(program.operators)}
         self._makers = {o: at for at, op in enumerate(self._operators) for o in op.outputs if o is not None}
-        self._beside = self._serving_mutations_only()
+        self._for_mutations = self._serving_mutations_only()
         self._uses = self._uses_of_values()
         # Later operators overwrite earlier ones: what stays is the last of each module.
         self._last = {name: at for at, op in enumerate(self._operators) for name in _enclosing(op.module)}
@@ -112,11 +128,8 @@ class ProgramCutter:
                 beside[at] = inputs
         return beside
 
-    def _uses_of_values(self) -> tuple[tuple[str, int, tuple[int, ...], bool], ...]:
-        """Return (value, what makes it, what uses it, whether its users follow each other in the order of stages).
-
-        What takes the results stands behind all operators.
-        """
+    def _uses_of_values(self) -> tuple[_ValueUses, ...]:
+        """Return the uses of all values that may be sent; what takes the results stands behind all operators."""
         users: dict[str, list[int]] = {name: [] for name in self._makers}
         for at, op in enumerate(self._operators):
             for name in op.inputs:
@@ -125,8 +138,9 @@ class ProgramCutter:
         for name in refs_in(self._results):
             if name in users:
                 users[name].append(len(self._operators))
+        # `_owners` moves operators that serve mutations alone to earlier stages: out of order.
         return tuple(
-            (name, at, tuple(users[name]), self._beside.keys().isdisjoint((at, *users[name])))
+            _ValueUses(name, at, tuple(users[name]), self._for_mutations.keys().isdisjoint((at, *users[name])))
             for name, at in self._makers.items()
             if users[name]
         )
@@ -159,7 +173,7 @@ class ProgramCutter:
         computes its inputs, which is where the model changes them.
         """
         owner = [stage for stage, (a, b) in enumerate(ends) for _ in range(a, b)]
-        for at, makers in self._beside.items():
+        for at, makers in self._for_mutations.items():
             # The first stage that has all inputs; makers come before, so theirs are moved already.
             owner[at] = min(owner[at], max(owner[maker] for maker in makers))
         return [*owner, len(ends) - 1]
@@ -188,13 +202,13 @@ class ProgramCutter:
     def _travels(self, owner: Sequence[int]) -> dict[tuple[int, int], tuple[str, ...]]:
         """Return (from, to) -> values, in the order in which they are computed."""
         travels: dict[tuple[int, int], list[str]] = {}
-        for name, maker, users, in_order in self._uses:
-            first = owner[maker]
+        for value in self._uses:
+            first = owner[value.maker]
             # Then the last user is in the latest stage: if that is the maker's own, all others are.
-            if in_order and owner[users[-1]] == first:
+            if value.in_order and owner[value.users[-1]] == first:
                 continue
-            for to in sorted({owner[user] for user in users} - {first}):
-                travels.setdefault((first, to), []).append(name)
+            for to in sorted({owner[user] for user in value.users} - {first}):
+                travels.setdefault((first, to), []).append(value.name)
         return {edge: tuple(names) for edge, names in sorted(travels.items())}
 
     def _check_buffers(self, pieces: Sequence[Sequence[Operator]]) -> None:

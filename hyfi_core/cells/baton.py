@@ -236,7 +236,7 @@ class Lockstep:
     """The driver of a cell: its computations run together with those of all other cells of the process.
 
     Args:
-        baton: of the cells.
+        baton: shared by the cells of the process.
     """
 
     def __init__(self, baton: Baton) -> None:

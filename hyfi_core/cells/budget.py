@@ -246,7 +246,7 @@ class ResidentLimit:
         Freed memory that the process has kept is returned to the system if there is too little room.
 
         Args:
-            limit_bytes: at most.
+            limit_bytes: the most that the caller would allow.
             paged_bytes: of pages that are in memory now.
         """
         other_bytes = resident_bytes() - paged_bytes

@@ -57,7 +57,7 @@ class _Swap:
     """Tensors of other cells of this process, by reference.
 
     Args:
-        group: of the cells.
+        group: shared by the cells of the process.
         lanes: (cell that shows a tensor, cell that reads it), both as ranks of the group.
     """
 
@@ -158,7 +158,7 @@ class CellCommunicator:
         cell: index of this cell in the process.
 
     Attributes:
-        group: the same.
+        group: shared by the cells of the process.
     """
 
     def __init__(self, group: CellGroup, cell: int) -> None:
@@ -276,10 +276,12 @@ class CellCommunicator:
             comm = self.group.comm.split(color, comm_key)
             if comm is None:
                 return
+            # Processes have other numbers in the new communicator.
             processes = comm.broadcast_object(comm.gather_objects(self.group.comm.rank))
-            new_process = {process: at for at, process in enumerate(processes)}
+            new_number = {process: number for number, process in enumerate(processes)}
             chosen = sorted((k, rank) for c, k, rank in votes if c == color)
-            members = [(new_process[self.group.members[rank][0]], self.group.members[rank][1]) for _, rank in chosen]
+            former = [self.group.members[rank] for _, rank in chosen]
+            members = [(new_number[process], cell) for process, cell in former]
             call.result = CellGroup(comm, self.group.baton, members, self.group.spills)
 
         # A process has one place in the new communicator: that of its first cell.

@@ -106,7 +106,7 @@ def cost_of(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str]
         sketch: the program.
         operators: all operators in order; those that are not in the sketch end a fused run.
         maps: values that are split over the cells.
-        margins: of the choice.
+        margins: boxes and exchanges of the runs that were chosen.
     """
     sizes = _cell_bytes(sketch, margins)
     step = max((sum(sizes.get(str(name), 0.0) for name in (*op.inputs, *op.outputs)) for op in operators), default=0.0)

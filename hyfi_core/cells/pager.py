@@ -40,7 +40,7 @@ class Pager:
     """The pages of all cells of one process; called by the cell whose turn it is.
 
     Args:
-        store: for spilled pages.
+        store: where spilled pages go.
         limit_bytes: of pages in memory; exceeded only by a single step that needs more.
         cell: returns the cell whose turn it is.
         device: of the pages, a ``torch.device`` or its name.

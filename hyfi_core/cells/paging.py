@@ -58,7 +58,7 @@ class Paging:
         cell: returns the cell whose turn it is.
 
     Attributes:
-        pager: of all cells.
+        pager: one for all cells.
 
     Raises:
         RequestError: no file can be created in ``plan.spill``.

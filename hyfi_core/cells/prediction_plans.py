@@ -150,7 +150,7 @@ class _PredictionTrials:
         """Yield the way with the fewest cells that fits, if there is one."""
         sides = [side for side in _CELLS if side >= self._fewest(grid)] if self._may_have_cells(grid) else [1]
         for side in sides:
-            cells = None if side == 1 and not self._own_slides(grid) else (side, side)
+            cells = None if side == 1 and not self._always_has_cells(grid) else (side, side)
             try:
                 rank_bytes = evaluation_bytes(self._costs, grid, cells or (1, 1), self._held)
                 if rank_bytes > self._needs.memory_bytes:
@@ -195,7 +195,7 @@ class _PredictionTrials:
     def _least(self, rank_bytes: int) -> None:
         self._least_bytes = min(rank_bytes, self._least_bytes or rank_bytes)
 
-    def _own_slides(self, grid: tuple[int, int]) -> bool:
+    def _always_has_cells(self, grid: tuple[int, int]) -> bool:
         """Whether ``hyfi validate`` needs cells, even one, so that ranks have slides of their own."""
         return self._needs.command == "validate" and self._needs.ranks > 1 and prod(grid) == 1
 

@@ -42,7 +42,7 @@ class Recomputation:
     """How a map is recomputed.
 
     Attributes:
-        calls: in order.
+        calls: the calls, in order.
         sources: their input maps; kept, possibly spilled, as long as the recomputation.
         form: (size, stride, offset) in its storage.
         dtype: of the map.
@@ -76,7 +76,7 @@ class Made:
     """A step that has run, with its inputs and one of its results.
 
     Attributes:
-        step: of the tape.
+        step: the step of the tape that makes the map.
         inputs: value name -> input.
         name: of the result.
         result: a map.

@@ -118,7 +118,7 @@ def _spilled(stage: PagedForecast, pages: Sequence[PagedForecast], limit_bytes: 
         stage: in all cells, of one micro-batch.
         pages: of all stages of its rank, of all micro-batches in flight.
         limit_bytes: of maps in memory.
-        cells: of a rank.
+        cells: number of cells of a rank.
     """
     kept_bytes, working = sum(page.kept_bytes for page in pages), largest_step(pages).working_bytes
     stored = stage.kept_bytes * spilled_bytes(kept_bytes, limit_bytes, working, trains=True) / max(1, kept_bytes)

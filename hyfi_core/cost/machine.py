@@ -226,7 +226,7 @@ class MachineModel:
         """Return the time to move maps out of memory and back, once each.
 
         Args:
-            moved_bytes: of each rank.
+            moved_bytes: bytes that each rank moves.
             ranks: that move as many at the same time; those of a node share its disk.
             to_disk: whether to the disk; else to the memory of the host.
         """
@@ -256,8 +256,8 @@ class MachineModel:
         """Return the time of an all-reduce: latencies of a tree, bytes of a ring (Thakur et al., IJHPCA 2005).
 
         Args:
-            ranks: of the group.
-            length_bytes: of the tensor.
+            ranks: number of ranks of the group.
+            length_bytes: size of the tensor.
             link: the slowest in the group; None: that within a node if the ranks fit into one.
         """
         if ranks == 1:
@@ -272,7 +272,7 @@ class MachineModel:
 
         Args:
             nodes: number of nodes.
-            length_bytes: of the tensor.
+            length_bytes: size of the tensor.
             together: devices of each node for which its rank stands, and which use the network at no other time.
         """
         # One rank has the network for itself while the others of its node wait, up to what a rail carries.

@@ -73,7 +73,7 @@ class BackwardMemory:
     """Simulates a tape's backward, step by step, and decides what may be overwritten.
 
     Args:
-        facts: of the tape.
+        facts: what is known of the tape before the run.
         to_end: whether deferred gradients are computed after the whole tape, not before a norm waits.
     """
 

@@ -24,7 +24,7 @@ class Segment:
     """A run of local calls.
 
     Attributes:
-        calls: in order.
+        calls: the calls, in order.
         drops: after each call, the values that are no longer used.
         inputs: values from outside of the segment.
         outputs: values used outside of the segment.

@@ -42,7 +42,7 @@ class _SavedConvolution:
     Attributes:
         conv_input: the input of the native call: own part or canvas; the own part if the canvas is built again.
         strips: received strips; none if the canvas is kept.
-        weight: as passed.
+        weight: the weight as it was passed.
         dtype: of the input map; under autocast the others differ.
         shape: of the input map.
     """
@@ -59,7 +59,7 @@ class _Back:
     """Arguments of a backward.
 
     Attributes:
-        saved: by forward.
+        saved: what forward has saved.
         dy: cotangent of the output, in the dtype of the computation.
         kernel: the weight in that dtype.
         mask: which cotangents are needed: of map, weight, bias.

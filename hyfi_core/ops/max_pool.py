@@ -92,11 +92,12 @@ class MaxPool(Banded, RemakesSaved):
 
     def compact(self, saved: Any) -> Any:
         """Return the same with indices in a byte where that is enough; see ``ops.base.RemakesSaved``."""
-        if self.holds_map or not self.leaves_wide or saved[2] is None:
+        if self.holds_map or not self.leaves_wide:
             return saved
         if self.own is None:
-            back, canvas, indices, none = saved
-            return back, canvas, self._narrow(canvas, indices, self.canvas_padding), none
+            back, canvas, indices, no_places = saved
+            narrow = None if indices is None else self._narrow(canvas, indices, self.canvas_padding)
+            return back, canvas, narrow, no_places
         own, indices, places = saved
         # On the meta device: the map's memory may be gone, and only its shape is read.
         shape_alone = own.new_empty(own.shape, device="meta")

@@ -55,8 +55,8 @@ class PlaneExchange:
     Inputs are the values of this plane, outputs those of others, both in the order of ``values``.
 
     Attributes:
-        values: of all planes.
-        plane: of this rank.
+        values: those that any plane sends.
+        plane: number of this rank's plane.
         device: of received tensors.
         channels_last: whether maps are received in this memory format.
         active: names of values whose cotangents are sent back.

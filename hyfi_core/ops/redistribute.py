@@ -50,7 +50,7 @@ class Redistribute:
     """Redistributes a map from the boxes that ranks have to those that they need.
 
     Attributes:
-        transfer: of this rank.
+        transfer: what this rank keeps, sends and receives.
         dims: which tensor dims are (y, x).
         fill: value outside the map (0 for a convolution, -inf for a maximum).
         in_turn: whether other ranks run in this thread, too: then nothing is computed during an exchange, and received

@@ -49,8 +49,8 @@ def on_maps(rule: Rule, tiles: Rule = on_tiles) -> Rule:
     """Return a rule that refuses anything but one map ``(B, C, H, W)``, or tiles ``(N, C, h, w)``, as first argument.
 
     Args:
-        rule: for maps.
-        tiles: for tiles.
+        rule: the rule to use for maps.
+        tiles: the rule to use for tiles.
     """
     rule = one_map(rule)
 

@@ -60,7 +60,7 @@ class Builder:
     Args:
         program: the captured model.
         grid: rows and columns of ranks.
-        rank: of the instructions.
+        rank: the rank whose instructions are built.
         entries: values from other stages -> how they are split here, None for a replicated one.
         runs: fused runs, in which ranks compute margins.
         replicas: batch norms take their statistics over this many times the samples of this replica.

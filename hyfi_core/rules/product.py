@@ -125,7 +125,16 @@ def _with_factors(argument: Any, names: Iterator[str]) -> Any:
 
 
 def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Split, space: tuple[str, str]) -> str:
-    """Return a factor with the pixels of the anchor, or gathered if its height and width have other letters."""
+    """Return a factor with the pixels of the anchor, or gathered if its height and width have other letters.
+
+    Args:
+        builder: of the rank's program.
+        op: the product.
+        name: of the factor.
+        term: its letters, one for each dim.
+        anchor: how the first factor that is a map is divided.
+        space: the letters of height and width there.
+    """
     split = builder.splits.get(name)
     if split is not None and (term[split.dims[0]], term[split.dims[1]]) == space and split.space == anchor.space:
         return builder.part(name, replace(anchor, dims=split.dims))

@@ -73,7 +73,7 @@ class _DeferredGradients:
     """Deferred weight gradients.
 
     Attributes:
-        record: of the operator.
+        record: what its forward has left.
         rest: computes them.
         names: parameters whose gradient is complete with them.
     """

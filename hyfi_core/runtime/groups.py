@@ -19,7 +19,7 @@ class Groups:
 
     Attributes:
         all: every trainer.
-        index: of this replica.
+        index: number of this replica.
         replica: the ranks of this replica, plane after plane.
         plane: those of this rank's plane, which hold the model once; used between stages.
         stages: (stage, direction) -> the ranks of a stage, in the order of its parts, for all stages of this rank.

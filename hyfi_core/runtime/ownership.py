@@ -177,7 +177,7 @@ def read_values(
         stages: name -> stages that use it; every rank needs a tensor that has none.
         groups: the plan's groups.
         weights: where they are read.
-        device: for the values.
+        device: where the values are to be.
 
     Raises:
         RequestError: on every rank: a tensor is missing or has another shape.

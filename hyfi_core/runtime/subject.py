@@ -106,7 +106,7 @@ class Bindings:
             groups: the plan's groups.
             releases: whether to release, or not to read, the tensors that only stages on other ranks use.
             weights: of tensors on the meta device.
-            device: for them.
+            device: where they are to be.
 
         Raises:
             RequestError: on every rank: the weights do not fit.

@@ -39,7 +39,7 @@ def expected(
     Args:
         placement: which ranks hold which stage.
         edges: stages that exchange values.
-        microbatches: of each direction.
+        microbatches: numbers of the micro-batches of each direction.
         point_to_point: whether direction 1 sends its gradients to direction 0.
         halves: the backwards that are divided into I and W.
     """

@@ -158,12 +158,12 @@ class DryRun:
         schedule: lowered.
         placement: which ranks hold which stage.
         needs: for each rank, the actions that must precede each of its actions.
-        durations: of actions.
+        durations: how long actions take.
         sum_directions: whether a reduction sums the gradients of both directions.
         one_stream: whether all messages of a rank go through one stream.
 
     Attributes:
-        placement: the same.
+        placement: which ranks hold which stage.
         ranks: the state of each rank.
         lanes: (sender, receiver) -> sides of messages that wait for their other side, in order.
         spans: (rank, action, start, end) of each event.

@@ -60,7 +60,7 @@ class SlideParts:
         """Return the chunks of a rank, in the order in which they are encoded.
 
         Args:
-            rank: of the replica.
+            rank: number of the rank in its replica.
             size: tiles of a chunk; None: all tiles of a slide are one chunk, which may be empty.
         """
         chunks: list[TileChunk] = []

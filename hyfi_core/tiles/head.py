@@ -45,7 +45,7 @@ class BagHead:
     """The aggregator and the loss of a step.
 
     Attributes:
-        call: of the aggregator.
+        call: calls the aggregator.
         model: encoder and aggregator.
         loss: of (logits, labels) of the whole batch.
         groups: the plan's groups.
@@ -71,7 +71,7 @@ class BagHead:
         Args:
             features: of all slides of this replica.
             slides: for their coordinates.
-            labels: of this replica.
+            labels: of this replica's slides.
             key: of the replica's first slide.
             trains_encoder: whether gradients of the features are needed.
 

@@ -38,8 +38,8 @@ class TriedModel:
     """Trials of encoder and aggregator, for certain flags and a certain shape of tiles.
 
     Attributes:
-        facts: of the encoder.
-        call: of the aggregator.
+        facts: what was found of the encoder.
+        call: calls the aggregator.
         like: shape and dtype of a tile.
         lasting: numbers of tiles of slides -> bytes of features and of the aggregator, which live through a step.
     """

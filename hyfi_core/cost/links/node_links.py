@@ -29,7 +29,7 @@ class NodeLinks:
     """Times of a plan's messages, by the nodes on which its ranks lie.
 
     Args:
-        plan: of the ranks.
+        plan: how the ranks are used.
         machine: has the links, and the number of devices on a node.
     """
 
@@ -125,7 +125,7 @@ def _crossings(
         begins: devices of a node that may have the first rank of the grid; replicas begin at different ones.
         per_node: devices of a node.
         backwards: whether ranks count down along the grid, as in the second direction.
-        peers: of each rank.
+        peers: where the peers of a rank are, relative to it.
     """
     (rows, columns), step = grid, -1 if backwards else 1
 

@@ -99,7 +99,7 @@ class MemoryForecast:
 
         Args:
             gradients: whether there are any before.
-            way: of counting.
+            way: whether to count the peak or the least, see ``PeakOrLeast``.
         """
         if way == "peak":
             return self.later_bytes if gradients else self.first_bytes
@@ -117,8 +117,8 @@ def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], w
 
     Args:
         forecasts: the forecast of each stage that it holds.
-        moments: of the rank.
-        way: of counting.
+        moments: what the rank does when it may hold the most.
+        way: whether to count the peak or the least, see ``PeakOrLeast``.
     """
     copies = UPDATE_COPIES if way == "peak" else 0
     # During the update no maps are left, but the optimizer's temporary tensors of one weight.
@@ -151,7 +151,7 @@ def rank_peaks(plan: ParallelPlan, stages: Sequence[MemoryForecast], way: PeakOr
     Args:
         plan: with as many stages; without cells.
         stages: forecast for each stage.
-        way: of counting.
+        way: whether to count the peak or the least, see ``PeakOrLeast``.
     """
     placement, moments = Placement.of(plan), fullest_moments(plan)
     # Ranks that hold the same stages have the same peak; at start, a rank has the whole model.

@@ -139,7 +139,7 @@ class TablePeak:
     """The peak of every stage, as ``Peak`` is that of one.
 
     Args:
-        walk: of all stages.
+        walk: what all stages hold, operator by operator.
         first: whether gradients are made by the backward itself.
         second: of the second part of a backward; None: it has one part.
     """

@@ -107,7 +107,7 @@ class PlanBounds:
     Args:
         programs: captures the model.
         batch: images of a step, over all replicas.
-        ranks: of all replicas.
+        ranks: number of ranks, of all replicas together.
         machine: the machine model.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
     """

@@ -59,7 +59,7 @@ class StudiedModel:
 
     Attributes:
         programs: captures the model, or derives the captured model.
-        measured: for cuts.
+        measured: costs by which cuts are chosen.
         lowered: stages.
         memory: what stages keep.
     """

@@ -67,9 +67,9 @@ def resized(single: Program, two: Program, images: int) -> Program:
     """Return the program for ``images`` images; constants are those of ``single``.
 
     Args:
-        single: for one image.
-        two: for two.
-        images: of the micro-batch.
+        single: the program for one image.
+        two: the program for two images.
+        images: number of images of the program to return.
     """
     same = ("parameters", "buffers", "image", "outputs", "mutations")
     sizes = [[(name, item.shape, item.dtype) for name, item in program.constants.items()] for program in (single, two)]

@@ -29,7 +29,7 @@ class WholeLayouts:
 
     Attributes:
         program: the captured model.
-        ranked: for one rank.
+        ranked: the program lowered for one rank.
         operators: name -> operator, as it was lowered.
     """
 

@@ -256,7 +256,7 @@ class _CompiledCalls:
     """Joined calls that run as they are until a compiled function takes their place.
 
     Attributes:
-        joined: as they are.
+        joined: the calls as they are, uncompiled.
     """
 
     def __init__(self, joined: JoinedCalls, compiler: SegmentCompiler) -> None:

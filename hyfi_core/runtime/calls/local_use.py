@@ -40,7 +40,7 @@ def mark_stale(model: nn.Module, name: str | None) -> None:
     """Refuse and warn of local use from now on.
 
     Args:
-        model: with the hooks.
+        model: the module that gets the hooks.
         name: a weight that only other ranks train; None: all are up to date.
     """
     if name is None:

@@ -55,7 +55,7 @@ class KnownMean:
     """A loss that is the mean of terms of single samples, for labels that fit.
 
     Attributes:
-        kind: of labels.
+        kind: the kind of labels that the loss takes.
         ignored: the index of a class whose samples do not count; if it occurs, the loss is not a mean over all samples.
         classes: number of classes or elements of a sample on which it can be tried.
     """

@@ -45,7 +45,7 @@ class StepLoss(ABC):
 
         Args:
             microbatch: its number.
-            leaves: of its output.
+            leaves: tensors of its output.
             first: whether this is the one rank of the stage whose cotangents count: those of a replicated value are
                 summed over ranks, so that they are zero on all others.
         """
@@ -65,7 +65,7 @@ class MicrobatchLoss(StepLoss):
     Args:
         function: the loss.
         pick: turns the leaves of the output into the loss's argument.
-        labels: of each micro-batch.
+        labels: for each micro-batch, its labels.
         weight: the divisor of each loss.
         device: of the value.
     """

@@ -38,7 +38,7 @@ class TrainingLoss:
     Args:
         subject: the model, its loss, what that is computed over, and autocast.
         plan: of the run.
-        groups: of this rank.
+        groups: communicators of this rank.
     """
 
     def __init__(self, subject: Subject, plan: ParallelPlan, groups: Groups) -> None:

@@ -39,7 +39,7 @@ def save_engine(
     Args:
         folder: the same on every rank, on a disk that all see.
         comm: all ranks.
-        part: of this rank.
+        part: this rank's part of the checkpoint.
         random: its key of random operators.
         extra: what ``read_engine`` returns with it; JSON.
         model_json: what else goes to ``model.json``; JSON.

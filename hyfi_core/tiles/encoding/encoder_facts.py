@@ -32,8 +32,8 @@ class TileBytes:
     """Memory that grows with the tiles of a chunk: fixed bytes, and bytes for each tile.
 
     Attributes:
-        fixed: of any chunk.
-        each: of a tile.
+        fixed: bytes of a chunk, whatever its size.
+        each: bytes for each tile of a chunk.
     """
 
     fixed: int

@@ -37,17 +37,17 @@ class EncoderPass:
     """The encoder's part of one step, or of a prediction.
 
     Attributes:
-        call: of the encoder.
-        facts: of the encoder.
-        slides: of this replica.
+        call: calls the encoder.
+        facts: what trials have found of the encoder.
+        slides: the slides of this replica.
         parts: how ranks share tiles.
-        chunks: of this rank.
+        chunks: the chunks of this rank.
         comm: the ranks of this replica.
-        seed: of random numbers.
-        step: of training.
+        seed: part of the key of random numbers.
+        step: number of the training step, likewise.
         like: (shape, dtype) of a tile.
         trains: whether a backward follows.
-        reader: of tiles.
+        reader: reads the tiles.
         vectors: features of a frozen encoder that are kept between steps; None: none are.
         waited_s: seconds spent waiting for tiles that were not read yet.
     """
