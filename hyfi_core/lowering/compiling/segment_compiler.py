@@ -6,7 +6,7 @@ differ in what they compile, and in when they begin to use it.
     traced once         per gradient mode, autocast and layout of the inputs
     compiled once       per graph, shapes and memory formats: equal blocks of a model share their code
     as it is            until it is compiled in the background, or where tracing or compiling fails (with a warning
-                        that says why, once), or nothing is fused
+                        that says why, once), or nothing is fused, or backward runs once for each output
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,19 @@ _CODE: dict[Hashable, CompiledFunction] = {}  # equal graphs -> compiled code, f
 _CODES_KEPT = 512
 _LAYOUTS_KEPT = 8
 """Layouts of inputs for which a segment is compiled; beyond them it runs as it is."""
+
+
+_UNCOMPILED: ContextVar[bool] = ContextVar("uncompiled", default=False)
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Context in which segments run as they are: the backward of compiled code runs once, and reuses what was saved."""
+    before = _UNCOMPILED.set(True)
+    try:
+        yield
+    finally:
+        _UNCOMPILED.reset(before)
 
 
 def why_not_compiled(device: torch.device) -> str | None:
@@ -265,6 +279,8 @@ class _CompiledCalls:
         self._functions: dict[Hashable, CompiledFunction] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        if _UNCOMPILED.get():
+            return self.joined(*tensors)
         kind = tensors[0].device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         grad = torch.is_grad_enabled()

@@ -18,8 +18,9 @@ import torch
 from hyfi_core.capture.program import Program, Ref, substitute
 from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.counted import CountedCommunicator
-from hyfi_core.comm.waits import Waits, waited
+from hyfi_core.comm.waits import Waits, waited, within
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.compiling.segment_compiler import uncompiled
 from hyfi_core.lowering.joined_calls import parts_of
 from hyfi_core.lowering.segments import Tape
 from hyfi_core.ops.redistribute import Redistribute
@@ -173,7 +174,7 @@ def attribute_head(
     positions = position_logits(ranked.program, name, activation, values) if pools_maps else None
     executor = Executor(head, stage, memory=memory)
     # One tape and a backward for each class: ``keep`` leaves its records as they are.
-    records = yield from executor.forward(values, record=True)
+    records = yield from within(uncompiled, executor.forward(values, record=True))
     logits, output = output_logits(ranked, values)
     memory.stay(logits)
     maps = []

@@ -17,8 +17,9 @@ import torch
 
 from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.counted import CountedCommunicator
-from hyfi_core.comm.waits import Waits
+from hyfi_core.comm.waits import Waits, within
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.compiling.segment_compiler import uncompiled
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.backward import LocalValues
@@ -79,7 +80,7 @@ def differentiate(
     tape = build_tape(ranked, (image,))
     memory = memory_of(tape)
     executor = Executor(tape, stage, memory=memory)
-    records = yield from executor.forward(values, record=True)
+    records = yield from within(uncompiled, executor.forward(values, record=True))
     logits, output = output_logits(ranked, values)
     memory.stay(logits)
     for index in range(logits.shape[1]):

@@ -25,6 +25,7 @@ from hyfi_core.lowering.compiling.background import BackgroundBatch
 from hyfi_core.lowering.compiling.graph_job import GraphJob, InputFacts
 from hyfi_core.lowering.compiling.segment_compiler import why_not_compiled
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.calls.input_gradients import InputGradient
 
 SHAPE = (2, 3, 12, 12)
 
@@ -126,6 +127,23 @@ def test_steps_run_as_they_are_until_code_is_ready(later: type[LaterBatch]) -> N
     state, wanted_state = engine.gather_state_dict(), plain.gather_state_dict()
     assert state is not None and wanted_state is not None
     assert all(torch.allclose(state[name], value, atol=1e-12) for name, value in wanted_state.items())
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_gradients_of_the_image_run_as_they_are(later: type[LaterBatch], behind: bool) -> None:
+    """They have a backward for each output, and that of compiled code runs once: it failed at the second output."""
+    (plain, images, _), (engine, *_) = _engine("off"), _engine("on", behind)
+    assert engine.segments is not None
+    for _ in range(4):
+        found: list[InputGradient] = []
+        wanted: list[InputGradient] = []
+        logits = engine.input_gradients(images, found.append)
+        assert torch.allclose(logits, plain.input_gradients(images, wanted.append), atol=1e-6)
+        assert len(found) == len(wanted) == logits.shape[1] > 1
+        assert all(torch.allclose(a.values, b.values, atol=1e-12) for a, b in zip(found, wanted, strict=True))
+        assert torch.allclose(engine.predict(images), plain.predict(images), atol=1e-12)
+        assert torch.allclose(engine.explain(images)[1], plain.explain(images)[1], atol=1e-6)
+    assert engine.segments.segments > 0  # those of predictions
 
 
 def test_segments_that_hold_tensors_wait_for_children_and_share_code(later: type[LaterBatch]) -> None:
