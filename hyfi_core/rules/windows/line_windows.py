@@ -63,7 +63,7 @@ def conv1d(builder: Builder, op: Operator) -> None:
     if isinstance(padding, str):
         padding = step * (kernel - 1) // 2 if padding == "same" else 0
     rows = _rows(builder, op, _Line(kernel, _number(padding), step), _number(stride))
-    if rows is None:
+    if rows is None:  # no row is divided: it has been emitted as it is
         return
 
     def call(tensor: torch.Tensor, taps: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def max_pool1d(builder: Builder, op: Operator) -> None:
     _, kernel, stride, padding, dilation, _ = arguments(op.args, ([], [0], [1], False), 2)
     line = _Line(_number(kernel), _number(padding), _number(dilation), float("-inf"))
     rows = _rows(builder, op, line, _number(stride or kernel))
-    if rows is None:
+    if rows is None:  # no row is divided: it has been emitted as it is
         return
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def avg_pool1d(builder: Builder, op: Operator) -> None:
     _, kernel, stride, padding, _, include_pad = arguments(op.args, ([], [0], False, True), 2)
     line, split = _Line(_number(kernel), _number(padding)), builder.splits[op.args[0].name].owned
     rows = _rows(builder, op, line, _number(stride or kernel))
-    if rows is None:
+    if rows is None:  # no row is divided: it has been emitted as it is
         return
     covered = Constant(_counts(line, split.layout, builder.rank))
 
