@@ -1,0 +1,257 @@
+"""Every refusal of a rule: reached by the smallest function of a map, and saying what is wrong and what would work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hyfi_core.capture.program import Program
+from hyfi_core.errors import RequestError
+from hyfi_core.lowering.lower import Target, lower
+from tests.harness import Answers, captured_once
+
+Tensor = torch.Tensor
+SHAPE = (2, 3, 12, 12)  # a map of 6 x 6: turned, it has the same shape
+attend = F.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A function of a map (2, 6, 6, 6), and what is said of it."""
+
+    function: Callable[[Tensor], Tensor]
+    operator: str
+    problem: str
+    instead: str
+
+
+def flat(y: Tensor) -> Tensor:
+    return y.flatten(2)
+
+
+def positions(y: Tensor) -> Tensor:
+    return flat(y).transpose(1, 2)
+
+
+def turned(y: Tensor) -> Tensor:
+    return y.transpose(2, 3)
+
+
+def tiles(y: Tensor) -> Tensor:
+    return y.unflatten(2, (3, 2)).unflatten(4, (3, 2)).permute(0, 2, 4, 1, 3, 5).reshape(-1, 6, 2, 2)
+
+
+def by_one_index(y: Tensor) -> Tensor:
+    which = torch.tensor([0, 2])
+    return flat(y)[:, which, which]
+
+
+def with_mask(y: Tensor) -> Tensor:
+    kept, mask = torch.ops.aten.native_dropout(y, 0.5, True)
+    return kept * mask
+
+
+def by_running(y: Tensor, live: bool) -> Tensor:
+    return F.instance_norm(y, torch.zeros(6), torch.ones(6), use_input_stats=live)
+
+
+MIXED = "which mix rows or columns with something else"
+EITHER = "either height or width"
+CHANNELS = "entries of a dim other than height and width, such as channels (1)"
+UNMASKED = "attention without a mask and without dropout"
+TRACKED = "nn.InstanceNorm2d(track_running_stats=True), or nn.GroupNorm"
+
+REFUSED: dict[str, Refused] = {
+    "norm of rows": Refused(
+        lambda y: F.layer_norm(y, (6,)),
+        "layer_norm.default",
+        "normalises dims [3] of a map whose height and width are dims (2, 3)",
+        "normalisation of channels only",
+    ),
+    "RMS norm of space": Refused(
+        lambda y: F.rms_norm(y, (6, 6)),
+        "rms_norm.default",
+        "normalises dims [2, 3] of a map whose height and width are dims (2, 3)",
+        "normalisation of channels only",
+    ),
+    "cosine along rows": Refused(
+        lambda y: F.cosine_similarity(y, y * 2, dim=2),
+        "cosine_similarity.default",
+        "is along dim 2, which is height or width",
+        "a dim other than height and width, such as channels (1)",
+    ),
+    "written by a map of indices": Refused(
+        lambda y: y.index_put((torch.tensor([[0]]), y.argmax(1)[:1]), torch.zeros(())),
+        "index_put.default",
+        "indexes by a feature map",
+        "torch.gather, or indices that are not computed from a map",
+    ),
+    "written with a turned map": Refused(
+        lambda y: y.index_put((torch.tensor([0]),), turned(y)[:1]),
+        "index_put.default",
+        "writes a map whose height and width are dims (3, 2) where dims (2, 3) are expected",
+        "maps of equal size in the same dims",
+    ),
+    "flat pixels overwritten": Refused(
+        lambda y: torch.slice_scatter(flat(y), torch.zeros(2, 6, 4), 2, 0, 4),
+        "slice_scatter.default",
+        "overwrites pixels of a map whose height and width are flattened into one dim",
+        EITHER,
+    ),
+    "pixels overwritten by a turned map": Refused(
+        lambda y: torch.slice_scatter(y, turned(y)[:, :, :3], 2, 0, 3),
+        "slice_scatter.default",
+        "writes a map whose height and width are dims (3, 2) into one where they are (2, 3)",
+        "maps in the same dims",
+    ),
+    "diagonal of space": Refused(
+        lambda y: torch.diagonal(y, dim1=2, dim2=3),
+        "diagonal.default",
+        "takes the diagonal of dims [2, 3], which include height or width (dims (2, 3))",
+        CHANNELS,
+    ),
+    "no rows": Refused(
+        lambda y: y[:, :, 3:3], "slice.Tensor", "gives an empty slice of dim 2", "a slice that is not empty"
+    ),
+    "channels repeated at the border": Refused(
+        lambda y: F.pad(y.unsqueeze(1), (0, 0, 0, 0, 1, 1), mode="replicate"),
+        "pad.default",
+        "pads dims [2] in mode 'replicate'",
+        "padding of height and width (dims (3, 4))",
+    ),
+    "roll of positions": Refused(
+        lambda y: torch.roll(flat(y), 1, 2), "roll.default", f"rolls dims [2], {MIXED}", EITHER
+    ),
+    "flip of positions": Refused(lambda y: flat(y).flip(2), "flip.default", f"flips dims [2], {MIXED}", EITHER),
+    "norm by running statistics": Refused(
+        lambda y: by_running(y, live=False), "instance_norm.default", "keeps running statistics", TRACKED
+    ),
+    "norm that keeps statistics": Refused(
+        lambda y: by_running(y, live=True), "instance_norm.default", "keeps running statistics", TRACKED
+    ),
+    "norm of tiles by running statistics": Refused(
+        lambda y: by_running(tiles(y), live=False),
+        "instance_norm.default",
+        "keeps running statistics",
+        "nn.InstanceNorm2d without them, or nn.GroupNorm",
+    ),
+    "pooling in three dims": Refused(
+        lambda y: F.avg_pool3d(y.unsqueeze(1), (1, 2, 2)),
+        "avg_pool3d.default",
+        "pools with kernel [1, 2, 2] over a map whose height and width are dims (3, 4)",
+        "nn.LocalResponseNorm on (B, C, H, W)",
+    ),
+    "one index for two dims": Refused(
+        by_one_index, "index.Tensor", "uses one tensor as index of two dims", "a tensor for each"
+    ),
+    "product of one pixel": Refused(
+        lambda y: positions(y[:, :, :1, :1]) @ torch.ones(6, 4),
+        "matmul.default",
+        "takes a map of a single pixel",
+        "a map of more than one pixel",
+    ),
+    "diagonal by einsum": Refused(
+        lambda y: torch.einsum("bcii->bci", y),
+        "einsum.default",
+        "has the equation 'bcii->bci'",
+        "one letter for each dim, none twice in one operand",
+    ),
+    "mask of dropout": Refused(
+        with_mask, "native_dropout.default", "returns its mask", "dropout whose mask is used by nothing else"
+    ),
+    "norm of order 1/2": Refused(
+        lambda y: torch.linalg.vector_norm(y, 0.5, (2, 3)),
+        "linalg_vector_norm.default",
+        "is a norm of order 0.5 over dims (2, 3)",
+        "orders of 1 or more, or inf over height and width only",
+    ),
+    "variance of too few": Refused(
+        lambda y: y.var((2, 3), correction=36),
+        "var.correction",
+        "has 36 value(s), too few for correction=36",
+        "a smaller correction",
+    ),
+    "sum of channels with rows": Refused(
+        lambda y: y.flatten(1, 2).sum(1), "sum.dim_IntList", f"is over dims (1,), {MIXED}", EITHER
+    ),
+    "slice of positions": Refused(
+        lambda y: flat(y)[:, :, :4],
+        "slice.Tensor",
+        "slices a dim in which height and width are flattened",
+        "a slice of either height or width",
+    ),
+    "every second tile": Refused(
+        lambda y: tiles(y)[::2], "slice.Tensor", "takes tiles with a step other than 1, or none", "consecutive tiles"
+    ),
+    "no tiles": Refused(
+        lambda y: tiles(y)[3:3], "slice.Tensor", "takes tiles with a step other than 1, or none", "consecutive tiles"
+    ),
+    "causal attention": Refused(
+        lambda y: attend(positions(y), positions(y) * 2, positions(y), is_causal=True),
+        "scaled_dot_product_attention.default",
+        "has a mask or dropout",
+        UNMASKED,
+    ),
+    "masked attention": Refused(
+        lambda y: attend(positions(y), positions(y) * 2, positions(y), torch.ones(36, 36, dtype=torch.bool)),
+        "scaled_dot_product_attention.default",
+        "has a mask or dropout",
+        UNMASKED,
+    ),
+    "attention with dropout": Refused(
+        lambda y: attend(positions(y), positions(y) * 2, positions(y), dropout_p=0.5),
+        "scaled_dot_product_attention.default",
+        "has a mask or dropout",
+        UNMASKED,
+    ),
+    "attention of channels": Refused(
+        lambda y: attend(flat(y), flat(y) * 2, flat(y)),
+        "scaled_dot_product_attention.default",
+        "takes (2, 6, 36) whose height and width are dims (2, 2)",
+        "positions in dim -2",
+    ),
+    "attention to a map of keys": Refused(
+        lambda y: attend(torch.ones(2, 1, 6), positions(y), torch.ones(2, 36, 6)),
+        "scaled_dot_product_attention.default",
+        "has keys and values, and only one of them is a map",
+        "maps for both, or for neither",
+    ),
+    "pooling of channels along positions": Refused(
+        lambda y: F.avg_pool1d(positions(y), 3, 1, 1),
+        "avg_pool1d.default",
+        "works over dims (1, 2) of (2, 36, 6), not over positions",
+        "(B, C, H · W)",
+    ),
+    "windows of positions": Refused(
+        lambda y: flat(y).unfold(2, 3, 1),
+        "unfold.default",
+        "takes windows along dim 2, which mixes rows or columns with something else",
+        EITHER,
+    ),
+}
+
+
+def program() -> Program:
+    """Capture one model whose outputs are all of the functions."""
+    return captured_once(Answers({name: each.function for name, each in REFUSED.items()}), SHAPE, torch.float32)
+
+
+def said_of(name: str, **settings: Any) -> str:
+    """Return what is said when only this function is lowered for one of four ranks."""
+    output = program().outputs[list(REFUSED).index(name)]
+    with pytest.raises(RequestError) as caught:
+        lower(program(), Target((2, 2), 0, gather_bytes=0, **settings), (output,))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_divided_is_refused_by_name(name: str) -> None:
+    refused = REFUSED[name]
+    # Gathering the map is offered behind it, except to what draws numbers.
+    said = said_of(name).partition("; or plan.gather_bytes=")[0]
+    assert said == f"aten.{refused.operator} {refused.problem}; what works: {refused.instead}"
