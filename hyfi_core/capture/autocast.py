@@ -10,6 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyfi_core.capture.program import Program, refs_in, substitute
 
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
 
 def under_autocast(program: Program, dtype: torch.dtype, device: str) -> Program:
     """Return the program with the dtypes that its values have under autocast; see ``dtypes_under_autocast``."""
@@ -41,7 +44,9 @@ def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str) -> 
             kwargs = {key: substitute(item, values) for key, item in op.kwargs.items()}
             if kwargs.get("device") is not None:  # the device of capture; dtypes do not depend on it
                 kwargs["device"] = torch.device(device)
-            results = op.target(*substitute(op.args, values), **kwargs)
+            # Strides may differ from those at capture, for example in attention: a view may not exist.
+            target = aten.reshape.default if op.target in _VIEWS else op.target
+            results = target(*substitute(op.args, values), **kwargs)
             if isinstance(results, torch.Tensor):
                 results = (results,)
             # Not strict: an operator may have more results than are used.

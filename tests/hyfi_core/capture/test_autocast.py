@@ -51,3 +51,23 @@ def test_a_gpu_has_lists_of_its_own(program: Program, monkeypatch: pytest.Monkey
     found = dtypes_under_autocast(program, torch.float16, "cuda")
     assert found[made_by(program, "conv2d")] == torch.float16
     assert found[made_by(program, "exp")] == torch.float32
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens: torch.Tensor = self.encoder(self.patches(x).flatten(2).transpose(1, 2))
+        return tokens.mean(1)
+
+
+def test_attention_may_have_other_strides_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The view that follows it at capture does not exist for the strides of a GPU's kernel."""
+    program = capture(Attending().eval(), (2, 3, 32, 32), torch.float32)
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    found = dtypes_under_autocast(program, torch.float16, "cuda")
+    assert found[made_by(program, "scaled_dot_product_attention")] == torch.float16
+    assert found[made_by(program, "mean")] == torch.float32  # behind a layer norm
