@@ -63,6 +63,11 @@ def is_sensible(mpp: tuple[float, float] | None) -> bool:
     return max(mpp) <= (1 + SQUARE_TOLERANCE) * min(mpp)
 
 
+def agree(a_um: tuple[float, float], b_um: tuple[float, float]) -> bool:
+    """Whether two statements (y, x) differ by at most 5 % in both directions."""
+    return all(abs(a - b) <= AGREE_TOLERANCE * min(a, b) for a, b in zip(a_um, b_um, strict=True))
+
+
 def mpp_text(mpp: list[float] | tuple[float, float] | None) -> str:
     """Return (y, x) microns per pixel as text."""
     if mpp is None:

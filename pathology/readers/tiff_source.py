@@ -25,9 +25,9 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.facts.levels import StatedLevel, believed_levels, fitted_levels
 from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError, check_plane, pages_of_ome, picked_plane
-from pathology.readers.facts.pixel_size import checked_mpp
+from pathology.readers.facts.pixel_size import checked_mpp, noted_if_contrary
 from pathology.readers.facts.slide_facts import Note, merged
-from pathology.readers.facts.stated_mpp import power_of_ome, stated_by_tiff
+from pathology.readers.facts.stated_mpp import power_of_ome, stated_by_coarser, stated_by_tiff
 from pathology.readers.slide_file import SlideFile, coalesced
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, levels_of_sizes, translation
@@ -83,7 +83,7 @@ class TiffSource:
                 first = pages[0]
                 power = by_openslide.objective_power if by_openslide else power_of_ome(tiff.ome_metadata or "")
                 stated = merged(by_openslide.facts.mpp if by_openslide else (), stated_by_tiff(tiff, first))
-                checked = checked_mpp(stated, power, _size(first))
+                checked = noted_if_contrary(checked_mpp(stated, power, _size(first)), stated_by_coarser(pages))
                 self.orientation = orientation_of_page(first)
                 self.vendor = by_openslide.vendor if by_openslide else "ome-tiff" if tiff.is_ome else "generic-tiff"
                 # The tag itself: OpenSlide's binding returns the profile as rewritten by Little CMS.

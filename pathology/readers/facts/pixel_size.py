@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pathology.readers.facts.slide_facts import APERIO, Note, SlideFacts, StatedMpp
-from pathology.readers.mpp import AGREE_TOLERANCE, UM_TIMES_POWER, is_sensible, mpp_text
+from pathology.readers.mpp import UM_TIMES_POWER, agree, is_sensible, mpp_text
 
 MPP_FLAG = "mpp_doubtful"
 FINEST_UM = 0.12
@@ -67,6 +67,14 @@ def checked_mpp(stated: tuple[StatedMpp, ...], power: float | None, size_px: tup
     return _against_power(_agreed(fine, power, size_px, facts), power)
 
 
+def noted_if_contrary(checked: CheckedMpp, other: StatedMpp | None) -> CheckedMpp:
+    """Return what is believed, with a note if a statement of little weight contradicts it."""
+    if checked.um is None or other is None or agree(checked.um, other.um):
+        return checked
+    text = f"{mpp_text(checked.um)} is taken, but {_as_text(other)} for the finest one"
+    return replace(checked, facts=checked.facts.noting(Note(MPP_FLAG, text)))
+
+
 def _is_fine_for(stated: StatedMpp, power: float | None) -> bool:
     return min(stated.um) >= FINEST_UM or (power is not None and power >= _IMMERSION_POWER)
 
@@ -79,12 +87,12 @@ def _agreed(stated: list[StatedMpp], power: float | None, size_px: tuple[int, in
     if stale:
         return _of_another_size(stale[0], current, size_px, facts)
     first = stated[0]
-    contrary = next((statement for statement in stated if not _agree(statement.um, first.um)), None)
+    contrary = next((statement for statement in stated if not agree(statement.um, first.um)), None)
     if contrary is None:
         return CheckedMpp(first.um, facts)
     contradiction = f"{_as_text(first)}, but {_as_text(contrary)}{_usual_mistake(first, contrary)}"
     likely = [statement for statement in stated if power and _within(_mean(statement) * power, _DECIDES)]
-    if likely and all(_agree(statement.um, likely[0].um) for statement in likely):
+    if likely and all(agree(statement.um, likely[0].um) for statement in likely):
         text = f"{contradiction}; {mpp_text(likely[0].um)} fits the {power:g}× that the file states"
         return CheckedMpp(likely[0].um, facts.noting(Note(MPP_FLAG, text)))
     return CheckedMpp(None, replace(facts, mpp_doubt=contradiction))
@@ -105,11 +113,11 @@ def _of_another_size(
         f"{size_px[0]} × {size_px[1]} px"
     )
     for statement in current:
-        if same_shape and _agree(statement.um, reduced):
+        if same_shape and agree(statement.um, reduced):
             return CheckedMpp(
                 statement.um, facts.noting(Note(MPP_FLAG, f"{described}; {_as_text(statement)}, so it was reduced"))
             )
-        if not same_shape and _agree(statement.um, stale.um):
+        if not same_shape and agree(statement.um, stale.um):
             return CheckedMpp(
                 statement.um, facts.noting(Note(MPP_FLAG, f"{described}; {_as_text(statement)}, so it was cut"))
             )
@@ -145,10 +153,6 @@ def _usual_mistake(a: StatedMpp, b: StatedMpp) -> str:
 def _as_text(stated: StatedMpp) -> str:
     verb = "say" if stated.where.endswith("s") else "says"
     return f"{stated.where} {verb} {mpp_text(stated.um)}"
-
-
-def _agree(a_um: tuple[float, float], b_um: tuple[float, float]) -> bool:
-    return all(abs(a - b) <= AGREE_TOLERANCE * min(a, b) for a, b in zip(a_um, b_um, strict=True))
 
 
 def _mean(stated: StatedMpp) -> float:

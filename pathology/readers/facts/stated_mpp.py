@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 
 import tifffile
 
 from pathology.readers.facts.slide_facts import APERIO, StatedMpp
-from pathology.readers.mpp import mpp_of_resolution, parse_mpp
+from pathology.readers.mpp import agree, mpp_of_resolution, parse_mpp
 
 TAGS = "the resolution tags"
+_FEWEST_LEVELS = 2
+"""Coarser levels that must agree: one may have any value, but values in the ratios of their sizes were computed."""
 _UNITS = {1: "", 2: "inch", 3: "centimeter", 4: "millimeter", 5: "micrometer"}
 _UM_PER_UNIT = {
     "pm": 1e-6,
@@ -51,6 +54,29 @@ def stated_by_tiff(tiff: tifffile.TiffFile, page: Any) -> tuple[StatedMpp, ...]:
     if page.is_imagej:
         statements.append(_of_imagej(page))
     return tuple(stated for stated in (*statements, _of_tags(page)) if stated is not None)
+
+
+def stated_by_coarser(pages: Sequence[Any]) -> StatedMpp | None:
+    """Return what the resolution tags of coarser levels say about the finest one; None if they do not agree.
+
+    Levels with the finest one's tags, which some programs copy, say nothing.
+
+    Args:
+        pages: The levels, the finest first.
+    """
+    finest, *coarser = pages
+    copied, found = _of_tags(finest), []
+    for page in coarser:
+        tags = _of_tags(page)
+        if tags is not None and (copied is None or not agree(tags.um, copied.um)):
+            (y, x), (height, width) = (
+                tags.um,
+                (finest.imagelength / page.imagelength, finest.imagewidth / page.imagewidth),
+            )
+            found.append((y / height, x / width))
+    if len(found) < _FEWEST_LEVELS or not all(agree(one, found[0]) for one in found):
+        return None
+    return StatedMpp(found[0], f"{TAGS} of its coarser levels")
 
 
 def power_of_ome(xml: str) -> float | None:

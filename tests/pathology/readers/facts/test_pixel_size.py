@@ -156,6 +156,34 @@ def test_magnification_alone_is_proposed_and_taken_on_request(tmp_path: Path) ->
     assert believed(path, ask, source_mpp="0.3")[0] == 0.3
 
 
+@pytest.mark.parametrize(
+    ("tags_um", "noted"),
+    [
+        ((0.5, 1.0, 2.0), False),  # right
+        ((0.5, 0.5, 0.5), False),  # copied from the finest level
+        ((0.5, None, None), False),
+        ((0.5, 0.7, 3.1), False),  # by chance
+        ((0.25, 1.0, 2.0), True),  # the finest level's alone was changed, to a wrong value
+        ((1.0, 1.0, 2.0), False),  # a copy, and one other value
+        ((5.0, 1.0, 2.0), True),
+        ((None, 1.0, 2.0), False),  # nothing is believed then
+    ],
+)
+def test_tags_of_coarser_levels_are_compared(tmp_path: Path, tags_um: tuple[float | None, ...], noted: bool) -> None:
+    image = stained(256, 384)
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        for k, um in enumerate(tags_um):
+            tags = {} if um is None else {"resolution": (1e4 / um,) * 2, "resolutionunit": 3}
+            level = image[:: 2**k, :: 2**k]
+            file.write(level, tile=(32, 32), photometric="rgb", metadata=None, subfiletype=min(k, 1), **tags)
+    with closing(open_source(tmp_path / "a.tif")) as slide:
+        notes = [note.text for note in slide.facts.notes if note.flag == "mpp_doubtful"]
+        assert slide.mpp == (None if tags_um[0] is None else pytest.approx((tags_um[0],) * 2))
+    assert bool(notes) == noted
+    if noted:
+        assert f"{tags_um[0]:g} µm/px is taken" in notes[0] and "coarser levels say 0.5 µm/px" in notes[0]
+
+
 def test_notes_are_kept_with_the_slide(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ome.tif", ome("0.5", "Âµm"))
     record = ingest_slide(path, tmp_path / "store", IngestOptions(mpp=0.5))
