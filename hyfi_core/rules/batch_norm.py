@@ -83,12 +83,9 @@ def batch_norm_evaluation(builder: Builder, op: Operator) -> None:
 
 def batch_norm(builder: Builder, op: Operator) -> None:
     """``batch_norm``, which capture leaves in the graph in evaluation mode."""
-    x, training = op.args[0], op.args[5]
-    if training:
-        builder.refuse(
-            op, "is a training-mode batch norm that was not captured by this engine", "a model exported by this engine"
-        )
-    split = builder.same_pixels(op, x.name)
+    # In training mode, capture has made it one of the functional forms.
+    assert not op.args[5], op
+    split = builder.same_pixels(op, op.args[0].name)
     emit_on_part(builder, op, split, split, op)
 
 
@@ -98,7 +95,8 @@ def batch_norm_of_features(builder: Builder, op: Operator) -> tuple[Callable[...
     Raises:
         RequestError: its statistics would be computed over several replicas.
     """
-    if not op.text.startswith("aten._native_batch_norm_legit"):
+    # With running statistics it is pointwise, like any operator on features.
+    if op.text not in _LIVE:
         return None
     if builder.replicas > 1:
         builder.refuse(
@@ -108,7 +106,7 @@ def batch_norm_of_features(builder: Builder, op: Operator) -> tuple[Callable[...
         )
     if op.text == "aten._native_batch_norm_legit_functional.default":
         return _on_features(op)
-    return _without_statistics(op) if op.text == "aten._native_batch_norm_legit.no_stats" else None
+    return _without_statistics(op)
 
 
 def _on_features(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:

@@ -192,11 +192,7 @@ def _split_over_space(builder: Builder, op: Operator, dim: int) -> None:
     """``split`` or ``chunk`` along height, width, or the entries of the batch that are divided among ranks."""
     split = builder.splits[op.args[0].name]
     if not split.in_batch and not split.plain:
-        builder.refuse(
-            op,
-            f"works along dim {dim}, which is height or width",
-            "a dim other than height and width, such as channels (1)",
-        )
+        builder.refuse(op, "splits a dim in which height and width are flattened", "a split of either height or width")
     split_of_space(builder, op, dim)
 
 

@@ -7,7 +7,7 @@ be repeated; other indexing of pixels is computed on gathered maps, or refused.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,9 +30,11 @@ def index(builder: Builder, op: Operator) -> None:
     """``y[:, [2, 0]]``: indices along dims other than height and width; or by replicated indices of a flat map."""
     name = op.args[0].name
     indices = [item for item in op.args[1] if item is not None]
-    at = builder.splits[name].dims[0] if name in builder.splits else 0
+    if any(item.name in builder.splits for item in indices):
+        _refuse_map_of_indices(builder, op)
+    at = builder.splits[name].dims[0]
     # The size of the result of a mask depends on its values.
-    by_numbers = all(item.name not in builder.splits and not _is_mask(builder, item.name) for item in indices)
+    by_numbers = not any(_is_mask(builder, item.name) for item in indices)
     if by_numbers and at < len(op.args[1]) and op.args[1][at] is not None and positions.over_positions(builder, op, at):
         positions.index(builder, op)
         return
@@ -53,7 +55,7 @@ def _indexed(builder: Builder, op: Operator, split: Split) -> Split:
     if set(indexed) & set(split.dims) or any(_is_mask(builder, op.args[1][at].name) for at in indexed):
         builder.refuse(op, f"indexes dims {indexed} of a map whose height and width are dims {split.dims}", _CHANNELS)
     if any(op.args[1][at].name in builder.splits for at in indexed):
-        builder.refuse(op, "indexes by a feature map", "torch.gather, or indices that are not computed from a map")
+        _refuse_map_of_indices(builder, op)
     more = len(torch.broadcast_shapes(*(info.shape for info in infos)))
     # As in NumPy, results of indices that are not beside each other become the first dims.
     together = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
@@ -63,6 +65,11 @@ def _indexed(builder: Builder, op: Operator, split: Split) -> Split:
         return dim - before + (more if not together or indexed[0] < dim else 0)
 
     return replace(split, dims=(renumbered(split.dims[0]), renumbered(split.dims[1])))
+
+
+def _refuse_map_of_indices(builder: Builder, op: Operator) -> NoReturn:
+    works = "torch.gather, F.embedding, or indices that are not computed from a map"
+    builder.refuse(op, "indexes by a feature map", works)
 
 
 def index_put(builder: Builder, op: Operator) -> None:
@@ -116,12 +123,11 @@ def by_map(builder: Builder, op: Operator) -> None:
     names, split = operands(builder, op, shape)
     # ``gather`` accepts indices of fewer rows than the map has; then equal parts are not equal pixels.
     sides = {tuple(builder.shape(item)[at] for at in split.dims) for item in op.inputs if len(builder.shape(item))}
-    if dim in split.dims or len(sides) != 1:
-        builder.refuse(
-            op,
-            f"works along dim {dim} of maps whose sizes differ: {sorted(sides)}",
-            f"maps of equal size in the same dims, and {_CHANNELS}",
-        )
+    if dim in split.dims:
+        builder.refuse(op, f"works along dim {dim}, which is height or width", _CHANNELS)
+    if len(sides) != 1:
+        sizes = ", ".join(map(str, sorted(sides)))
+        builder.refuse(op, f"takes maps of different sizes: {sizes}", "maps of equal size in the same dims")
     emit(builder, op, names, split)
 
 
@@ -139,13 +145,13 @@ def slice_scatter(builder: Builder, op: Operator) -> None:
     if name in builder.splits and dim in builder.splits[name].dims:
         _overwrite_pixels(builder, op, dim, range(builder.shape(name)[dim])[start:stop:step], source)
         return
-    names, split = operands(builder, op, builder.shape(name))
-    if dim in split.dims:
+    if name not in builder.splits and dim in builder.splits[source].dims:
         builder.refuse(
             op,
             "writes a slice of a map into a tensor that is not a map",
             "a map as destination, such as torch.zeros_like(y)",
         )
+    names, split = operands(builder, op, builder.shape(name))
     emit(builder, op, names, split)
 
 
@@ -257,7 +263,7 @@ def diagonal(builder: Builder, op: Operator) -> None:
 _BY_MAP = "gather scatter.src scatter.value scatter.reduce scatter.value_reduce scatter_add scatter_reduce.two"
 
 FACTS = {
-    "index.Tensor": OperatorFacts(one_map(index)),
+    "index.Tensor": OperatorFacts(index),
     "repeat": OperatorFacts(one_map(repeat), keeps="nothing"),
     "tile": OperatorFacts(one_map(repeat), keeps="nothing"),
     "diagonal": OperatorFacts(one_map(diagonal)),

@@ -140,14 +140,11 @@ def _row(builder: Builder, op: Operator, dim: int) -> None:
 
 
 def stack(builder: Builder, op: Operator) -> None:
-    """Equal maps along a new dim."""
-    names = [item.name for item in op.args[0]]
-    split = next(builder.same_pixels(op, name) for name in names if name in builder.splits)
-    if not all(name in builder.splits for name in names):
-        builder.refuse(op, "stacks maps with tensors that are not maps", "maps of equal size")
-    at = (op.args[1] if len(op.args) > 1 else 0) % (len(builder.shape(names[0])) + 1)
-    parts = {name: builder.part(name, split) for name in names}
-    emit(builder, op, parts, _renumbered(split, lambda dim: dim + (dim >= at)))
+    """Maps of one shape along a new dim, also turned ones, and with values that every rank has."""
+    sizes = builder.shape(op.args[0][0].name)
+    names, split = operands(builder, op, sizes)
+    at = (op.args[1] if len(op.args) > 1 else 0) % (len(sizes) + 1)
+    emit(builder, op, names, _renumbered(split, lambda dim: dim + (dim >= at)))
 
 
 def expand(builder: Builder, op: Operator) -> None:
@@ -170,21 +167,17 @@ def _rename(builder: Builder, op: Operator, split: Split) -> None:
 
 
 def new_like(builder: Builder, op: Operator) -> None:
-    """``new_zeros`` and similar operators, with the shape of the map, or without height and width."""
-    name, sizes = op.args[0].name, builder.shape(op.first_output)
+    """``new_zeros`` and similar operators; with the height and width of the map, each rank creates its part."""
+    name, sizes, shape = op.args[0].name, builder.shape(op.first_output), builder.shape(op.args[0].name)
     split = builder.splits[name]
-    if sizes == builder.shape(name):
+    if len(sizes) == len(shape) and all(sizes[dim] == shape[dim] for dim in split.dims):
         local = split.local_shape(sizes, builder.rank)
         part = builder.part(name, split)
         function, inputs = bound(_sized(renamed(op, {name: part}), list(local)))
         builder.compute(function, inputs, op.outputs, split)
-    # No pixels: every rank creates the same.
-    elif sizes[-2:] == (1, 1) or len(sizes) < 3:
-        emit(builder, op, {name: builder.part(name, split)})
+    # Not this map's pixels: every rank creates the same, as by ``torch.zeros``.
     else:
-        builder.refuse(
-            op, f"creates a tensor of shape {sizes} from a map", "the map's own shape, or one without height and width"
-        )
+        emit(builder, op, {name: builder.part(name, split)})
 
 
 def _sized(op: Operator, sizes: list[int]) -> Operator:

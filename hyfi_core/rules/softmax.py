@@ -9,6 +9,8 @@ The shift by m avoids overflow and does not change the result, so m has no gradi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,10 +32,6 @@ def softmax(builder: Builder, op: Operator) -> None:
     """``softmax`` and ``log_softmax`` over the pixels of a flat map."""
     name = op.args[0].name
     split = builder.splits[name].owned
-    if not split.flat:
-        builder.refuse(
-            op, "is over only one of height and width", "softmax over all pixels, x.flatten(2).softmax(-1), or channels"
-        )
     part = builder.part(name, split)
     output = op.first_output
     largest, total = _exponentials(builder, part, (split.dims[0],))
@@ -119,10 +117,9 @@ def attention(builder: Builder, op: Operator) -> None:
     if arguments.get("attn_mask") is not None or arguments.get("is_causal") or arguments.get("dropout_p"):
         builder.refuse(op, "has a mask or dropout", "attention without a mask and without dropout")
     names = [arguments[key].name for key in ("query", "key", "value")]
-    rank = len(builder.shape(names[0]))
     for name in names:
         split = builder.splits.get(name)
-        if split is not None and (not split.flat or split.dims[0] != rank - 2):
+        if split is not None and (not split.flat or split.dims[0] != len(builder.shape(name)) - 2):
             builder.refuse(
                 op, f"takes {builder.shape(name)} whose height and width are dims {split.dims}", "positions in dim -2"
             )
@@ -133,12 +130,16 @@ def attention(builder: Builder, op: Operator) -> None:
         function, inputs = bound(renamed(op, {query: builder.part(query, split), **wholes}))
         if query in wholes:  # one value as query and key
             builder.refuse(op, "takes the same tensor as query and key", "separate projections for query and key")
-        builder.compute(function, inputs, op.outputs[:1], split)
+        # Keys of more dims broadcast: the result has theirs.
+        at = len(builder.shape(op.first_output)) - 2
+        builder.compute(function, inputs, op.outputs[:1], replace(split, dims=(at, at)))
         return
     if key not in builder.splits or value not in builder.splits:
         builder.refuse(op, "has keys and values, and only one of them is a map", "maps for both, or for neither")
-    if builder.shape(query)[:-2] != builder.shape(key)[:-2]:
-        builder.refuse(op, "has different numbers of heads for queries and keys", "the same number of heads")
+    if builder.splits[key].space != builder.splits[value].space:
+        builder.refuse(op, "has keys and values of different maps", "maps of equal size for both")
+    if _heads(builder, names) is None:
+        builder.refuse(op, "has different numbers of heads for queries and keys", "the same number of heads, or one")
     _over_all_pixels(builder, op, (query, key, value), arguments.get("scale"))
 
 
@@ -158,6 +159,14 @@ def _within_windows(builder: Builder, op: Operator, arguments: dict[str, Any]) -
     return True
 
 
+def _heads(builder: Builder, names: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the dims before the last two to which values broadcast; None if they do not, as for grouped queries."""
+    try:
+        return tuple(torch.broadcast_shapes(*(builder.shape(name)[:-2] for name in names)))
+    except RuntimeError:
+        return None
+
+
 def _over_all_pixels(builder: Builder, op: Operator, names: tuple[str, str, str], scale: float | None) -> None:
     """Emit attention of replicated queries to keys and values that are pixels, each rank having those of its part.
 
@@ -169,8 +178,10 @@ def _over_all_pixels(builder: Builder, op: Operator, names: tuple[str, str, str]
     """
     query, key, value = names
     key_split = builder.splits[key].owned
-    key, value = builder.part(key, key_split), builder.part(value, key_split)
-    shape, output = builder.shape(query), op.first_output
+    value_split = replace(key_split, dims=builder.splits[value].dims)
+    key, value = builder.part(key, key_split), builder.part(value, value_split)
+    output, heads = op.first_output, _heads(builder, (query, key)) or ()
+    shape = (*heads, *builder.shape(query)[-2:])
     wide = torch.promote_types(builder.values[query].dtype, torch.float32)
     factor = 1.0 / math.sqrt(shape[-1]) if scale is None else float(scale)
     # Scores (..., N, H · W): each rank computes those of its pixels.
@@ -186,7 +197,8 @@ def _over_all_pixels(builder: Builder, op: Operator, names: tuple[str, str, str]
         # Autocast would make the product of the exponentials narrow again.
         with torch.autocast(v.device.type, enabled=False):
             # Numerators and denominators in one message.
-            return torch.cat([weights @ v.to(weights.dtype), weights.sum(-1, keepdim=True)], -1)
+            products, sums = weights @ v.to(weights.dtype), weights.sum(-1, keepdim=True)
+            return torch.cat([products, sums.expand(*products.shape[:-1], 1)], -1)
 
     builder.compute(own, (scores, largest, value), (partial,))
     builder.communicate(SumOverRanks(), (partial,), (total,), "reduce")

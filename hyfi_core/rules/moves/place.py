@@ -48,8 +48,8 @@ def pad(builder: Builder, op: Operator) -> None:
     space = (around.pop(dims[0], (0, 0)), around.pop(dims[1], (0, 0)))
     if mode == "constant":
         _pad_constant(builder, op, space, around, 0.0 if value is None else float(value))
-    elif any(pair != (0, 0) for pair in around.values()):
-        builder.refuse(op, f"pads dims {sorted(around)} in mode {mode!r}", f"padding of height and width (dims {dims})")
+    elif others := sorted(dim for dim, pair in around.items() if pair != (0, 0)):
+        builder.refuse(op, f"pads dims {others} in mode {mode!r}", f"padding of height and width (dims {dims})")
     elif mode == "circular":
         pad_circular(builder, op, space)
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hyfi_core.capture.program import Program
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
 from tests.harness import Answers, captured_once
+from tests.hyfi_core.rules.test_accepted import NormOfFeatures
 
 Tensor = torch.Tensor
 SHAPE = (2, 3, 12, 12)  # a map of 6 x 6: turned, it has the same shape
@@ -36,6 +36,11 @@ def flat(y: Tensor) -> Tensor:
 
 def positions(y: Tensor) -> Tensor:
     return flat(y).transpose(1, 2)
+
+
+def heads(y: Tensor, count: int) -> Tensor:
+    """Return (B, heads, positions, channels)."""
+    return y.unflatten(1, (count, 6 // count)).flatten(3).transpose(2, 3)
 
 
 def turned(y: Tensor) -> Tensor:
@@ -63,6 +68,7 @@ def by_running(y: Tensor, live: bool) -> Tensor:
 MIXED = "which mix rows or columns with something else"
 EITHER = "either height or width"
 CHANNELS = "entries of a dim other than height and width, such as channels (1)"
+UNINDEXED = "torch.gather, F.embedding, or indices that are not computed from a map"
 UNMASKED = "attention without a mask and without dropout"
 TRACKED = "nn.InstanceNorm2d(track_running_stats=True), or nn.GroupNorm"
 
@@ -85,11 +91,38 @@ REFUSED: dict[str, Refused] = {
         "is along dim 2, which is height or width",
         "a dim other than height and width, such as channels (1)",
     ),
+    "split of positions": Refused(
+        lambda y: flat(y).split(18, 2)[0],
+        "split.Tensor",
+        "splits a dim in which height and width are flattened",
+        "a split of either height or width",
+    ),
+    "a table looked up by a map": Refused(
+        lambda y: torch.arange(6.0)[y.argmax(1)], "index.Tensor", "indexes by a feature map", UNINDEXED
+    ),
+    "pixels written by number": Refused(
+        lambda y: y.scatter(2, y.argmax(1, keepdim=True), 1.0),
+        "scatter.value",
+        "works along dim 2, which is height or width",
+        CHANNELS,
+    ),
+    "maps of two sizes": Refused(
+        lambda y: y.gather(1, y.argmax(1, keepdim=True).expand(-1, 2, -1, -1)[:, :, :1]),
+        "gather.default",
+        "takes maps of different sizes: (1, 6), (6, 6)",
+        "maps of equal size in the same dims",
+    ),
+    "a map written into zeros": Refused(
+        lambda y: torch.slice_scatter(torch.zeros(2, 6, 6, 6), y[:, :, :3], 2, 0, 3),
+        "slice_scatter.default",
+        "writes a slice of a map into a tensor that is not a map",
+        "a map as destination, such as torch.zeros_like(y)",
+    ),
     "written by a map of indices": Refused(
         lambda y: y.index_put((torch.tensor([[0]]), y.argmax(1)[:1]), torch.zeros(())),
         "index_put.default",
         "indexes by a feature map",
-        "torch.gather, or indices that are not computed from a map",
+        UNINDEXED,
     ),
     "written with a turned map": Refused(
         lambda y: y.index_put((torch.tensor([0]),), turned(y)[:1]),
@@ -221,6 +254,18 @@ REFUSED: dict[str, Refused] = {
         "has keys and values, and only one of them is a map",
         "maps for both, or for neither",
     ),
+    "attention to positions of two maps": Refused(
+        lambda y: attend(torch.ones(2, 1, 6), positions(y), positions(torch.cat([y[:, :, :3], y[:, :, 3:]], 3))),
+        "scaled_dot_product_attention.default",
+        "has keys and values of different maps",
+        "maps of equal size for both",
+    ),
+    "attention of grouped queries": Refused(
+        lambda y: attend(torch.ones(2, 4, 1, 3), *[heads(y, 2)] * 2, enable_gqa=True),
+        "scaled_dot_product_attention.default",
+        "has different numbers of heads for queries and keys",
+        "the same number of heads, or one",
+    ),
     "pooling of channels along positions": Refused(
         lambda y: F.avg_pool1d(positions(y), 3, 1, 1),
         "avg_pool1d.default",
@@ -241,11 +286,11 @@ def program() -> Program:
     return captured_once(Answers({name: each.function for name, each in REFUSED.items()}), SHAPE, torch.float32)
 
 
-def said_of(name: str, **settings: Any) -> str:
+def said_of(name: str) -> str:
     """Return what is said when only this function is lowered for one of four ranks."""
     output = program().outputs[list(REFUSED).index(name)]
     with pytest.raises(RequestError) as caught:
-        lower(program(), Target((2, 2), 0, gather_bytes=0, **settings), (output,))
+        lower(program(), Target((2, 2), 0, gather_bytes=0), (output,))
     return str(caught.value)
 
 
@@ -255,3 +300,14 @@ def test_what_cannot_be_divided_is_refused_by_name(name: str) -> None:
     # Gathering the map is offered behind it, except to what draws numbers.
     said = said_of(name).partition("; or plan.gather_bytes=")[0]
     assert said == f"aten.{refused.operator} {refused.problem}; what works: {refused.instead}"
+
+
+def test_synchronised_statistics_of_features_are_refused() -> None:
+    program = captured_once(NormOfFeatures().train(), SHAPE, torch.float32)
+    lower(program, Target((2, 2), 0, gather_bytes=0))
+    with pytest.raises(RequestError) as caught:
+        lower(program, Target((2, 2), 0, gather_bytes=0, replicas=2))
+    assert str(caught.value) == (
+        "aten._native_batch_norm_legit_functional.default in module 'norm' normalises features that have no height and "
+        "width, which plan.sync_batch_norm does not support; what works: sync_batch_norm=False"
+    )
