@@ -44,6 +44,9 @@ def conv_transpose2d(builder: Builder, op: Operator) -> None:
     edges = (-before[1], behind[1], -before[0], behind[0])
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        if groups > 1 and max(dilation) > 1 and tensor.device.type == "cpu":
+            # For channels-last maps of 16 bits, PyTorch 2.13 leaves their gradient of the weights unset.
+            tensor = tensor.contiguous()
         # Without padding and bias: the first is cut off below, the second added where no input reaches, too.
         result = F.conv_transpose2d(tensor, kernel, None, stride, 0, 0, groups, dilation)
         result = F.pad(result, edges)

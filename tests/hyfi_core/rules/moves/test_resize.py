@@ -156,3 +156,27 @@ def test_what_has_no_rule_is_refused_by_name(body: nn.Module, words: str) -> Non
     plan = hyfi_core.ParallelPlan(grids=((1, 2),), gather_bytes=0)
     with pytest.raises(RequestError, match=words):
         run_copies(model, 2, lambda comm, module: hyfi_core.parallelize(module, (2, 3, 21, 26), plan, comm))
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
+def test_grouped_and_dilated_weights_have_gradients_in_16_bits(grid: tuple[int, int]) -> None:
+    """For channels-last maps, which the engine makes of its own accord, PyTorch left the gradient as memory was."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.ConvTranspose2d(4, 4, (3, 4), groups=2, dilation=2, bias=False)
+    )
+    model = nn.Sequential(model, nn.Flatten(), nn.Linear(4 * 15 * 37, 4))
+    shape, labels = (2, 3, 11, 31), torch.tensor([0, 3])
+    images, wide = torch.randn(shape), copy.deepcopy(model).double()
+    F.cross_entropy(wide(images.double()), labels).backward()
+    plan = hyfi_core.ParallelPlan(grids=(grid,))
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        engine = hyfi_core.parallelize(module, shape, plan, comm, loss=F.cross_entropy, autocast=torch.bfloat16)
+        engine.accumulate(images, labels)
+        return engine.gather_gradients()
+
+    found = run_copies(model, plan.ranks, body)[0]
+    for name, parameter in wide.named_parameters():
+        assert parameter.grad is not None
+        assert (found[name] - parameter.grad).norm() <= 0.05 * parameter.grad.norm(), name
