@@ -102,6 +102,8 @@ def _picture(path: Path, store: Path, key: str) -> Pixels:
                     f"ingest the slide and give its name"
                 )
             return np.ascontiguousarray(np.asarray(picture.convert("RGB")).transpose(2, 0, 1))
+    except RequestError:  # a ValueError, too
+        raise
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise RequestError(
             f"{key} {path}: cannot be read as a picture ({error}); give PNG, JPEG or TIFF, or ingest the slide and "

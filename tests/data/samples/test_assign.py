@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.samples.assign import assign_groups
 from data.samples.keyed import keyed_permutation
+from hyfi_core.errors import RequestError
 
 Members = dict[str, list[str]]
 
@@ -59,3 +61,20 @@ def plainly(members: Members, shares: dict[str, float], seed: int) -> dict[str, 
 )
 def test_each_group_goes_where_the_error_falls_most(members: Members, shares: dict[str, float], seed: int) -> None:
     assert assign_groups(members, shares, seed, strict=False) == plainly(members, shares, seed)
+
+
+def test_too_few_groups_are_refused_and_of_one_class_unless_it_may_miss_a_part() -> None:
+    shares = {"train": 1.0, "val": 1.0, "test": 1.0}
+    with pytest.raises(RequestError) as few:
+        assign_groups({"a": ["x"], "b": ["x"]}, shares, 0)
+    assert str(few.value) == "2 groups cannot fill 3 splits; ask for fewer folds"
+    members = {"a": ["x"], "b": ["x"], "c": ["x", "rare"], "d": ["rare"], "e": [""]}
+    with pytest.raises(RequestError) as rare:
+        assign_groups(members, shares, 0)
+    assert str(rare.value) == (
+        "class 'rare' is in 2 groups, which cannot fill 3 splits; ask for fewer folds, or leave out --stratify"
+    )
+    # Slides without a class are none.
+    assert assign_groups({**members, "d": [""]}, {"train": 1.0}, 0).keys() == members.keys()
+    assert set(assign_groups({"a": ["x"], "b": ["x"], "c": ["x"], "d": [""]}, shares, 0).values()) == shares.keys()
+    assert set(assign_groups(members, shares, 0, strict=False).values()) == shares.keys()

@@ -62,3 +62,11 @@ def test_two_sets_of_one_slide_are_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "a,1,1\n")
     with pytest.raises(RequestError, match=r"slide_id a has two labels: x on line 2 and x;y on line 4"):
         load_label_sets(path, ["x", "y"])
+
+
+def test_columns_that_are_not_the_known_labels_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "TP53,KRAS", "1,0", "0,1")
+    assert load_label_sets(path, ["TP53", "KRAS"], classes=("KRAS", "TP53")).classes == ("TP53", "KRAS")
+    with pytest.raises(RequestError) as caught:
+        load_label_sets(path, ["TP53", "KRAS"], classes=("TP53", "EGFR"))
+    assert str(caught.value) == f"{tmp_path / 'labels.csv'}: the columns are TP53, KRAS; the labels TP53, EGFR"

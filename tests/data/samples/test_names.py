@@ -62,3 +62,29 @@ def test_a_table_of_slides_and_cases_alone_has_cases(tmp_path: Path) -> None:
     for columns, cases in (("slide_id,case_id", {"a": "1", "b": "1"}), ("slide_id,patient", {})):
         (tmp_path / "cases.csv").write_text(f"{columns}\na,1\nb,1\nc,\n")
         assert cases_of(read_table(tmp_path / "cases.csv", "splits")) == cases
+
+
+@pytest.mark.parametrize(
+    ("stored", "own", "said"),
+    [
+        (
+            {"a": "1", "b": "1"},
+            {"a": "P1", "b": "P2"},
+            "a and b are of one case in the manifest (1), and of two in the table (P1, P2)",
+        ),
+        (
+            {"a": "1", "b": "2"},
+            {"a": "P1", "b": "P1"},
+            "a and b are of one case in the table (P1), and of two in the manifest (1, 2)",
+        ),
+        (
+            {"a": "1", "b": "2"},
+            {"a": "2", "b": "3"},
+            "a is of the case 1 in the manifest, and of 2 in the table, and one of these names is another case's, too",
+        ),
+    ],
+)
+def test_a_refusal_names_the_slides_and_both_groupings(stored: dict[str, str], own: dict[str, str], said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        AgreedCases.of(stored, own, "labels.csv", "mine.csv")
+    assert str(caught.value).startswith(f"labels.csv: case_id contradicts mine.csv: {said}. Slides of a case stay")

@@ -50,3 +50,9 @@ def test_equal_numbers_are_labels_as_well(tmp_path: Path) -> None:
     """Only training needs different ones, see `workflows.tasks.regression`; a test set may have one slide."""
     labels = load_numbers(write(tmp_path, "1", "1", ""), "age")
     assert [labels.of(item) for item in "abc"] == [(1.0,), (1.0,), None]
+
+
+def test_a_column_without_a_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        load_numbers(write(tmp_path, "", "NA"), "age")
+    assert str(caught.value) == f"{tmp_path / 'labels.csv'}: the column 'age' is empty for every slide"

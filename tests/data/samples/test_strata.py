@@ -44,3 +44,14 @@ def test_groups_with_a_value_are_the_test_set() -> None:
 def test_a_test_set_that_is_none_is_refused(words: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         fixed_groups(table(slide_id=["a", "b", "c"], site=["Leeds", "York", "Leeds"]), ["g1", "g2", "g2"], words)
+
+
+def test_few_numbers_and_many_words_are_classes() -> None:
+    ten, eleven = [str(grade) for grade in range(10)], [str(grade) for grade in range(11)]
+    assert strata_of(table(slide_id=ten * 2, grade=ten * 2), ["grade"]) == ten * 2
+    assert len(set(strata_of(table(slide_id=eleven, grade=eleven), ["grade"]))) == 4
+    words = [f"site {number}" for number in eleven]
+    assert strata_of(table(slide_id=words, site=words), ["site"]) == words
+    # One word among many numbers.
+    mixed = [*eleven, "unknown"]
+    assert strata_of(table(slide_id=mixed, site=mixed), ["site"]) == mixed

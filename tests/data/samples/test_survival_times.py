@@ -71,3 +71,9 @@ def test_columns_that_are_something_else_are_refused(tmp_path: Path) -> None:
     path.write_text("slide_id,days,died\na,1,1\n,,0\n")
     with pytest.raises(RequestError, match=r"line 3: died 0.0, but no slide_id"):
         load_survival(path, "days", "died")
+
+
+def test_times_and_events_of_different_slides_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        load_survival(write(tmp_path, ("3", ""), ("", "1"), ("NA", "0")), "days", "died")
+    assert str(caught.value) == f"{tmp_path / 'labels.csv'}: no slide has both 'days' and 'died'"

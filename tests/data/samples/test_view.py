@@ -262,3 +262,12 @@ def test_neighbours_in_one_row_of_image_and_slide_are_one_piece():
     assert _merged([left, right, far]) == (*_merged([left, right]), far), "not neighbours in the slide"
     assert _merged([right, below]) == (right, below), "of another row"
     assert _merged([left, far]) == (left, far)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(Box(0, 4, 0, 4), Box(0, 4, 0, 5)), (Box(0, 4, 0, 4), Box(0, 5, 0, 4)), (Box(2, 2, 0, 4), Box(0, 0, 0, 4))],
+)
+def test_a_piece_that_would_be_resized_or_is_empty_is_none(source, target):
+    with pytest.raises(ValueError, match="the same size in slide and image, and must not be empty"):
+        Piece(source, target)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import COMPUTE, Action, Schedule, Verb
+from hyfi_core.schedule.action import COMPUTE, Action, Schedule, Verb, act
 from hyfi_core.schedule.fault import ScheduleError
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.lower import lower
@@ -53,6 +53,14 @@ def test_gradients_of_direction_1_go_to_the_owners_of_the_state() -> None:
         ["SEND_G.s1.d1>d0", "RECV_G.s0.d0<d1", "REDUCE.s0"],
         ["RECV_G.s1.d0<d1", "REDUCE.s1", "SEND_G.s0.d1>d0"],
     ]
+
+
+def test_messages_without_a_peer_have_no_route() -> None:
+    placement = Placement.of(ParallelPlan(((1, 1), (1, 1))))
+    with pytest.raises(ValueError, match=r"^SEND_F0\.s0\.d0.* has no peer$"):
+        receivers(placement, 0, act(Verb.SEND_F, 0, 0, 0))
+    with pytest.raises(ValueError, match=r"^RECV_F0\.s1\.d0.* has no peer$"):
+        senders(placement, 1, act(Verb.RECV_F, 1, 0, 0))
 
 
 @pytest.mark.parametrize("edges", [[(1, 0)], [(0, 0)], [(0, 2)], [(-1, 1)]])

@@ -126,3 +126,13 @@ def test_what_cannot_be_outlines_is_refused_before_anything_is_written(
     assert not (tmp_path / "store").exists()
     with pytest.raises(RequestError, match="not GeoJSON"):
         GivenTissue(str(slides / "a.tiff")).check(["a"])
+
+
+def test_outlines_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    missing = tmp_path / "a.geojson"
+    with pytest.raises(RequestError) as caught:
+        GivenTissue(str(missing)).of("a")
+    assert str(caught.value) == f"--tissue {missing}: cannot be read (No such file or directory)"
+    (tmp_path / "folder" / "a.geojson").mkdir(parents=True)
+    with pytest.raises(RequestError, match=r"--tissue .*a\.geojson: cannot be read \(Is a directory\)"):
+        GivenTissue(str(tmp_path / "folder")).of("a")

@@ -79,3 +79,24 @@ def test_what_is_no_reference_is_refused(store: Path, tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=f"data.stain_reference .*{said}"):
             stain_normalisation("macenko", reference, store, "data.stain_reference")
     assert stain_normalisation("none", None, store, "") is None
+
+
+def test_a_damaged_slide_is_no_reference(tmp_path: Path) -> None:
+    (tmp_path / "a.zarr").mkdir()
+    with pytest.raises(RequestError, match=r"^data\.stain_reference a: .*a\.zarr"):
+        stain_normalisation("macenko", "a", tmp_path, "data.stain_reference")
+
+
+def test_a_picture_of_too_many_pixels_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "large.png"
+    Image.fromarray(np.full((30, 40, 3), 250, np.uint8)).save(path)
+    monkeypatch.setattr("pathology.tissue.stain_reference._MOST_PX", 1199)
+    with pytest.raises(RequestError) as caught:
+        stain_normalisation("macenko", str(path), tmp_path, "data.stain_reference")
+    assert str(caught.value) == (
+        f"data.stain_reference {path}: 40 × 30 px; give a part of at most 1,199 px, or ingest the slide and give its "
+        "name"
+    )
+    monkeypatch.setattr("pathology.tissue.stain_reference._MOST_PX", 1200)
+    with pytest.raises(RequestError, match="its colours cannot be measured"):
+        stain_normalisation("macenko", str(path), tmp_path, "data.stain_reference")
