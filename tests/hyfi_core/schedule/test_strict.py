@@ -134,8 +134,12 @@ def test_one_stream_for_all_messages_of_a_rank_dead_locks_as_the_dry_run_says(sc
     plan = ParallelPlan(((1, 1),) * 2, schedule=schedule, microbatches=4)
     placement = Placement.of(plan)
     case = Case(plan, placement, ((0, 1),), generate(plan, placement), True)
-    with pytest.raises(ScheduleError, match="deadlock of messages in one stream"):
+    with pytest.raises(ScheduleError, match="deadlock of messages in one stream") as refused:
         simulate(case.lowered(), placement, case.edges, one_stream=True)
+    blocked = {blame.rank: blame.why for blame in refused.value.blames}
+    assert set(blocked) == {0, 1}
+    for rank, why in blocked.items():
+        assert f"waits for rank {1 - rank}, whose" in why and f"rank {rank}," not in why
     with pytest.raises(DeadlockError):
         check(case, case.lowered(), one_stream=True)
 

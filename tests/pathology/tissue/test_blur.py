@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,6 +45,17 @@ def test_patches_are_measured_where_half_of_them_is_tissue_without_ink(
     on_tissue, inked = shares(tissue, height_px, width_px), shares(pen, height_px, width_px)
     clear = (np.abs(on_tissue - 0.5) > 1e-6) & (np.abs(inked - 0.02) > 1e-6)
     assert np.array_equal(np.isfinite(blur.values)[clear], ((on_tissue > 0.5) & (inked < 0.02))[clear])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_patches_of_one_row_or_column_of_a_mask_are_measured_by_its_pixels(axis: int) -> None:
+    share = np.random.default_rng(4).choice([0.0, 0.25, 0.75, 1.0], (4, 5))
+    mask = (np.arange(4) / 4 < share[:, :, None]).reshape(4, 20)  # four pixels of each patch, side by side
+    blur = BlurMap(PATCH_PX * 4, PATCH_PX * 5) if axis else BlurMap(PATCH_PX * 5, PATCH_PX * 4)
+    blur.values[:] = 1.0
+    tissue, measured = (mask, share > 0.5) if axis else (mask.T, share.T > 0.5)
+    blur.restrict_to(np.ascontiguousarray(tissue), np.zeros_like(tissue))
+    assert np.array_equal(np.isfinite(blur.values), measured) and 0 < measured.sum() < measured.size
 
 
 def test_glass_pale_patches_and_narrow_ends_are_not_measured() -> None:
