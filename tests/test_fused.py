@@ -87,6 +87,14 @@ def test_parts_that_are_smaller_than_the_halo_or_empty(fused_halo: int) -> None:
     assert_equal_maps(run_of(6), (2, 3, 6, 9), (2, 3), fused_halo)
 
 
+def test_windows_that_lie_in_the_padding_alone() -> None:
+    """A rank whose only column of the output is computed from padding failed: it had nothing to convolve."""
+    torch.manual_seed(0)
+    beside = nn.Conv2d(4, 4, (4, 1), stride=(1, 2), padding=(2, 1), dilation=(2, 2))
+    model = nn.Sequential(nn.Conv2d(3, 4, 5, 2, 1), beside, *norm_relu(4), nn.Conv2d(4, 4, 3, padding=1))
+    assert_equal_maps(model, (2, 3, 26, 8), (2, 2), 6)
+
+
 def test_without_statistics_of_their_own_and_in_evaluation_mode() -> None:
     layers = [nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, track_running_stats=False)]
     layers += [nn.InstanceNorm2d(4, affine=True), nn.Dropout(0.0), nn.Conv2d(4, 4, 3, padding=1)]

@@ -31,10 +31,10 @@ def cut(
         fill: value outside the map.
     """
     inside = need.intersect(map_box)
-    # Nothing of the map: an empty view, at a place that exists in the tensor.
+    # Nothing of the map: an empty view, at a place that exists in the tensor, with all that is needed around it.
     if inside.empty:
         inside = Box(have.y0, have.y0, have.x0, have.x0)
-        above = below = left = right = 0
+        above, below, left, right = (0, 0, 0, 0) if need.empty else (need.height, 0, need.width, 0)
     else:
         above, below = inside.y0 - need.y0, need.y1 - inside.y1
         left, right = inside.x0 - need.x0, need.x1 - inside.x1

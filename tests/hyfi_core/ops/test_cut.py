@@ -13,7 +13,10 @@ MAP = Box(0, 6, 0, 8)
 VALUES = torch.arange(2 * 3 * 6 * 8.0).view(2, 3, 6, 8)
 
 
-@pytest.mark.parametrize("need", [Box(1, 4, 2, 7), Box(-2, 3, 5, 11), Box(0, 6, -1, 9)])
+FAR = [Box(-3, -1, 2, 7), Box(1, 4, -2, 0), Box(6, 8, 8, 9), Box(-4, -2, -4, -1)]  # of padding alone
+
+
+@pytest.mark.parametrize("need", [Box(1, 4, 2, 7), Box(-2, 3, 5, 11), Box(0, 6, -1, 9), *FAR])
 def test_a_cut_is_the_box_of_the_padded_map(need: Box) -> None:
     padded = F.pad(VALUES, (4, 4, 4, 4), value=-1.0)
     expected = padded[:, :, need.y0 + 4 : need.y1 + 4, need.x0 + 4 : need.x1 + 4]
