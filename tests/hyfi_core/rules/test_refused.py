@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from hyfi_core.capture.program import Program
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
+from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.instructions import Split
 from tests.harness import Answers, captured_once
 from tests.hyfi_core.rules.test_accepted import NormOfFeatures
 
@@ -310,4 +313,15 @@ def test_synchronised_statistics_of_features_are_refused() -> None:
     assert str(caught.value) == (
         "aten._native_batch_norm_legit_functional.default in module 'norm' normalises features that have no height and "
         "width, which plan.sync_batch_norm does not support; what works: sync_batch_norm=False"
+    )
+
+
+def test_a_layout_of_other_pixels_is_not_that_of_a_map() -> None:
+    """Rules compare maps before, and name the operator."""
+    builder = Builder(program(), (2, 2), 0)
+    with pytest.raises(RequestError) as caught:
+        builder.part(program().image, Split(Layout.even(6, 6, (2, 2))))
+    assert str(caught.value) == (
+        "a map of (12, 12) pixels in dims (2, 3) is combined with one of (6, 6) pixels in dims (2, 3); what works: "
+        "maps of equal size in the same dims"
     )
