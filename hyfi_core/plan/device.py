@@ -22,8 +22,9 @@ def device_request(text: str) -> DeviceRequest:
     return cast(DeviceRequest, text)
 
 
-# Local rank in torchrun, Slurm, Open MPI, MPICH and Intel MPI (Hydra).
-_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
+# Of Open MPI, MPICH and Intel MPI (Hydra), and Slurm, whose variables the ranks of a launcher inside of it have, too.
+_OF_MPI = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
+_OF_TORCHRUN = ("LOCAL_RANK",)
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,27 @@ class RankGpus:
     count: int
 
 
-def local_rank(environment: Mapping[str, str]) -> int:
-    """Return the local rank of this process, 0 if no launcher sets it."""
-    return next((int(environment[name]) for name in _LOCAL_RANKS if environment.get(name, "").isdigit()), 0)
+def local_rank(environment: Mapping[str, str], by_torchrun: bool) -> int:
+    """Return the local rank of this process, 0 if no launcher sets it.
+
+    Args:
+        environment: of the process.
+        by_torchrun: whether torchrun started it: then its variable counts before those of MPI, and otherwise after
+            them, since a shell may have variables of an earlier launcher.
+    """
+    names = (*_OF_TORCHRUN, *_OF_MPI) if by_torchrun else (*_OF_MPI, *_OF_TORCHRUN)
+    return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), 0)
 
 
-def gpu_index(environment: Mapping[str, str], count: int) -> int | None:
+def gpu_index(environment: Mapping[str, str], by_torchrun: bool, count: int) -> int | None:
     """Return the GPU of a rank by its local rank, as if every rank computed; None if there is none.
 
     Args:
         environment: of the process.
+        by_torchrun: whether torchrun started it.
         count: GPUs that it sees. A rank that sees exactly one uses it.
     """
-    number = local_rank(environment)
+    number = local_rank(environment, by_torchrun)
     # The launcher has chosen: in this process, its only GPU has the number 0.
     if count == 1 and "CUDA_VISIBLE_DEVICES" in environment:
         return 0

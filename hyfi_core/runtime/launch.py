@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RendezvousError, RequestError
@@ -20,19 +22,53 @@ if TYPE_CHECKING:  # every command imports this module before anything else: wit
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
 # Set by Hydra and Open MPI, but not by srun: with them, Slurm counts process managers, not ranks.
 _STARTED_BY_MPIEXEC = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_SIZE")
+# In the command lines of agents that start ranks.
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "torch/distributed/run.py")
+_MPI_LAUNCHERS = (
+    "hydra_pmi_proxy",
+    "pmi_proxy",
+    "mpiexec",
+    "mpirun",
+    "orterun",
+    "orted",
+    "prterun",
+    "prted",
+    "slurmstepd",
+)
 
 
 def inside_launcher() -> str | None:
     """Return what started this process as one of several ranks: ``mpi``, ``slurm``, ``torchrun``, or None."""
     if _is_only_task_of_slurm_step():
         return None
-    if any(name in os.environ for name in _MPI_SIZES) or "PMIX_RANK" in os.environ:
+    of_mpi = any(name in os.environ for name in _MPI_SIZES) or "PMIX_RANK" in os.environ
+    if of_mpi and not ("TORCHELASTIC_RUN_ID" in os.environ and _nearest_is_torchrun()):
         return "mpi"
     if "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         return "torchrun"
     if "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return "slurm"
     return None
+
+
+def _nearest_is_torchrun() -> bool:
+    """Whether torchrun is a nearer ancestor of this process than any launcher of MPI.
+
+    Variables of both stand in the environment of ``srun torchrun …``, and of what is started from a shell that another
+    launcher has started.
+    """
+    pid = os.getppid()
+    with suppress(OSError, ValueError):  # without /proc, or at a process of another user that has ended
+        while pid > 1:
+            folder = Path("/proc") / str(pid)
+            command = (folder / "cmdline").read_text("utf-8", "replace")
+            if any(name in command for name in _TORCHRUN):
+                return True
+            if any(name in command for name in _MPI_LAUNCHERS):
+                return False
+            # The parent's number stands behind the name, which may have blanks and parentheses.
+            pid = int((folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
+    return False
 
 
 def _is_only_task_of_slurm_step() -> bool:
@@ -104,7 +140,7 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
     from hyfi_core.comm.supervision.time_limit import time_limit_s
 
     expected = Expected(launcher, os.environ)
-    _select_gpu()
+    _select_gpu(launcher)
     if launcher == "torchrun":
         from hyfi_core.comm import torchdist
 
@@ -133,13 +169,13 @@ def _library_limit_s(limit_s: float) -> float:
     return 2 * limit_s + 60 if limit_s else 30 * 24 * 3600.0
 
 
-def _select_gpu() -> None:
+def _select_gpu(launcher: str) -> None:
     """Make this rank's GPU the current device, before any allocation."""
     import torch
 
     from hyfi_core.plan.device import gpu_index
 
-    index = gpu_index(os.environ, torch.cuda.device_count())
+    index = gpu_index(os.environ, launcher == "torchrun", torch.cuda.device_count())
     if index is not None:
         torch.cuda.set_device(index)
 

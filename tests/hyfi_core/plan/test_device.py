@@ -14,21 +14,27 @@ FOUR_NODES = [RankGpus(f"node{rank // 8}", "", 8) for rank in range(32)]
     "name", ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID"]
 )
 def test_every_launcher_says_the_local_rank(name: str) -> None:
-    assert local_rank({name: "5"}) == 5
-    assert gpu_index({name: "5"}, 8) == 5
-    assert gpu_index({name: "5"}, 4) is None
+    by_torchrun = name == "LOCAL_RANK"
+    assert local_rank({name: "5"}, by_torchrun) == 5
+    assert gpu_index({name: "5"}, by_torchrun, 8) == 5
+    assert gpu_index({name: "5"}, by_torchrun, 4) is None
 
 
 def test_torchrun_inside_slurm_counts_its_own_processes() -> None:
-    assert local_rank({"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}) == 3
-    assert local_rank({}) == 0
-    assert local_rank({"SLURM_LOCALID": ""}) == 0
+    assert local_rank({"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, by_torchrun=True) == 3
+    assert local_rank({}, by_torchrun=True) == local_rank({"SLURM_LOCALID": ""}, by_torchrun=False) == 0
+
+
+def test_a_local_rank_that_torchrun_left_behind_does_not_count() -> None:
+    """All ranks of mpiexec took GPU 0 in a shell with torchrun's variables."""
+    assert local_rank({"LOCAL_RANK": "0", "MPI_LOCALRANKID": "3"}, by_torchrun=False) == 3
+    assert local_rank({"LOCAL_RANK": "2"}, by_torchrun=False) == 2
 
 
 def test_a_task_that_was_given_one_gpu_takes_it() -> None:
-    assert gpu_index({"SLURM_LOCALID": "3", "CUDA_VISIBLE_DEVICES": "3"}, 1) == 0
-    assert gpu_index({"SLURM_LOCALID": "3"}, 1) is None
-    assert gpu_index({}, 0) is None
+    assert gpu_index({"SLURM_LOCALID": "3", "CUDA_VISIBLE_DEVICES": "3"}, False, 1) == 0
+    assert gpu_index({"SLURM_LOCALID": "3"}, False, 1) is None
+    assert gpu_index({}, False, 0) is None
 
 
 @pytest.mark.parametrize("request_", ["auto", "cuda"])

@@ -76,7 +76,7 @@ def test_every_process_selects_a_gpu_of_its_own_before_all_else(
             assert inside_launcher() == kind
             if kind != "torchrun":
                 _check_tasks(RANKS, Expected(kind, os.environ))
-            _select_gpu()
+            _select_gpu(kind)
         seen.append(RankGpus(f"node{rank // GPUS}", environment.get("CUDA_VISIBLE_DEVICES", ""), 1 if bound else GPUS))
     assert current == ([0] * RANKS if bound else [rank % GPUS for rank in range(RANKS)])
     assert assign_devices("cuda", seen) == [f"cuda:{index}" for index in current]  # what the run agrees on is the same

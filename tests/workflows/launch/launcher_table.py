@@ -36,9 +36,10 @@ LIBRARY = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # of version 4, the next of version 5
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-WHEEL = {"MPI4PY_MPIABI": "mpich", "MPI4PY_LIBMPI": ""}  # the MPICH beside mpi4py
+WHEEL = dict.fromkeys(("MPI4PY_MPIABI", "MPI4PY_LIBMPI"), "")  # not set: the MPICH beside mpi4py
 # As torchrun and Hydra leave them in a shell from which the next launcher is started.
 LEFT_BY_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "9"}
+LEFT_BY_TORCHRUN |= {"TORCHELASTIC_RUN_ID": "none"}
 LEFT_BY_HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9"}
 COLUMNS = (
     "start",
@@ -233,7 +234,7 @@ class LaunchedRuns:
         return subprocess.Popen(
             words,
             cwd=self._folder,
-            env=os.environ | mark | self._launcher.settings | more,
+            env={k: v for k, v in (os.environ | mark | self._launcher.settings | more).items() if v},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
