@@ -14,7 +14,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.errors import RequestError
-from tests.harness import assert_equal_also_by_cells, run_copies
+from tests.harness import assert_equal_also_by_cells, assert_equal_to_one_process, run_copies
 
 HEADS: dict[str, tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]] = {
     "LSTM over positions": (nn.LSTM(4, 3, batch_first=True, bidirectional=True), lambda y: y.flatten(2).mT),
@@ -64,6 +64,14 @@ def test_the_model_is_captured_once_and_can_still_be_called() -> None:
         return len(engine._subject.programs)  # one to train, one to predict
 
     assert run_copies(Recurrent("LSTM over positions").double(), 2, body) == [2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:dropout option adds dropout after all but last")
+def test_a_single_layer_has_no_dropout_behind_it() -> None:
+    """PyTorch warns of it and draws nothing, so any ranks compute the same."""
+    model = Recurrent("LSTM over positions", dropout=0.5)
+    assert model.recurrent.num_layers == 1
+    assert_equal_to_one_process(model, (2, 3, 9, 12), (1, 2))
 
 
 def test_dropout_between_layers_on_several_ranks_is_refused() -> None:
