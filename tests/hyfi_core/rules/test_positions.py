@@ -36,7 +36,7 @@ def best_positions(net: Pooled, x: torch.Tensor) -> torch.Tensor:
 
 def best_and_worst_scores(net: Pooled, x: torch.Tensor) -> torch.Tensor:
     scores = net.score(tokens(x)).squeeze(-1)
-    return torch.cat([scores.topk(3, 1)[0], scores.topk(3, 1, largest=False)[0]], 1)
+    return torch.cat([scores.topk(3)[0], scores.topk(3, 1, largest=False)[0]], 1)
 
 
 def by_index(net: Pooled, x: torch.Tensor) -> torch.Tensor:
