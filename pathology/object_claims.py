@@ -124,10 +124,10 @@ def names_of(folder: ObjectPath) -> set[str]:
 def _stale_version(path: ObjectPath) -> str | None:
     """Return the version of a claim that nobody renews; None if somebody does, or it was just released."""
     try:
-        version, silent_since_s = path.revision(), path.stat().st_mtime
-        # Without the number of the beat.
+        version, renewed_at_s = path.revision(), path.stat().st_mtime
+        # The first four words are the token of the holder's process; the fifth counts how often it renewed its claim.
         token = " ".join(path.read_bytes().decode(errors="replace").split()[:4])
-        if has_ended(token) or _server_time_s(path) - silent_since_s > STALE_AFTER_S:
+        if has_ended(token) or _server_time_s(path) - renewed_at_s > STALE_AFTER_S:
             # Read once more: time, content and version are three requests, and a beat may lie between them.
             return version if path.revision() == version else None
     except FileNotFoundError:

@@ -181,13 +181,14 @@ def _pack(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
     # By pixels of tissue: blocks may hold less tissue than their area.
     if int(tissue.sum()) > size_px[0] * size_px[1]:
         sides = sides[-1:]  # it cannot all fit: only the smallest squares are needed, to choose from
-    for blocks in _coverings(tissue > 0, sides):
-        boxes = [_pixels(box, *ends) for box in blocks]
-        # The first covering that fits has the fewest cuts through tissue.
+    # From coarse to fine: one box, components, squares of each side. The first that fits cuts least of the tissue.
+    for block_boxes in _coverings(tissue > 0, sides):
+        boxes = [_pixels(box, *ends) for box in block_boxes]
         placed = place_all(boxes, size_px, align)
         if placed is not None:
             return _centred(placed, size_px, align), int(tissue.sum())
-    tissue_of = {box: int(tissue[block.slices()].sum()) for box, block in zip(boxes, blocks, strict=True)}
+    # None fits: of the finest covering, as much as fits.
+    tissue_of = {box: int(tissue[block.slices()].sum()) for box, block in zip(boxes, block_boxes, strict=True)}
     placed = place_most(list(tissue_of), list(tissue_of.values()), size_px, align)
     return _centred(placed, size_px, align), sum(tissue_of[box] for box, _ in placed)
 

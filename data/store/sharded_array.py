@@ -157,9 +157,11 @@ class ShardedArray:
             return
         file = f"{self.digest}/{self.layout.file_name(run.file)}"
         names = {slot: f"{file}#{slot}" for slot in run.slots}
-        # The whole row of chunks in the file: runs of other boxes in it overlap this one.
-        row = f"{file}@{run.slots[0] // self.layout.slots[1]}"
-        for slot, pixels in cache.read(row, names, self.layout.chunk_shape, lambda slots: self._decoded(run, slots)):
+        # One lock for the whole row of chunks, since runs of other boxes overlap this one: each is decoded once a node.
+        lock_name = f"{file}@{run.slots[0] // self.layout.slots[1]}"
+        for slot, pixels in cache.read(
+            lock_name, names, self.layout.chunk_shape, lambda slots: self._decoded(run, slots)
+        ):
             self._place_chunk(run, slot, pixels, box, out)
 
     def _cache(self) -> NodeCache | None:

@@ -82,17 +82,21 @@ class AvgPool(Banded):
         d_own = yield from self.back(comm, form, d_bands, lambda: self._back_of_own(dy, form))
         return (d_own,)
 
-    def _back_of_own(self, dy: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
-        """Return the cotangent of the own part from the inner outputs, in the memory of ``form``."""
+    def _back_of_own(self, dy: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """Return the cotangent of the own part from the inner outputs, in the memory of ``into``.
+
+        ``dy`` becomes zero in the bands; for bands and their canvases see ``ops.bands``.
+        """
         assert self.own is not None
         for band in self.bands:
             # The cotangents of bands have been sent through their canvases: here they would count twice.
             at(dy, band, self.output).zero_()
         if self.own.start == (0, 0):
-            return self._back(dy, form, self.own.padding)
-        d_own = form.zero_()
+            return self._back(dy, into, self.own.padding)
+        # No inner output reads the rows and columns before ``start``: their cotangent is zero.
+        d_own = into.zero_()
         pooled = self.seen(d_own)
-        pooled.copy_(self._back(dy, like(form, list(pooled.shape)), self.own.padding))
+        pooled.copy_(self._back(dy, like(into, list(pooled.shape)), self.own.padding))
         return d_own
 
     def _sums(self, tensor: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:

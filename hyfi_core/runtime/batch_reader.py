@@ -174,14 +174,18 @@ def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype
     return _checked_part(local, name, part, channels, dtype)
 
 
-def _checked_part(local: Any, name: str, part: InputPart, channels: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a batch has returned for a part; refuse anything but images of its shape."""
+def _checked_part(local: Any, call: str, part: InputPart, channels: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return what the user's ``call`` gave for a part.
+
+    Raises:
+        RequestError: It is no tensor, of another shape, or of a dtype that cannot be converted to ``dtype``.
+    """
     if not isinstance(local, torch.Tensor):
-        raise RequestError(f"{name} returned a {_type_name(local)}; it must return a tensor (B, C, h, w)")
+        raise RequestError(f"{call} returned a {_type_name(local)}; it must return a tensor (B, C, h, w)")
     expected = (part.stop - part.first, channels, *part.box.shape)
     if tuple(local.shape) != expected:
-        raise RequestError(f"{name} returned shape {tuple(local.shape)}; {expected} was requested")
-    _check_images(local, f"what {name} returned", dtype)
+        raise RequestError(f"{call} returned shape {tuple(local.shape)}; {expected} was requested")
+    _check_images(local, f"what {call} returned", dtype)
     return local
 
 

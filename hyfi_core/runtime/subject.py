@@ -299,7 +299,7 @@ class Subject:
     def program(self, shape: Shape) -> Program:
         """Return the captured model for a shape of micro-batches, in the state that ``watch`` has taken.
 
-        Its values have the dtypes of the run, so those of autocast.
+        With autocast, its values have the dtypes that autocast gives them.
         """
         state = self.watch.taken or self.watch.take()
         if (shape, state) not in self.programs:
@@ -309,9 +309,10 @@ class Subject:
                 self.runs.clear()  # they are keyed by the identity of programs
             # A capture may change the state, as by filling a cache; the program belongs to the state after it.
             program = self.watch.settled(lambda: self._captured(shape))
-            if (shape, self.watch.taken) not in self.programs:
-                self.programs[shape, self.watch.taken] = self._known_as(shape, program)
-        return self.programs[shape, self.watch.taken]
+            state = self.watch.taken or state  # that after the capture
+            if (shape, state) not in self.programs:
+                self.programs[shape, state] = self._earlier_equal(shape, program)
+        return self.programs[shape, state]
 
     def _captured(self, shape: Shape) -> Program:
         program = capture(self.model, shape, self.dtype)
@@ -319,7 +320,7 @@ class Subject:
         kept, autocast = self._instead(empty, program), self.settings.autocast
         return kept if autocast is None else under_autocast(kept, autocast, self.device.type)
 
-    def _known_as(self, shape: Shape, program: Program) -> Program:
+    def _earlier_equal(self, shape: Shape, program: Program) -> Program:
         """Return an earlier program that computes the same, which then belongs to the present state; or this one.
 
         A forward of the user's own, perhaps on this rank alone, may have filled a cache in the module: that must not

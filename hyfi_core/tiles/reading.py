@@ -99,19 +99,22 @@ def read_ahead(
             reading[:] = [chunk.slide]
         return read_tiles(slides[chunk.slide], chunk.slide, chunk.tiles)
 
-    # One thread: a source is read by one at a time.
-    with ThreadPoolExecutor(1, thread_name_prefix="hyfi-tiles") as reader:
-        ahead: Future[torch.Tensor] | None = None
-        for number, chunk in enumerate(chunks):
-            start_s = time.perf_counter()
-            tiles = read(chunk) if ahead is None else ahead.result()
-            waited(time.perf_counter() - start_s)
-            # Before the yield: it is read while the consumer computes.
-            ahead = reader.submit(read, chunks[number + 1]) if number + 1 < len(chunks) else None
-            yield chunk, tiles
-            # Otherwise this chunk would live until the next one has arrived.
-            del tiles
-    _forget(slides, reading)
+    try:
+        # One thread: a source is read by one at a time.
+        with ThreadPoolExecutor(1, thread_name_prefix="hyfi-tiles") as reader:
+            ahead: Future[torch.Tensor] | None = None
+            for number, chunk in enumerate(chunks):
+                start_s = time.perf_counter()
+                tiles = read(chunk) if ahead is None else ahead.result()
+                waited(time.perf_counter() - start_s)
+                # Before the yield: it is read while the consumer computes.
+                ahead = reader.submit(read, chunks[number + 1]) if number + 1 < len(chunks) else None
+                yield chunk, tiles
+                # Otherwise this chunk would live until the next one has arrived.
+                del tiles
+    finally:
+        # Also after a read that failed, or by a consumer that has stopped.
+        _forget(slides, reading)
 
 
 def _forget(slides: Sequence[TileSource], which: Sequence[int]) -> None:

@@ -146,7 +146,7 @@ def validate_rank(request: EvaluationRequest) -> int:
         metrics = evaluator.evaluate(loaded.inference_weights, lambda: stop.requested_on_any(world), logits.update)
     except Interrupted:
         return STOPPED
-    if metrics is None:
+    if metrics is None:  # rank 0 has them
         return DONE
     least = float(loaded.model.get("min_coverage", MIN_COVERAGE))
     shown = range(len(dataset) if bags is None else 0)
@@ -155,7 +155,7 @@ def validate_rank(request: EvaluationRequest) -> int:
         _print_enlarged(evaluator.whole, loaded.model, len(dataset))
     elif low:
         warn(f"{len(low)} slides show less than {least:g} of their tissue (--image whole shows all): {', '.join(low)}")
-    fitted = metrics.pop("calibration")
+    fitted = metrics.pop("calibration")  # to these slides; what is reported is the effect of the stored one
     if request.calibrate and fitted is not None:
         loaded.model["calibration"] = {**fitted, "split": request.split, "image": request.image}
         amend_model_json(request.checkpoint, {"calibration": loaded.model["calibration"]})

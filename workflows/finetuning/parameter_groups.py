@@ -91,17 +91,18 @@ def _chosen(config: OptimizerConfig, names: Sequence[str]) -> Mapping[str, int]:
 
 
 def layer_depths(model: nn.Module) -> dict[str, int]:
-    """Return name of a parameter -> its layer, from 0; the last is the head.
+    """Return name of a parameter -> its layer, from 0; the last is the head, if the model has one.
 
-    A layer is a direct part of the model, or a block of a sequence of blocks. The trunk, a module with most of the
-    parameters, counts as its own parts and blocks. Parameters outside of layers (a class token) belong to the first.
+    A layer is a direct part of the model, or a block of a sequence of blocks. A module with most of the parameters that
+    repeats blocks (the trunk) is no layer: its parts and blocks are. Parameters outside of layers (a class token)
+    belong to the first.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     layers = list(_layers(model, "", total))
     depths: dict[str, int] = {}
     for name, _ in model.named_parameters():
-        inside = [depth for depth, path in enumerate(layers) if name == path or name.startswith(f"{path}.")]
-        depths[name] = inside[-1] if inside else 0
+        inside = (depth for depth, path in enumerate(layers) if name == path or name.startswith(f"{path}."))
+        depths[name] = next(inside, 0)  # layers do not overlap
     return depths
 
 

@@ -81,7 +81,7 @@ def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tens
 
 
 def _tried(key: str, name: str, outputs: torch.Tensor, labels: torch.Tensor) -> object:
-    """Return what a user's function returns for random outputs and labels; refuse one that fails."""
+    """Return what a user's function returns for outputs and labels; refuse one that fails."""
     function: OwnFunction = load_user_code(key, name, "a function of (outputs, labels)")
     try:
         return function(outputs, labels)

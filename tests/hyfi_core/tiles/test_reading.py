@@ -34,3 +34,12 @@ def test_a_slide_forgets_when_another_is_read() -> None:
     assert events == ["a", "a", "a forgets", "b", "b forgets"]
     assert reader.kept_bytes(slides) == 70
     assert reader.kept_bytes([TensorTiles(torch.zeros(1, 3, 2, 2))]) == 0
+
+
+def test_a_slide_forgets_when_its_reader_stops_early() -> None:
+    events: list[str] = []
+    slides, chunks = [KeepingTiles("a", 3, 70, events)], SlideParts((3,), 1).chunks(0, 1)
+    reading = SourceReader().read(slides, chunks, ((1, 1, 1), torch.uint8), lambda seconds: None, True)
+    next(reading)
+    reading.close()
+    assert events[-1] == "a forgets"

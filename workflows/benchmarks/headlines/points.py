@@ -49,13 +49,13 @@ def _formulas() -> list[Point]:
     for stages in (4, 8, 16):
         setting = f"{stages} stages, 32 repetitions, backward = 2 forwards"
         model = partial(_bubble, schedule="gems_master", stages=stages, rounds=64, backward_s=2.0)
-        points.append(Point("GEMS", "bubble", (stages - 1) / (stages + 0.5), setting, True, model))
+        points.append(Point("GEMS", "bubble", (stages - 1) / (stages + 0.5), setting, stated=True, modelled=model))
     for stages in (4, 8, 16):
         for rounds in (stages, 2 * stages):
             setting = f"{stages} stages, {rounds} micro-batches, backward = forward"
             model = partial(_bubble, schedule="chimera", stages=stages, rounds=rounds, backward_s=1.0)
             published = (stages - 2) / (2 * rounds + stages - 2)
-            points.append(Point("Chimera", "bubble", published, setting, True, model))
+            points.append(Point("Chimera", "bubble", published, setting, stated=True, modelled=model))
     return points
 
 
@@ -102,7 +102,7 @@ def _torchgpipe_amoebanet() -> list[Point]:
             return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, but_last)
 
         setting = f"AmoebaNet-D (18, 256), 224², {len(balance)} P40, {rounds} micro-batches, batch {batch}"
-        points.append(Point("torchgpipe", "images/s", published, setting, True, modelled))
+        points.append(Point("torchgpipe", "images/s", published, setting, stated=True, modelled=modelled))
     return points
 
 
@@ -123,7 +123,11 @@ def _torchgpipe_resnet() -> list[Point]:
     def alone(forecasts: Forecasts) -> float:
         return 118 / forecasts.step_s(network, 224, 118, ParallelPlan(grids=((1, 1),)), P40)
 
-    points = [Point("torchgpipe", "images/s", 95.862, f"{network}, 224², 1 P40, plain, batch 118", True, alone)]
+    points = [
+        Point(
+            "torchgpipe", "images/s", 95.862, f"{network}, 224², 1 P40, plain, batch 118", stated=True, modelled=alone
+        )
+    ]
     for rounds, images, cuts, published in _RESNET:
         plan = ParallelPlan(
             grids=((1, 1),) * (len(cuts) + 1),
@@ -138,7 +142,7 @@ def _torchgpipe_resnet() -> list[Point]:
             return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, but_last=True)
 
         setting = f"{network}, 224², {len(cuts) + 1} P40, micro-batches of {images}"
-        points.append(Point("torchgpipe", "images/s", published, setting, True, modelled))
+        points.append(Point("torchgpipe", "images/s", published, setting, stated=True, modelled=modelled))
     return points
 
 
@@ -181,9 +185,9 @@ def _hy_fi() -> list[Point]:
         ("over basic spatial", 1.47, LARGE, 16384, BASIC_SPATIAL, HY_FI),
     ):
         model = partial(ratio, network=network, size=size, slow=slow, fast=fast)
-        points.append(Point("Hy-Fi", figure, published, f"{network}, {size}², {group}", False, model))
+        points.append(Point("Hy-Fi", figure, published, f"{network}, {size}², {group}", stated=False, modelled=model))
     at_2048 = partial(scaling, network=SMALL, size=2048, images=2, plan=HY_FI, ranks=2048)
-    points.append(Point("Hy-Fi", "scaling at 2,048", 0.945, f"{SMALL}, 2048², {group}", False, at_2048))
+    points.append(Point("Hy-Fi", "scaling at 2,048", 0.945, f"{SMALL}, 2048², {group}", stated=False, modelled=at_2048))
     return points
 
 
@@ -201,7 +205,7 @@ def _mpi4dl() -> list[Point]:
         for images, rate in enumerate(published, 1):
             model = partial(_images_per_s, images=images, plan=systems[name])
             setting = f"{LARGE}, 2048² (assumed), batch {images}, {systems[name].ranks} V100"
-            points.append(Point("MPI4DL", f"images/s, {name}", rate, setting, False, model))
+            points.append(Point("MPI4DL", f"images/s, {name}", rate, setting, stated=False, modelled=model))
     return points
 
 
@@ -213,7 +217,7 @@ def _gems() -> list[Point]:
     plan = ParallelPlan(grids=((1, 1),) * 4, schedule="gems_mast", microbatches=2)
     model = partial(scaling, network="ResNet-1001", size=1024, images=2, plan=plan, ranks=1024)
     setting = "ResNet-1001, 1024², 2 images, 4 stages (assumed)"
-    return [Point("GEMS", "scaling at 1,024", 0.9732, setting, False, model)]
+    return [Point("GEMS", "scaling at 1,024", 0.9732, setting, stated=False, modelled=model)]
 
 
 NOT_MODELLED = {
