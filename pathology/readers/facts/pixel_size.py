@@ -69,7 +69,8 @@ def checked_mpp(stated: tuple[StatedMpp, ...], power: float | None, size_px: tup
 
 def noted_if_contrary(checked: CheckedMpp, other: StatedMpp | None) -> CheckedMpp:
     """Return what is believed, with a note if a statement of little weight contradicts it."""
-    if checked.um is None or other is None or agree(checked.um, other.um):
+    # What is not sensible is refused later: it is not taken.
+    if checked.um is None or not is_sensible(checked.um) or other is None or agree(checked.um, other.um):
         return checked
     text = f"{mpp_text(checked.um)} is taken, but {_as_text(other)} for the finest one"
     return replace(checked, facts=checked.facts.noting(Note(MPP_FLAG, text)))

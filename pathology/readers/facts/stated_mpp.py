@@ -59,7 +59,7 @@ def stated_by_tiff(tiff: tifffile.TiffFile, page: Any) -> tuple[StatedMpp, ...]:
 def stated_by_coarser(pages: Sequence[Any]) -> StatedMpp | None:
     """Return what the resolution tags of coarser levels say about the finest one; None if they do not agree.
 
-    Levels with the finest one's tags, which some programs copy, say nothing.
+    Levels with the finest one's tags, which some programs copy, say nothing, nor do those with a resolution of 0.
 
     Args:
         pages: The levels, the finest first.
@@ -68,12 +68,9 @@ def stated_by_coarser(pages: Sequence[Any]) -> StatedMpp | None:
     copied, found = _of_tags(finest), []
     for page in coarser:
         tags = _of_tags(page)
-        if tags is not None and (copied is None or not agree(tags.um, copied.um)):
-            (y, x), (height, width) = (
-                tags.um,
-                (finest.imagelength / page.imagelength, finest.imagewidth / page.imagewidth),
-            )
-            found.append((y / height, x / width))
+        if tags is not None and min(tags.um) > 0 and (copied is None or not agree(tags.um, copied.um)):
+            (y, x), ratio = tags.um, (page.imagelength / finest.imagelength, page.imagewidth / finest.imagewidth)
+            found.append((y * ratio[0], x * ratio[1]))
     if len(found) < _FEWEST_LEVELS or not all(agree(one, found[0]) for one in found):
         return None
     return StatedMpp(found[0], f"{TAGS} of its coarser levels")
@@ -129,18 +126,23 @@ def _of_imagej(page: Any) -> StatedMpp | None:
 
 
 def _of_tags(page: Any) -> StatedMpp | None:
-    """Return what XResolution and YResolution state; None if they state nothing."""
+    """Return what XResolution and YResolution state; None if they state nothing, or are damaged."""
     tags = page.tags
     if "XResolution" not in tags or "YResolution" not in tags:
         return None
     # TIFF 6.0: without the tag, the unit is the inch.
-    unit = _UNITS.get(int(tags["ResolutionUnit"].value) if "ResolutionUnit" in tags else 2, "")
+    number = tags["ResolutionUnit"].value if "ResolutionUnit" in tags else 2
+    unit = _UNITS.get(number, "") if isinstance(number, int) else ""
     y, x = (mpp_of_resolution(_ratio(tags[name].value), unit) for name in ("YResolution", "XResolution"))
     return None if y is None or x is None else StatedMpp((y, x), TAGS)
 
 
-def _ratio(value: tuple[int, int]) -> float:
-    return value[0] / value[1] if value[1] else 0.0
+def _ratio(value: Any) -> float:
+    """Return the number that a tag has as (numerator, denominator); 0, which states nothing, of any other value."""
+    try:
+        return float(value[0] / value[1])
+    except (TypeError, IndexError, ZeroDivisionError):
+        return 0.0
 
 
 def _of_ome(xml: str, page: Any) -> StatedMpp | None:

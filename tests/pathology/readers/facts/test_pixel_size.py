@@ -167,6 +167,7 @@ def test_magnification_alone_is_proposed_and_taken_on_request(tmp_path: Path) ->
         ((1.0, 1.0, 2.0), False),  # a copy, and one other value
         ((5.0, 1.0, 2.0), True),
         ((None, 1.0, 2.0), False),  # nothing is believed then
+        ((0.5, np.inf, np.inf), False),  # resolutions of 0, as of programs that do not know them
     ],
 )
 def test_tags_of_coarser_levels_are_compared(tmp_path: Path, tags_um: tuple[float | None, ...], noted: bool) -> None:
@@ -182,6 +183,26 @@ def test_tags_of_coarser_levels_are_compared(tmp_path: Path, tags_um: tuple[floa
     assert bool(notes) == noted
     if noted:
         assert f"{tags_um[0]:g} µm/px is taken" in notes[0] and "coarser levels say 0.5 µm/px" in notes[0]
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize(
+    ("tag", "kind", "value"), [("XResolution", "s", "abc"), ("XResolution", "I", 5), ("ResolutionUnit", "H", (3, 3))]
+)
+def test_damaged_tags_state_nothing_and_the_slide_is_read(
+    tmp_path: Path, damaged: int, tag: str, kind: str, value: object
+) -> None:
+    path, image = tmp_path / "a.tif", stained(256, 384)
+    with tifffile.TiffWriter(path) as file:
+        for k in range(3):
+            tags = {"resolution": (2e4 / 2**k,) * 2, "resolutionunit": 3, "subfiletype": min(k, 1)}
+            file.write(image[:: 2**k, :: 2**k], tile=(32, 32), photometric="rgb", metadata=None, **tags)
+    with tifffile.TiffFile(path, mode="r+") as file:
+        file.pages[damaged].tags[tag].overwrite(value, dtype=kind)
+    with closing(open_source(path)) as slide:
+        assert not slide.facts.notes and len(slide.levels) == 3
+        if damaged:
+            assert slide.mpp == pytest.approx((0.5, 0.5))
 
 
 def test_notes_are_kept_with_the_slide(tmp_path: Path) -> None:
