@@ -23,7 +23,7 @@ from hyfi_core.files import naming, swap_directory, sync_file
 
 # Each upload has its whole file in memory: this bounds the memory, too.
 _UPLOADS_AT_A_TIME = 4
-_ENOUGH_FILES = 1024
+_USUAL_FILES = 1024
 """Files that a process may usually have open on Linux."""
 
 
@@ -203,12 +203,12 @@ def reason_of(error: OSError) -> str:
     reason = error.strerror or str(error)
     if error.errno != errno.EMFILE:
         return reason
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    more = max(_USUAL_FILES, 4 * limit)
     # Up to the hard limit, users raise it themselves.
-    may_raise = most == resource.RLIM_INFINITY or most >= _ENOUGH_FILES
-    advice = (
-        f"raise it by `ulimit -n {_ENOUGH_FILES}` before the command" if may_raise else "an administrator can raise it"
-    )
+    if hard_limit != resource.RLIM_INFINITY:
+        more = min(more, hard_limit)
+    advice = f"raise it by `ulimit -n {more}` before the command" if more > limit else "an administrator can raise it"
     return f"{reason}; a process may have {limit}: {advice}"
 
 

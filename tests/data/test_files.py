@@ -114,7 +114,15 @@ def test_what_a_kill_left_aside_has_its_name_again_at_the_next_start(
 
 def test_too_many_open_files_name_the_limit_and_who_can_raise_it(monkeypatch: pytest.MonkeyPatch) -> None:
     error = OSError(errno.EMFILE, "Too many open files")
-    for most, words in ((4096, "ulimit -n 1024"), (resource.RLIM_INFINITY, "ulimit -n 1024"), (64, "administrator")):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, most=most: (64, most))
-        assert "a process may have 64" in reason_of(error) and words in reason_of(error)
+    for limits, words in (
+        ((64, 4096), "`ulimit -n 1024`"),
+        ((64, resource.RLIM_INFINITY), "`ulimit -n 1024`"),
+        ((64, 512), "`ulimit -n 512`"),
+        ((64, 64), "administrator"),
+        # The usual limit of Linux itself.
+        ((1024, 1_048_576), "`ulimit -n 4096`"),
+        ((1024, 1024), "administrator"),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        assert f"a process may have {limits[0]}:" in reason_of(error) and words in reason_of(error)
     assert reason_of(OSError(errno.EACCES, "Permission denied")) == "Permission denied"
