@@ -325,7 +325,8 @@ def _row(slide: CohortSlide, shown: Sequence[int]) -> list[Any]:
         slide.case_id,
         slide.status,
         slide.prediction,
-        [None if np.isnan(slide.values[k]) else round(slide.values[k], 4) for k in shown] if slide.values else [],
+        # JSON has no infinity, which a diverged regression may predict.
+        [round(slide.values[k], 4) if np.isfinite(slide.values[k]) else None for k in shown] if slide.values else [],
         slide.label,
         slide.coverage,
         list(slide.flags),

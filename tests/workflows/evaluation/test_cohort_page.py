@@ -58,6 +58,12 @@ def test_a_page_has_every_slide_and_asks_no_network(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["index.html"]
 
 
+def test_a_prediction_that_is_not_finite_is_a_row_without_the_number(tmp_path: Path) -> None:
+    slides = [slide_of("a", 0.2, values=(math.inf, -math.inf)), slide_of("b", 0.2, values=(0.8, math.nan))]
+    page = write_cohort_page(tmp_path, slides, TASK, READOUT, "t").read_text()
+    assert [row[4] for row in content_of(page)["slides"]] == [[None, None], [0.8, None]]
+
+
 def test_a_page_without_labels_has_no_curves(tmp_path: Path) -> None:
     page = write_cohort_page(tmp_path, [slide_of("a", 0.2), slide_of("b", 0.7)], TASK, READOUT, "t").read_text()
     assert "<svg" not in page and "Against the labels" not in page and "Worst errors" not in page
