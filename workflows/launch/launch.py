@@ -58,8 +58,8 @@ def own_rank() -> int:
     launcher = inside_launcher()
     # torchrun's alone: the others are those of a launcher around it, or left over. Else PMI's names first: in a job
     # script, mpiexec's ranks all inherit the script's SLURM_PROCID.
-    names = ["PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"] * (launcher != "torchrun") + ["RANK"]
-    return next((int(os.environ[name]) for name in names if name in os.environ), 0) if launcher else 0
+    of_mpi = () if launcher == "torchrun" else ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+    return next((int(os.environ[name]) for name in (*of_mpi, "RANK") if name in os.environ), 0) if launcher else 0
 
 
 def launch(argv: Sequence[str], ranks: int, run: Path | None = None) -> int:
