@@ -188,7 +188,8 @@ def compare_with_store(request: Request) -> IngestWork:
 
     Raises:
         RequestError: A path is wrong, the store would be among its own slides, finished slides were made with other
-            parameters and ``overwrite`` is off, or slides with and without pseudonyms would be mixed.
+            parameters, or from another file of the same name, and ``overwrite`` is off, or slides with and without
+            pseudonyms would be mixed.
     """
     store = request.store
     if not is_remote(store) and store.exists() and not store.is_dir():
@@ -217,7 +218,8 @@ def compare_with_store(request: Request) -> IngestWork:
             if key is not None:
                 key.refuse_another_file(job)
             to_do.append(replace(job, seen=states.get(job.slide_id, "")))
-            renewed.append(job.slide_id)
+            if not is_of_another(record, job):  # else its file is missing, and its ingest says so
+                renewed.append(job.slide_id)
         else:
             finished[job.slide_id] = updated
     _refuse_changed(changed, store)

@@ -145,6 +145,7 @@ def test_a_slide_never_takes_the_place_of_another_of_its_name_in_silence(tmp_pat
         run([manifests[1]], store)
     # Nor do columns of a row whose file is not there.
     moved = slides[1].rename(slides[1].with_name("y.tiff"))
+    assert "ingested again" not in compare_with_store(Request([manifests[1]], store, AT_HALF)).note
     (failed,) = run([manifests[1]], store).failed
     assert "No such file" in failed.reason
     assert shards(store) == before and load_manifest(store)[0]["label"] == "one"
