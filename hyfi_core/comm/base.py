@@ -11,7 +11,7 @@ import torch
 Tensors = tuple[torch.Tensor, ...]
 ReduceOp = Literal["sum", "max", "min"]
 LARGEST_TAG = 2**31 - 1
-"""Of messages, unless a library has a smaller limit."""
+"""The largest tag of a message, unless a library has a smaller limit."""
 
 
 @dataclass(frozen=True)

@@ -187,8 +187,7 @@ def _over_all_pixels(builder: Builder, op: Operator, names: tuple[str, str, str]
     # Scores (..., N, H · W): each rank computes those of its pixels.
     scores, last = builder.fresh(query, (*shape[:-1], builder.shape(key)[-2]), wide), len(shape) - 1
     score_split = Split(key_split.layout, (last, last), leads=key_split.leads)
-    multiply = lambda q, k: ((q * factor) @ k.transpose(-1, -2)).to(wide)  # noqa: E731
-    builder.compute(multiply, (query, key), (scores,), score_split)
+    builder.compute(lambda q, k: ((q * factor) @ k.transpose(-1, -2)).to(wide), (query, key), (scores,), score_split)
     largest = largest_over_ranks(builder, scores, (last,))
     partial, total = builder.fresh(output, dtype=wide), builder.fresh(output, dtype=wide)
 

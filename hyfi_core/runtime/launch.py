@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,9 +23,9 @@ if TYPE_CHECKING:  # every command imports this module before anything else: wit
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
 # Set by Hydra and Open MPI, but not by srun: with them, Slurm counts process managers, not ranks.
 _STARTED_BY_MPIEXEC = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_SIZE")
-# In the command lines of agents that start ranks.
+# Programs and modules in the command lines of processes that start ranks.
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "torch/distributed/run.py")
-_MPI_LAUNCHERS = (
+_MPI_LAUNCHERS = {
     "hydra_pmi_proxy",
     "pmi_proxy",
     "mpiexec",
@@ -34,7 +35,7 @@ _MPI_LAUNCHERS = (
     "prterun",
     "prted",
     "slurmstepd",
-)
+}
 
 
 def inside_launcher() -> str | None:
@@ -61,14 +62,20 @@ def _nearest_is_torchrun() -> bool:
     with suppress(OSError, ValueError):  # without /proc, or at a process of another user that has ended
         while pid > 1:
             folder = Path("/proc") / str(pid)
-            command = (folder / "cmdline").read_text("utf-8", "replace")
-            if any(name in command for name in _TORCHRUN):
+            command = (folder / "cmdline").read_text("utf-8", "replace").rstrip("\0").split("\0")
+            if any(word.endswith(_TORCHRUN) for word in command):
                 return True
-            if any(name in command for name in _MPI_LAUNCHERS):
+            if any(_program(word) in _MPI_LAUNCHERS for word in command):
                 return False
             # The parent's number stands behind the name, which may have blanks and parentheses.
             pid = int((folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
     return False
+
+
+def _program(word: str) -> str:
+    """Return the name of a program from a path, without an ending: ``mpiexec`` for ``/usr/bin/mpiexec.hydra``."""
+    # The title of ``slurmstepd`` goes on behind a colon.
+    return re.split("[.:]", word.rpartition("/")[2])[0]
 
 
 def _is_only_task_of_slurm_step() -> bool:

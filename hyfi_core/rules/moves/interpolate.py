@@ -49,10 +49,8 @@ def interpolated(find: _Find) -> Rule:
         factors = op.args[3] if len(op.args) > 3 and op.args[3] is not None else (None, None)
         dims = builder.splits[name].dims
         # Positions and weights in the arithmetic of PyTorch's kernels: float32 for 16-bit maps.
-        dtype, narrow = (
-            torch.promote_types(builder.values[name].dtype, torch.float32),
-            builder.values[op.first_output].dtype,
-        )
+        dtype = torch.promote_types(builder.values[name].dtype, torch.float32)
+        narrow = builder.values[op.first_output].dtype
         taps = []
         for dim, factor in zip(dims, factors, strict=True):
             size, outputs = builder.shape(name)[dim], builder.shape(op.first_output)[dim]

@@ -22,6 +22,8 @@ RANK = "from workflows.launch.launch import inside_launcher, own_rank; print(ins
         (["mpiexec", "torchrun"], "torchrun 3"),  # as in `srun torchrun …`
         (["torchrun", "mpiexec"], "mpi 1"),  # in a shell that torchrun has started
         (["hydra_pmi_proxy", "torchrun", "bash"], "torchrun 3"),
+        (["mpiexec.hydra", "torchrun", "sorted.sh"], "torchrun 3"),  # no word with "orted" in it is a launcher
+        (["torchrun", "slurmstepd: [7.0]", "torchrun_runs.sh"], "mpi 1"),
         (["nothing"], "mpi 1"),  # all may be left over: MPI says whether its launcher answers
     ],
     ids="-".join,
