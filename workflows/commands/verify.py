@@ -46,6 +46,8 @@ def run(store: Path, as_json: bool) -> int:
         console.warn(f"failed: {fault.slide_id}: {fault.path}: {fault.reason}")
     if not single:
         _write_list(store, report.faults)
+    if not report.slides and not report.faults:
+        console.warn(f"{store}: no slide is finished, so nothing was checked; manifest.csv says why")
     damaged = len({fault.slide_id for fault in report.faults})
     console.say(
         f"{console.counted(report.slides, 'slide')}, {console.counted(report.files, 'file')}, "
