@@ -36,7 +36,6 @@ from hyfi_core.schedule.simulate import simulate
 from hyfi_core.schedule.trace import TraceEvent, bubble, to_json
 from workflows.benchmarks.reduction import Sleep, SleepingNetwork, SleepingProduct
 from workflows.evaluation.models import convert_model
-from workflows.launch.launch import own_rank
 from workflows.launch.mpiexec import find
 
 BLOCKS, BLOCK_S, SIZE_PX, BATCH = 16, 0.02, 32, 8
@@ -77,7 +76,7 @@ def main() -> None:
         _real_rank(json.loads(args.plan), args.size, args.steps)
     elif args.real:
         _real(args.size, args.steps)
-    elif own_rank() is None or "HYFI_BENCHMARK" not in os.environ:
+    elif "HYFI_BENCHMARK" not in os.environ:
         _start(4 if args.branches or args.zero_bubble else 8, sys.argv[1:])
     elif args.branches:
         _branching_rank(args.steps)
