@@ -95,21 +95,25 @@ class _Swap:
 
 
 class _JoinedCall:
-    """A pending collective call; ``last`` is called when the last cell of this process has entered it."""
+    """A pending collective call; ``last`` is called when the last cell of this process has entered it.
+
+    Attributes:
+        call: shared by the cells of the process.
+    """
 
     needs_polls = False
 
     def __init__(self, comm: CellCommunicator, value: Any, last: Callable[[CollectiveOfCells], None]) -> None:
         self._group = comm.group
         self._open = True
-        self._number, self._call = comm.joined(value, last)
+        self._number, self.call = comm.joined(value, last)
 
     def test(self) -> bool:
-        if self._open and not self._group.finished(self._call):
+        if self._open and not self._group.finished(self.call):
             return False
         if self._open:
             # ``leave`` counts the cells that have their result, so it is called once, however often ``test`` is.
-            self._land(self._group.leave(self._number, self._call))
+            self._land(self._group.leave(self._number, self.call))
             self._open = False
         return True
 
@@ -129,25 +133,6 @@ class _Reduction(_JoinedCall):
 
     def _land(self, result: Any) -> None:
         self._tensor.copy_(result)
-
-
-class _CombinedOfCells(_JoinedCall):
-    """A pending combination; see ``comm.combined``."""
-
-    def __init__(self, comm: CellCommunicator, own: Any, combination: Combination, kept: bool) -> None:
-        self._combine, self._copies = combination.combine, kept and comm.group.spills
-        super().__init__(comm, own, lambda call: comm.group.start_sum(call, combination.pack(call.inputs)))
-
-    @property
-    def packed(self) -> torch.Tensor:
-        packed: torch.Tensor = self._call.result
-        return packed
-
-    def result(self) -> Tensors:
-        if self._call.computed is None:
-            self._call.computed = self._combine(self.packed)
-        # What a cell keeps, the pager may spill before the next cell comes here.
-        return tuple(tensor.clone() for tensor in self._call.computed) if self._copies else self._call.computed
 
 
 class CellCommunicator:
@@ -235,7 +220,17 @@ class CellCommunicator:
 
     def start_combined(self, own: Any, combination: Combination, kept: bool) -> Combined:
         """Start combining: packed once for the cells of a process, and combined once."""
-        return _CombinedOfCells(self, own, combination, kept)
+        group, copies = self.group, kept and self.group.spills
+        pending = _JoinedCall(self, own, lambda call: group.start_sum(call, combination.pack(call.inputs)))
+        call = pending.call
+
+        def result() -> Tensors:
+            if call.computed is None:
+                call.computed = combination.combine(call.result)
+            # What a cell keeps, the pager may spill before the next cell comes here.
+            return tuple(tensor.clone() for tensor in call.computed) if copies else call.computed
+
+        return Combined(pending, lambda: call.result, result)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,17 +36,19 @@ class Combination:
     sent_bytes: int
 
 
-class Combined(Pending, Protocol):
-    """A pending combination."""
+@dataclass(frozen=True)
+class Combined:
+    """A combination under way.
 
-    @property
-    def packed(self) -> torch.Tensor:
-        """The sum over all ranks, once it is complete; do not change it."""
-        ...
+    Attributes:
+        pending: the sum over all ranks.
+        packed: returns the sum, once it is complete; do not change it.
+        result: returns the combined values, once the sum is complete.
+    """
 
-    def result(self) -> Tensors:
-        """Return the combined values, once the sum is complete."""
-        ...
+    pending: Pending
+    packed: Callable[[], torch.Tensor]
+    result: Callable[[], Tensors]
 
 
 def start_combined(comm: Communicator, own: Any, combination: Combination, kept: bool = False) -> Combined:
@@ -60,30 +62,11 @@ def start_combined(comm: Communicator, own: Any, combination: Combination, kept:
     """
     # Only cells, and what forwards to them, have the method.
     start = getattr(comm, "start_combined", None)
-    if start is not None:
-        combined: Combined = start(own, combination, kept)
-        return combined
+    result: Combined = reduced_by(comm, own, combination) if start is None else start(own, combination, kept)
+    return result
+
+
+def reduced_by(comm: Communicator, own: Any, combination: Combination) -> Combined:
+    """Start combining by an all-reduce of what this rank alone has packed."""
     packed = combination.pack({comm.rank: own})
-    return _OfRank(comm.start_all_reduce(packed), packed, combination.combine)
-
-
-@dataclass(frozen=True)
-class _OfRank:
-    """The combination of a rank that shares no memory with others."""
-
-    pending: Pending
-    packed: torch.Tensor
-    combine: Callable[[torch.Tensor], Tensors]
-
-    @property
-    def needs_polls(self) -> bool:
-        return self.pending.needs_polls
-
-    def test(self) -> bool:
-        return self.pending.test()
-
-    def wait(self) -> None:
-        self.pending.wait()
-
-    def result(self) -> Tensors:
-        return self.combine(self.packed)
+    return Combined(comm.start_all_reduce(packed), lambda: packed, lambda: combination.combine(packed))

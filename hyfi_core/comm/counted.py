@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, Protocol, Self
 
@@ -21,9 +22,8 @@ from hyfi_core.comm.base import (
     Message,
     Pending,
     ReduceOp,
-    Tensors,
 )
-from hyfi_core.comm.combined import Combination, Combined, start_combined
+from hyfi_core.comm.combined import Combination, Combined, reduced_by, start_combined
 
 KINDS = ("halo", "stage", "reduce", "input")
 Span = tuple[str, float, float]
@@ -107,9 +107,6 @@ class CountedCommunicator(ForwardingCommunicator):
         self._kind = kind
         self.counts = TrafficCounts() if counts is None else counts
         self._views: dict[str, CountedCommunicator] = {kind: self}
-        # Without it, contributions are packed here and counted as the reductions that they are.
-        if hasattr(comm, "start_combined"):
-            self.start_combined = self._start_combined
 
     @property
     def kind(self) -> str:
@@ -150,10 +147,13 @@ class CountedCommunicator(ForwardingCommunicator):
         self._count_reduction(tensor)
         return self._timed(self._comm.start_all_reduce(tensor, op), (tensor,))
 
-    def _start_combined(self, own: Any, combination: Combination, kept: bool) -> Combined:
-        """Start combining the contributions of cells; each counts as one message of the packed tensor's bytes."""
+    def start_combined(self, own: Any, combination: Combination, kept: bool) -> Combined:
+        """Start combining; counts as one message of the packed tensor's bytes, also of each of several cells."""
+        if not hasattr(self._comm, "start_combined"):
+            return reduced_by(self, own, combination)
         self.counts.count(self._kind, 1, combination.sent_bytes)
-        return _TimedCombined(start_combined(self._comm, own, combination, kept), self.counts, self._kind)
+        combined = start_combined(self._comm, own, combination, kept)
+        return replace(combined, pending=self._timed(combined.pending, ()))
 
     def _timed(self, pending: Pending, tensors: Sequence[torch.Tensor]) -> Pending:
         return _TimedPending(pending, self.counts, self._kind, self._waits_on_stream(tensors))
@@ -191,20 +191,3 @@ class _TimedPending:
         start_s = perf_counter()
         self._pending.wait()
         self._counts.spend(self._kind, start_s)
-
-
-class _TimedCombined(_TimedPending):
-    """A pending combination whose waiting time is counted: that of the host, since cells do not wait on streams."""
-
-    __slots__ = ("_combined",)
-
-    def __init__(self, combined: Combined, counts: TrafficCounts, kind: str) -> None:
-        super().__init__(combined, counts, kind, on_stream=False)
-        self._combined = combined
-
-    @property
-    def packed(self) -> torch.Tensor:
-        return self._combined.packed
-
-    def result(self) -> Tensors:
-        return self._combined.result()

@@ -8,12 +8,13 @@ Only received tensors are kept (halo strips, sums of statistics), in the order o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Completed, ForwardingCommunicator, Message, Pending, ReduceOp, Tensors
+from hyfi_core.comm.base import Completed, ForwardingCommunicator, Message, Pending, ReduceOp
 from hyfi_core.comm.combined import Combination, Combined, start_combined
 from hyfi_core.comm.counted import KindCommunicator
 
@@ -56,9 +57,9 @@ class RecordingCommunicator(ForwardingCommunicator):
 
     def start_combined(self, own: Any, combination: Combination, kept: bool) -> Combined:
         """Start combining; the sum is kept, from which a second run combines again."""
-        entry: list[torch.Tensor] = []
-        self.log.append(entry)
-        return _RecordedCombined(start_combined(self._comm, own, combination, kept), entry)
+        combined = start_combined(self._comm, own, combination, kept)
+        # Nobody changes it, so it is not copied.
+        return replace(combined, pending=self._recorded(combined.pending, lambda: [combined.packed()]))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's; it is kept."""
@@ -66,16 +67,20 @@ class RecordingCommunicator(ForwardingCommunicator):
         self.log.append([tensor.clone()])
 
     def _kept(self, pending: Pending, tensors: list[torch.Tensor]) -> Pending:
+        return self._recorded(pending, lambda: [tensor.clone() for tensor in tensors])
+
+    def _recorded(self, pending: Pending, received: Callable[[], list[torch.Tensor]]) -> Pending:
         entry: list[torch.Tensor] = []
         self.log.append(entry)  # in the order of calls, not of completion
-        return _RecordedPending(pending, tensors, entry)
+        return _RecordedPending(pending, received, entry)
 
 
 class _RecordedPending:
-    """Pending communication whose results are copied on completion."""
+    """Pending communication whose results are logged on completion."""
 
-    def __init__(self, pending: Pending, tensors: list[torch.Tensor], entry: list[torch.Tensor]) -> None:
-        self._pending, self._tensors, self._entry = pending, tensors, entry
+    def __init__(self, pending: Pending, received: Callable[[], list[torch.Tensor]], entry: list[torch.Tensor]) -> None:
+        self._pending, self._received, self._entry = pending, received, entry
+        self._open = True
 
     @property
     def needs_polls(self) -> bool:
@@ -92,40 +97,10 @@ class _RecordedPending:
         self._keep()
 
     def _keep(self) -> None:
-        self._entry.extend(tensor.clone() for tensor in self._tensors)
-        # Kept once: ``test`` and ``wait`` may both be called after the end, when the memory may have other contents.
-        self._tensors = []
-
-
-class _RecordedCombined:
-    """A pending combination whose sum is kept on completion; nobody changes it, so it is not copied."""
-
-    def __init__(self, combined: Combined, entry: list[torch.Tensor]) -> None:
-        self._combined, self._entry = combined, entry
-
-    @property
-    def needs_polls(self) -> bool:
-        return self._combined.needs_polls
-
-    @property
-    def packed(self) -> torch.Tensor:
-        return self._combined.packed
-
-    def test(self) -> bool:
-        is_over = self._combined.test()
-        if is_over:
-            self._keep()
-        return is_over
-
-    def wait(self) -> None:
-        self._combined.wait()
-        self._keep()
-
-    def result(self) -> Tensors:
-        return self._combined.result()
-
-    def _keep(self) -> None:
-        self._entry[:] = [self._combined.packed]
+        # Once: ``test`` and ``wait`` may both be called after the end, when the memory may have other contents.
+        if self._open:
+            self._entry.extend(self._received())
+            self._open = False
 
 
 class ReplayingCommunicator:

@@ -116,9 +116,9 @@ class BatchNorm(AsyncBackward, Recomputable):
             return (torch.stack((mean, variance, (variance + self.eps).rsqrt())),)
 
         combination = Combination(pack, combine, prod(shape) * torch.float64.itemsize)
-        pending = start_combined(comm, moments_of(own), combination, kept=True)
-        yield pending
-        (statistics,) = pending.result()
+        combined = start_combined(comm, moments_of(own), combination, kept=True)
+        yield combined.pending
+        (statistics,) = combined.result()
         return statistics.unbind()
 
     def _of_all(self, rows: torch.Tensor, apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +161,7 @@ class BatchNorm(AsyncBackward, Recomputable):
             return self._terms(weight, mean, variance, sums / self.count, own.dim())
 
         combination = Combination(_added, combine, 2 * mean.numel() * torch.float64.itemsize)
-        pending = start_combined(comm, (d_bias, d_weight), combination)
+        combined = start_combined(comm, (d_bias, d_weight), combination)
         # Of this rank alone: gradients of parameters are summed over ranks later, with all others.
         d_affine = d_weight.to(dtype), d_bias.to(dtype)
 
@@ -169,8 +169,8 @@ class BatchNorm(AsyncBackward, Recomputable):
             if needs_grad and not needs_grad[0]:
                 return None, *d_affine
             if self._has_kernel(own):
-                return self._by_kernel(dy, own, mean, weight, pending.result()), *d_affine
-            gain, slope, shift = pending.result()
+                return self._by_kernel(dy, own, mean, weight, combined.result()), *d_affine
+            gain, slope, shift = combined.result()
             # An expanded cotangent is one value in memory for many pixels.
             in_place = self.overwrites_cotangent and not is_expanded(dy)
             dx = dy if in_place else torch.empty_like(dy)
@@ -183,7 +183,7 @@ class BatchNorm(AsyncBackward, Recomputable):
                 self._in_blocks(dx, dy, own, (gain, slope, shift))
             return dx, *d_affine
 
-        return pending, finish
+        return combined.pending, finish
 
     def _has_kernel(self, own: torch.Tensor) -> bool:
         """Whether CUDA's kernel computes the map's cotangent; the same on all ranks that share memory."""

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ def inside_launcher() -> str | None:
     return None
 
 
+@cache  # ancestors stay the same, and commands ask again and again
 def _nearest_is_torchrun() -> bool:
     """Whether torchrun is a nearer ancestor of this process than any launcher of MPI.
 

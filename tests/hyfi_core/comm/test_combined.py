@@ -21,7 +21,7 @@ from tests.hyfi_core.cells.test_communicator import on_cells, on_two_processes
 RANKS = {"threads": lambda body: run_ranks(4, body), "cells": lambda body: on_cells(4, body), "both": on_two_processes}
 
 
-def combination(packed: list[list[int]], combined: list[float]) -> Combination:
+def combination(packed: list[list[int]], combinations: list[float]) -> Combination:
     """Return a sum of squares, which notes what it packs and what it combines."""
 
     def pack(parts: Mapping[int, float]) -> torch.Tensor:
@@ -29,7 +29,7 @@ def combination(packed: list[list[int]], combined: list[float]) -> Combination:
         return torch.tensor([sum(value**2 for value in parts.values())], dtype=torch.float64)
 
     def combine(total: torch.Tensor) -> Tensors:
-        combined.append(total.item())
+        combinations.append(total.item())
         return (total.sqrt(),)
 
     return Combination(pack, combine, 8)
@@ -43,9 +43,9 @@ def test_all_ranks_read_the_same_and_each_process_packs_and_combines_once(ranks:
     def body(comm: Communicator) -> tuple[float, ...]:
         first = start_combined(comm, comm.rank + 1.0, combination(packed, combined))
         second = start_combined(comm, 2.0, combination([], []))  # both are under way
-        first.wait()
-        second.wait()
-        return first.result()[0].item(), second.result()[0].item(), first.packed.item()
+        first.pending.wait()
+        second.pending.wait()
+        return first.result()[0].item(), second.result()[0].item(), first.packed().item()
 
     assert RANKS[ranks](body) == [(30**0.5, 4.0, 30.0)] * 4
     assert sorted(rank for here in packed for rank in here) == [0, 1, 2, 3]
@@ -59,9 +59,9 @@ def test_cells_that_spill_have_copies_of_what_they_keep(spills: bool, kept: bool
     comms = cell_communicators(AloneCommunicator(), baton, [(0, 0), (0, 1)], spills)
 
     def body(cell: int) -> torch.Tensor:
-        pending = start_combined(comms[cell], 1.0, combination([], []), kept)
-        pending.wait()
-        return pending.result()[0]
+        combined = start_combined(comms[cell], 1.0, combination([], []), kept)
+        combined.pending.wait()
+        return combined.result()[0]
 
     first, second = baton.run(body)
     assert torch.equal(first, second) and (first is second) != (spills and kept)
@@ -71,9 +71,9 @@ def test_cells_that_spill_have_copies_of_what_they_keep(spills: bool, kept: bool
 def test_each_rank_counts_one_message(ranks: str) -> None:
     def body(comm: Communicator) -> Any:
         counted = CountedCommunicator(comm)
-        pending = start_combined(counted.of("reduce"), 1.0, combination([], []))
-        pending.wait()
-        assert pending.result()[0].item() == pending.packed.item() ** 0.5 == 2.0 and pending.test()
+        combined = start_combined(counted.of("reduce"), 1.0, combination([], []))
+        combined.pending.wait()
+        assert combined.result()[0].item() == combined.packed().item() ** 0.5 == 2.0 and combined.pending.test()
         return counted.counts.messages["reduce"], counted.counts.sent_bytes["reduce"], counted.counts.messages["halo"]
 
     assert RANKS[ranks](body) == [(1, 8, 0)] * 4
@@ -83,12 +83,12 @@ def test_each_rank_counts_one_message(ranks: str) -> None:
 def test_a_second_run_combines_again_and_sends_nothing(ranks: str) -> None:
     def body(comm: Communicator) -> tuple[float, float]:
         recording = RecordingCommunicator(CountedCommunicator(comm))
-        pending = start_combined(recording, comm.rank + 1.0, combination([], []))
-        pending.wait()
-        assert pending.test()  # once more: the sum is kept once
+        combined = start_combined(recording, comm.rank + 1.0, combination([], []))
+        combined.pending.wait()
+        assert combined.pending.test()  # once more: the sum is kept once
         assert [len(entry) for entry in recording.log] == [1]
         replaying: Any = ReplayingCommunicator(recording.log, comm.rank, comm.size)
         again = start_combined(replaying, comm.rank + 1.0, combination([], []))
-        return pending.result()[0].item(), again.result()[0].item()
+        return combined.result()[0].item(), again.result()[0].item()
 
     assert RANKS[ranks](body) == [(30**0.5, 30**0.5)] * 4
