@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, Protocol, Self
 
@@ -153,7 +152,7 @@ class CountedCommunicator(ForwardingCommunicator):
             return reduced_by(self, own, combination)
         self.counts.count(self._kind, 1, combination.sent_bytes)
         combined = start_combined(self._comm, own, combination, kept)
-        return replace(combined, pending=self._timed(combined.pending, ()))
+        return Combined(self._timed(combined.pending, ()), combined.packed, combined.result)
 
     def _timed(self, pending: Pending, tensors: Sequence[torch.Tensor]) -> Pending:
         return _TimedPending(pending, self.counts, self._kind, self._waits_on_stream(tensors))

@@ -9,7 +9,6 @@ Only received tensors are kept (halo strips, sums of statistics), in the order o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +58,8 @@ class RecordingCommunicator(ForwardingCommunicator):
         """Start combining; the sum is kept, from which a second run combines again."""
         combined = start_combined(self._comm, own, combination, kept)
         # Nobody changes it, so it is not copied.
-        return replace(combined, pending=self._recorded(combined.pending, lambda: [combined.packed()]))
+        pending = self._recorded(combined.pending, lambda: [combined.packed()])
+        return Combined(pending, combined.packed, combined.result)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's; it is kept."""
