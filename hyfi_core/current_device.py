@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -20,3 +22,22 @@ def current_device() -> torch.device:
     if torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def as_in_this_thread(device: torch.device) -> Callable[[], None]:
+    """Return what gives another thread the current stream of this one; threads that compute for it call this first.
+
+    On another stream its kernels could run before those that they wait for. It also makes the GPU the current one.
+
+    Args:
+        device: of what the threads compute; nothing is done for a CPU.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    stream = torch.cuda.current_stream(device)
+
+    def adopt() -> None:
+        make_current(device)
+        torch.cuda.set_stream(stream)
+
+    return adopt

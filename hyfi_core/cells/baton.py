@@ -34,7 +34,7 @@ class Baton:
     Args:
         size: number of cells.
         switched: called with a cell whenever it runs again after others have.
-        begun: called in each thread before anything else.
+        prepared: called in the thread that calls ``run``; returns what each cell's thread calls before anything else.
 
     Attributes:
         cell: the one that runs.
@@ -45,13 +45,13 @@ class Baton:
         self,
         size: int,
         switched: Callable[[int], None] = lambda cell: None,
-        begun: Callable[[], None] = lambda: None,
+        prepared: Callable[[], Callable[[], None]] = lambda: lambda: None,
     ) -> None:
         self.size = size
         self.cell = 0
         self._holder = 0  # a cell, or ``size`` for the thread that runs tapes, in which ``cell`` goes on changing
         self.after_failure: list[Callable[[], None]] = []
-        self._switched, self._begun = switched, begun
+        self._switched, self._prepared = switched, prepared
         self._lock = threading.Lock()
         # One for each cell, and one for the thread that runs tapes: waking all of them for every hand-over would take
         # time in the square of their number.
@@ -76,11 +76,12 @@ class Baton:
         # A run that a signal has ended may have left entries.
         self._joined, self._results, self._noted_outside, self._outside = {}, {}, False, set()
         self._running = set(range(self.size))
+        begun = self._prepared()
 
         def target(cell: int) -> None:
             try:
-                # In each thread, because settings such as CUDA's current device belong to a thread.
-                self._begun()
+                # In each thread, because settings such as CUDA's current device and stream belong to a thread.
+                begun()
                 self._take(cell)
                 results[cell] = body(cell)
             except BaseException as error:

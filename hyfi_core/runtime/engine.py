@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyfi_core.cells.page import PagerCounts
 from hyfi_core.cells.page_forecast import PagedForecast
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.agreement.agree import CallConsensus, agree
 from hyfi_core.comm.agreement.same_weights import SameWeights
 from hyfi_core.comm.agreement.weight_watch import WeightWatch
 from hyfi_core.comm.base import Communicator
-from hyfi_core.comm.counted import Span
 from hyfi_core.cost.machine import MachineModel
-from hyfi_core.cost.model_flops import training_flops
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.compiling.segment_compiler import SegmentCompiler
 from hyfi_core.plan.batch_shapes import BatchShapes, Shape
@@ -25,16 +22,16 @@ from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.rules.batch_norm import has_live_statistics
 from hyfi_core.runtime.batch_reader import ImageBatch, Images
 from hyfi_core.runtime.calls.attribution import Explanation, gather_explanation
+from hyfi_core.runtime.calls.engine_facts import EngineFacts
 from hyfi_core.runtime.calls.engine_state import EngineState
 from hyfi_core.runtime.calls.gradient_scale import GradientScale
 from hyfi_core.runtime.calls.input_gradients import UseGradient
-from hyfi_core.runtime.calls.last_map import has_last_map
 from hyfi_core.runtime.calls.local_use import mark_stale, watch_local_use
 from hyfi_core.runtime.calls.paged_call import PagedCall, pixels_of
 from hyfi_core.runtime.calls.parameter_hooks import ParameterHooks
+from hyfi_core.runtime.calls.replayed_steps import ReplayedSteps
 from hyfi_core.runtime.calls.resolved_plan import resolved
 from hyfi_core.runtime.calls.runners import Runners
 from hyfi_core.runtime.calls.same_pixels import SamePixels
@@ -49,13 +46,14 @@ from hyfi_core.runtime.ownership import (
     made_optimizer,
     used_stages,
 )
+from hyfi_core.runtime.pipeline import Event, Step
 from hyfi_core.runtime.settings import EngineSettings
 from hyfi_core.runtime.statistics import ReplicaBuffers, StageBuffers, unsaved_buffers
 from hyfi_core.runtime.subject import CAPTURES_KEPT, RandomKey, Subject
-from hyfi_core.schedule.action import Action, Schedule
+from hyfi_core.schedule.action import Action
 
 
-class Engine(EngineState):
+class Engine(EngineState, EngineFacts):
     """A model distributed over ranks; created by ``parallelize``.
 
     All methods are collective over the ranks of the plan.
@@ -100,6 +98,8 @@ class Engine(EngineState):
         self._trained = PagedCall(shapes.micro, trains=True)
         self._runners = Runners(self._subject, plan, comm, self._groups)
         self._paging = self._runners.paging
+        counts = [comm.counts for each in (self._groups, *self._runners.groups) for comm in each.counted()]
+        self._replayed = ReplayedSteps(self._subject, plan.ranks, settings.cuda_graphs, counts)
         lowered = self._lowered()  # captures the model, or refuses it
         if settings.verify:
             agree(comm, lambda: self._subject.verify() if comm.rank == 0 else None)
@@ -144,6 +144,7 @@ class Engine(EngineState):
                 object with ``read(box, first, stop)``. Each cell reads its own box in its turn.
         """
         self._change_over()
+        self._replayed.release()
         # Entered first: the flags of the modules decide which captured program is used.
         with evaluating(self._model, self.device):
             self._groups.reset_traffic(*self._runners.groups)
@@ -175,6 +176,7 @@ class Engine(EngineState):
                 f"interleave=1"
             )
         self._change_over()
+        self._replayed.release()
         with evaluating(self._model, self.device):
             batch = self._evaluation_batch("attribute", images)
             self.reserve(batch.micro, trains=False)
@@ -196,6 +198,7 @@ class Engine(EngineState):
                 f"gradients of the image need a plan of one stage, not {self.plan.stages}; use "
                 f"grids=((rows, columns),), interleave=1"
             )
+        self._replayed.release()
         with evaluating(self._model, self.device):
             batch = self._evaluation_batch("input_gradients", images)
             if self._paging is not None:
@@ -251,11 +254,20 @@ class Engine(EngineState):
             gradients.begin()
             self.reserve(batch.micro, pixels=pixels_of(images))
             arrived = self._mirrors.arrived
-            steps = self._runners.each(
-                lambda runner: runner.train(inputs[runner], labels, sink, arrived, over_batch=over_batch)
+
+            def train(steps: list[Step]) -> list[Event]:
+                of = dict(zip(self._runners, steps, strict=True))
+                events = self._runners.each(lambda runner: runner.train(batch.micro, of[runner], sink, over_batch))
+                # Only now: until the last cell has run, some may still read the old buffers.
+                self._runners[0].publish()
+                return events[0]
+
+            steps, self.events = self._replayed.run(
+                lowered,
+                lambda: self._runners.each(lambda runner: runner.step(inputs[runner], labels, arrived, over_batch)),
+                train,
+                repeats=self._paging is None and not over_batch,
             )
-            # Only now: until the last cell has run, some may still read the old buffers.
-            self._runners[0].publish()
             gradients.finish(hooks)
             # First those of replica 0, then between stages: what stages pass on must be the final values.
             buffers.take_over()
@@ -264,51 +276,14 @@ class Engine(EngineState):
         # After the reduction: what changes from here to ``update`` is the caller's doing.
         self._scale.note()
         ACTIVITY.action = None
-        self.events = steps[0].events
         self.random.step += 1
-        return self._loss.total([trained.loss for trained in steps], over_batch)
+        return self._loss.total([step.loss for step in steps], over_batch)
 
     def train_step(self, images: Images, labels: torch.Tensor) -> float:
         """Call ``accumulate`` and ``update``; return the loss."""
         loss = self.accumulate_unread(images, labels)
         self.update_unread()
         return float(loss)  # read last: the host starts the update while the device computes
-
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """Return messages and bytes sent by this rank in the last step, by kind; including those between its cells."""
-        return self._groups.traffic(*self._runners.groups)
-
-    def seconds(self) -> dict[str, float]:
-        """Return how long this rank waited in the last step: for ``halo``, ``stage``, ``reduce``, and to ``spill``."""
-        return self._groups.seconds() | ({"spill": counts.wait_s} if (counts := self.spilled()) is not None else {})
-
-    @property
-    def segments(self) -> SegmentCompiler | None:
-        """The compiler of the model's segments, with those compiled so far; None: segments run uncompiled."""
-        return self._subject.compiler
-
-    def record_spans(self, spans: list[Span] | None) -> None:
-        """Append (kind, begin, end) of each time spent on messages to ``spans`` from now on; None: no longer."""
-        self._groups.record_spans(spans)
-
-    def flops_per_image(self) -> float:
-        """Return the operations of an image's forward and backward; see ``training_flops``."""
-        lowered = self._lowered()
-        return training_flops(lowered.program, lowered.trained) / self._shapes.micro[0]
-
-    @property
-    def normalises_batches(self) -> bool:
-        """Whether the model has batch norm in training mode, which normalises the images of a micro-batch together."""
-        return any(has_live_statistics(op) for op in self._lowered().program.operators)
-
-    @property
-    def pools_a_map(self) -> bool | None:
-        """Whether the model reduces a feature map to its logits, which `explain` needs; None if the plan has stages."""
-        return has_last_map(self._lowered().only.ranked) if self.plan.stages == 1 else None
-
-    def spilled(self) -> PagerCounts | None:
-        """Return the bytes that the last call wrote, read and recomputed; None if ``plan.spill`` is not set."""
-        return None if self._paging is None else self._paging.pager.counts
 
     def describe(self, machine: MachineModel | None = None) -> str:
         """Return the plan as text, with forwards that run twice, maps that ranks gather, and what is spilled."""
@@ -318,10 +293,6 @@ class Engine(EngineState):
             call = self._trained
             lines += call.described(self._paging, self._forecasts(call), self._subject, self.plan, machine)
         return "\n".join([self.plan.describe().rstrip("\n"), *lines])
-
-    def schedule(self) -> Schedule:
-        """Return the lowered schedule of a training step: all actions of the ranks of a replica, or of their cells."""
-        return self._runners[0].schedule(self._lowered())
 
     def reserve(self, micro: Shape | None = None, trains: bool = True, pixels: torch.dtype | None = None) -> int | None:
         """Reserve memory and disk for the maps of a call, a training step by default; refuse too little of either.

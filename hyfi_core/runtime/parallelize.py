@@ -24,7 +24,7 @@ from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.groups import node_name
 from hyfi_core.runtime.losses.loss_function import Loss, LossOver
 from hyfi_core.runtime.losses.training_loss import FLOAT16
-from hyfi_core.runtime.settings import EngineSettings, OptimizerFactory
+from hyfi_core.runtime.settings import EngineSettings, GraphMode, OptimizerFactory
 from hyfi_core.schedule.in_flight import recomputes
 from hyfi_core.stored_state import Weights
 
@@ -47,6 +47,7 @@ def parallelize(
     release: bool = False,
     weights: Weights | None = None,
     compile: CompileMode = "off",
+    cuda_graphs: GraphMode = "auto",
 ) -> Engine:
     """Distribute a model over the ranks of a plan.
 
@@ -63,14 +64,12 @@ def parallelize(
         autocast: dtype of autocast (``torch.bfloat16``).
         image_dtype: of images, if not that of the parameters: ``torch.uint8`` for a model that scales bytes itself.
         memory_format: of feature maps, see ``MemoryFormat``; outputs and gradients have that of one process.
-        verify: at start, rank 0 compares values and gradients of the module and its capture on small images, in its
-            current mode and in evaluation mode; a difference is refused.
-        release: whether this rank keeps only what its stages use: other parameters and buffers of ``model`` are moved
-            to the meta device, without values. Methods of the engine work as before. Each rank needs its own ``model``.
+        verify: whether rank 0 first compares module and capture on small images, in both modes; refuses a difference.
+        release: whether what this rank's stages do not use of ``model``, its own, is moved to the meta device.
         weights: for a model on the meta device: a safetensors file, a folder of them, a state, or a function of a name,
             from which tensors are read to torch's default device, with ``release`` only those of this rank's stages.
-        compile: "on": ``torch.compile`` fuses the operators between messages, as far as it can; "auto": on GPUs only,
-            and not with ``plan.spill``. It changes rounding, and nothing else.
+        compile: "on": ``torch.compile`` fuses what is between messages, which changes rounding; "auto": on GPUs only.
+        cuda_graphs: "auto": on one GPU, equal training steps are repeated as CUDA graphs; see ``ReplayedSteps``.
 
     Raises:
         RequestError: on every rank, before anything is changed: plan, ranks, shape and model do not fit, or differ.
@@ -87,6 +86,7 @@ def parallelize(
         release=release,
         weights=weights,
         compile=compile,
+        cuda_graphs=cuda_graphs,
     )
     return _warned(comm, _engine(model, shape, plan, strategy, comm, settings))
 
@@ -101,6 +101,7 @@ def _engine(
 ) -> Engine:
     # Each rank's own arguments first: one that refuses alone must not leave the others in the comparison.
     agree(comm, lambda: check_choices(settings.autocast, settings.optimizer, settings.loss_over))
+    agree(comm, lambda: _check_graphs(settings.cuda_graphs))
     plan = agree(comm, lambda: _checked(model, shape, plan, strategy, comm, settings))
     compare_requests(comm, model, shape, plan, settings.described(model))
     _refuse_shared(model, comm, settings.release)
@@ -202,6 +203,12 @@ def check_choices(autocast: torch.dtype | None, optimizer: object, loss_over: Lo
         raise RequestError(f"autocast is {autocast!r}; pass torch.bfloat16, or None for the dtype of the weights")
     if autocast == torch.float16 and optimizer is not None:
         raise RequestError(FLOAT16)
+
+
+def _check_graphs(cuda_graphs: GraphMode) -> None:
+    """Refuse a mode of CUDA graphs that does not exist."""
+    if cuda_graphs not in get_args(GraphMode):
+        raise RequestError(f"cuda_graphs is {cuda_graphs!r}; pass 'auto' or 'off'")
 
 
 def _check_compile(compile: CompileMode, plan: ParallelPlan) -> None:

@@ -68,12 +68,14 @@ class Step:
     """Inputs of one step.
 
     Attributes:
-        begin: (stage, direction, micro-batch) -> the values before the first instruction.
+        part: (stage, direction), micro-batch -> this rank's part of its image; None for a stage that does not read it.
+        begin: (stage, direction), micro-batch, part -> the values before the first instruction.
         loss: computed by the last stage.
         parameters: (stage, direction) -> value name -> parameter.
     """
 
-    begin: Callable[[Key, int], LocalValues]
+    part: Callable[[Key, int], torch.Tensor | None]
+    begin: Callable[[Key, int, torch.Tensor | None], LocalValues]
     loss: StepLoss
     parameters: Mapping[Key, LocalValues]
 
@@ -224,7 +226,7 @@ class Pipeline:
     def _forward(self, key: Key, microbatch: int, step: Step, recomputes: bool) -> Waits[_MicroBatch]:
         """Run the forward of a micro-batch in a stage; return what its backward needs."""
         stage, flight = self._lowered.hosted[key], _MicroBatch()
-        values = step.begin(key, microbatch)
+        values = step.begin(key, microbatch, step.part(key, microbatch))
         if self._statistics is not None:
             values.update(self._statistics.given(stage))
         flight.memory = self._memory(stage, values)

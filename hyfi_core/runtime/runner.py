@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hyfi_core.runtime.calls.outputs import described, joined, undescribed
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.loss_function import LossFunction
-from hyfi_core.runtime.losses.of_step import Trained, loss_of_step
+from hyfi_core.runtime.losses.of_step import loss_of_step
 from hyfi_core.runtime.losses.step_loss import NoLoss, StepLoss
 from hyfi_core.runtime.lower_model import lower_model
 from hyfi_core.runtime.lowered_model import HostedStage, Key, LoweredModel
@@ -164,35 +165,37 @@ class StageRunner:
         # A cell reads its box when it computes: the boxes of all cells are as large as the image.
         return LocalInput(batch, parts, {} if self._cell else self.reader.read(batch.images, parts))
 
-    def train(
-        self,
-        inputs: LocalInput,
-        labels: torch.Tensor,
-        gradients: Gradients,
-        arrived: Callable[[int], None],
-        over_batch: bool,
-    ) -> Trained:
-        """Run forward and backward of one step.
+    def step(self, inputs: LocalInput, labels: torch.Tensor, arrived: Callable[[int], None], over_batch: bool) -> Step:
+        """Return what a training step reads (collective over all trainers when the first loss is over the whole batch).
 
         Args:
             inputs: from ``training_input``.
             labels: of the whole batch.
-            gradients: what reduces them.
             arrived: called with a direction before its forwards; returns when its weights are there.
+            over_batch: whether the loss is computed over the whole batch.
+        """
+        lowered = self.lowered(inputs.batch.micro)
+        return self._step(lowered, inputs, self._loss(lowered, labels, over_batch), arrived)
+
+    def train(self, micro: Shape, step: Step, gradients: Gradients, over_batch: bool) -> list[Event]:
+        """Run forward and backward of one step; return what it did: of both forwards if each ran twice.
+
+        Args:
+            micro: the shape of a micro-batch.
+            step: from ``step``.
+            gradients: what reduces them.
             over_batch: whether the loss is computed over the whole batch. Unless all forwards come before all
                 backwards, they then run twice: first without graph, only for the output.
         """
-        lowered = self.lowered(inputs.batch.micro)
+        lowered = self.lowered(micro)
         statistics = self._statistics(lowered)
         pipeline = self._pipeline(lowered, statistics, gradients)
         actions = self.schedule(lowered).actions[self.groups.plane.rank]
-        loss = self._loss(lowered, labels, over_batch)
-        step = self._step(lowered, inputs, loss, arrived)
         before = self._take_outputs(lowered, step) if over_batch and not self.forwards_first(lowered) else []
         pipeline.run(actions, step)
         statistics.finish()
         self._trained = statistics
-        return Trained(loss, [*before, *pipeline.events])
+        return [*before, *pipeline.events]
 
     def _loss(self, lowered: LoweredModel, labels: torch.Tensor, over_batch: bool) -> StepLoss:
         """Return the loss of a step, with the parameters that it may use itself."""
@@ -211,7 +214,7 @@ class StageRunner:
         with torch.no_grad(), torch.random.fork_rng(devices, enabled=drawn):
             pipeline = self._pipeline(lowered, self._statistics(lowered, apart=True), None)
             actions = self._schedules.outputs(lowered.boundaries).actions[self.groups.plane.rank]
-            pipeline.run(actions, Step(step.begin, NoLoss(self._subject.device), {}))
+            pipeline.run(actions, replace(step, loss=NoLoss(self._subject.device), parameters={}))
         if pipeline.outputs:
             step.loss.take(dict(sorted(pipeline.outputs.items())))
         return pipeline.events
@@ -318,17 +321,19 @@ class StageRunner:
         """Return what the pipeline asks of a step: values of micro-batches, the loss, parameters of stages."""
         plan, subject, trains = self._plan, self._subject, not isinstance(loss, NoLoss)
 
-        def begin(key: Key, microbatch: int) -> LocalValues:
+        def part(key: Key, microbatch: int) -> torch.Tensor | None:
             arrived(key[1])
-            part = None
-            if key in inputs.parts:
-                # Direction 1 has the second half of the micro-batches, and its part of the batch begins with them.
-                first = key[1] * plan.microbatches // plan.directions if trains else 0
-                part = self._part(inputs, key, microbatch - first, trains)
+            if key not in inputs.parts:
+                return None
+            # Direction 1 has the second half of the micro-batches, and its part of the batch begins with them.
+            first = key[1] * plan.microbatches // plan.directions if trains else 0
+            return self._part(inputs, key, microbatch - first, trains)
+
+        def begin(key: Key, microbatch: int, part: torch.Tensor | None) -> LocalValues:
             return subject.bindings.begin(lowered.hosted[key], part, microbatch)
 
         parameters = {key: subject.bindings.parameters(stage) for key, stage in lowered.hosted.items()}
-        return Step(begin, loss, parameters)
+        return Step(part, begin, loss, parameters)
 
     def _part(self, inputs: LocalInput, key: Key, microbatch: int, trains: bool = False) -> torch.Tensor:
         """Return this runner's box of one micro-batch, from the pixels read earlier, or read now.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from hyfi_core.runtime.batch_reader import MemoryFormat
 from hyfi_core.runtime.losses.loss_function import Loss, LossOver
 from hyfi_core.stored_state import Weights
 
+GraphMode = Literal["auto", "off"]
+"""Whether steps are recorded as CUDA graphs where that is possible, or never."""
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -37,6 +40,7 @@ class EngineSettings:
         release: whether a rank keeps only what its stages use.
         weights: for a model on the meta device.
         compile: whether segments are compiled.
+        cuda_graphs: whether steps are recorded as CUDA graphs.
     """
 
     loss: Loss = F.cross_entropy
@@ -50,6 +54,7 @@ class EngineSettings:
     release: bool = False
     weights: Weights | None = None
     compile: CompileMode = "off"
+    cuda_graphs: GraphMode = "auto"
 
     def described(self, model: nn.Module) -> dict[str, object]:
         """Return what must be equal on all ranks, by name; functions are described by their code and values.

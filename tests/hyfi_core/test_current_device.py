@@ -14,7 +14,7 @@ from hyfi_core.cells.baton import Baton
 from hyfi_core.cells.pager import Pager
 from hyfi_core.cells.spill_store import SpillMemory
 from hyfi_core.comm.alone import AloneCommunicator
-from hyfi_core.current_device import current_device, make_current
+from hyfi_core.current_device import as_in_this_thread, current_device, make_current
 from hyfi_core.models.resnet import resnet6
 
 
@@ -28,12 +28,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return found
 
 
-def test_cells_and_writers_begin_with_the_device(seen: list[tuple[str, str]]) -> None:
+def test_cells_and_writers_begin_with_the_device(seen: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells also with the stream of the thread that runs them: on another, kernels would not wait for its own."""
     device = torch.device("cuda", 1)
-    turns = Baton(2, begun=lambda: make_current(device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {threading.current_thread().name}")
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: seen.append((threading.current_thread().name, stream)))
+    turns = Baton(2, prepared=lambda: as_in_this_thread(device))
     turns.run(lambda cell: seen.append((f"cell-{cell}", "runs")))
     for cell in ("cell-0", "cell-1"):
-        assert [what for thread, what in seen if thread == cell] == ["cuda:1", "runs"]
+        assert [what for thread, what in seen if thread == cell] == ["cuda:1", "stream of MainThread", "runs"]
     pager = Pager(SpillMemory(), 0, lambda: 0, device)
     pager._threads.submit(seen.append, ("spill", "writes")).result()
     assert any(thread.startswith("spill") and what == "cuda:1" for thread, what in seen)

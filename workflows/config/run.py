@@ -63,6 +63,12 @@ class RunConfig(Section):
         "run.deterministic, the first step compiles; operators that cannot be compiled run as they are, with a "
         "warning; affects speed and rounding only",
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto or off: whether equal steps are recorded as CUDA graphs and repeated; auto: with one trainer "
+        "on a GPU, unless plan.spill is given or the model draws random numbers; the same results, in less time of "
+        "the host; validation frees their memory, and later steps are recorded again",
+    )
     compile_cache: UserPath | None = Field(
         None,
         description="null, or a folder that only you can write: where compiled operators are kept for later runs; "

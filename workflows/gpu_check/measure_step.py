@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes
+from hyfi_core.runtime.calls.replayed_steps import AS_THEY_ARE
 
 Row = dict[str, Any]
 StepBody = Callable[[], object]
@@ -23,8 +24,9 @@ def finish(device: torch.device) -> None:
 
 
 def step_s(step: StepBody, device: torch.device, steps: int) -> float:
-    """Return the median seconds of a step, after one that compiles and allocates."""
-    step()
+    """Return the median seconds of a step, after those that compile, allocate and record."""
+    for _ in range(AS_THEY_ARE + 1):
+        step()
     finish(device)
     times = []
     for _ in range(steps):

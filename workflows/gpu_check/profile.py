@@ -21,7 +21,10 @@ def profile(setting: Setting, side: str) -> Iterator[Row]:
     folder = setting.out / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
     counts: dict[str, dict[str, int]] = {}
-    sides = {"eager": partial(plain_step, setting, int(side)), "engine": partial(engine_step, setting, int(side))}
+    sides = {
+        "eager": partial(plain_step, setting, int(side)),
+        "engine": partial(engine_step, setting, int(side), cuda_graphs="off"),
+    }
     for name, make in sides.items():
         table, counts[name] = _profiled(make(), setting.device)
         (folder / f"{name}-{side}.txt").write_text(table)

@@ -54,7 +54,9 @@ def _against_in_core(
             engine = engine_of(setting, side_px, plan, AloneCommunicator())
             peak_bytes = step_peak_bytes(lambda: engine.train_step(images, labels), setting.device)
             took_s = step_s(lambda: engine.train_step(images, labels), setting.device, setting.sizes.steps)
-            return {"step_s": took_s, "peak_bytes": peak_bytes, "took_s": time.monotonic() - begin_s}
+            row: Row = {"step_s": took_s, "peak_bytes": peak_bytes, "took_s": time.monotonic() - begin_s}
+            # With the memory that recorded steps keep, which a peak of tensors in use does not show.
+            return row | ({"reserved_bytes": torch.cuda.memory_reserved()} if setting.device.type == "cuda" else {})
 
         rows[name] = tried(f"{name}, {side_px} px", measured, setting.device)
         yield rows[name]

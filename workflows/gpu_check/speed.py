@@ -30,6 +30,7 @@ from hyfi_core.models import resnet
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.runtime.engine import Engine
+from hyfi_core.runtime.settings import GraphMode
 from workflows.gpu_check.measure_step import Row, StepBody, finish, free, step_s, tried
 from workflows.gpu_check.setting import Setting
 from workflows.training.feeding import BatchImages
@@ -59,6 +60,7 @@ def engine_of(
     comm: Communicator,
     model: nn.Module | None = None,
     compile: CompileMode = "off",
+    cuda_graphs: GraphMode = "auto",
 ) -> Engine:
     """Return an engine for one image, with SGD and bfloat16 autocast."""
     return hyfi_core.parallelize(
@@ -71,6 +73,7 @@ def engine_of(
         memory_format="channels_last",
         verify=False,
         compile=compile,
+        cuda_graphs=cuda_graphs,
     )
 
 
@@ -79,9 +82,13 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def speed(setting: Setting, side: str) -> Iterator[Row]:
-    """Time a step of plain PyTorch and of the engine on one rank, both eager."""
-    sides = {"eager": partial(plain_step, setting, int(side)), "engine": partial(engine_step, setting, int(side))}
-    yield from _compared(setting, int(side), sides, (("engine", "eager"),))
+    """Time a step of plain PyTorch and of the engine on one rank, with CUDA graphs and without; none is compiled."""
+    sides = {
+        "eager": partial(plain_step, setting, int(side)),
+        "engine": partial(engine_step, setting, int(side)),
+        "engine_without_graphs": partial(engine_step, setting, int(side), cuda_graphs="off"),
+    }
+    yield from _compared(setting, int(side), sides, (("engine", "eager"), ("engine_without_graphs", "eager")))
 
 
 def compiled(setting: Setting, side: str) -> Iterator[Row]:
@@ -138,10 +145,11 @@ def plain_step(setting: Setting, side_px: int, compiled: bool = False) -> StepBo
     return step
 
 
-def engine_step(setting: Setting, side_px: int, compiled: bool = False) -> StepBody:
+def engine_step(setting: Setting, side_px: int, compiled: bool = False, cuda_graphs: GraphMode = "auto") -> StepBody:
     """Return a training step of the engine on one rank."""
     images, labels = batch(setting, side_px)
-    engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator(), compile="on" if compiled else "off")
+    compile: CompileMode = "on" if compiled else "off"
+    engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator(), None, compile, cuda_graphs)
     return lambda: engine.train_step(images, labels)
 
 

@@ -273,6 +273,7 @@ def make_engine(
         memory_format="as_given",  # images and weights are in run.memory_format already
         release=True,
         compile=job.config.run.compile,
+        cuda_graphs=job.config.run.cuda_graphs,
         verify=not job.config.model.built_in,  # built-in models are covered by tests
         weights=drawn,
     )

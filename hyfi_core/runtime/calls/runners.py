@@ -10,7 +10,7 @@ from hyfi_core.cells.baton import Baton, Lockstep
 from hyfi_core.cells.communicator import cell_communicators, tag_of_cells
 from hyfi_core.cells.paging import Paging
 from hyfi_core.comm.base import Communicator
-from hyfi_core.current_device import make_current
+from hyfi_core.current_device import as_in_this_thread
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.batch_shapes import BatchShapes
 from hyfi_core.plan.input_part import InputPart
@@ -65,7 +65,7 @@ class Runners(Sequence[StageRunner]):
             self.paging = Paging(plan.spill, plan.memory_bytes, subject.device, lambda: baton.cell)
         pager = None if self.paging is None else self.paging.pager
         resumed = pager.resume if pager is not None else lambda cell: None
-        baton = self._baton = Baton(self.cells, resumed, lambda: make_current(subject.device))
+        baton = self._baton = Baton(self.cells, resumed, lambda: as_in_this_thread(subject.device))
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(self.cells)]
         comms = cell_communicators(comm, baton, members, spills=pager is not None)
         lockstep = Lockstep(baton)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,20 +12,6 @@ from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.batch_loss import BatchLoss
 from hyfi_core.runtime.losses.loss_function import LossFunction
 from hyfi_core.runtime.losses.step_loss import Leaves, MicrobatchLoss, StepLoss
-from hyfi_core.schedule.action import Action
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What one runner did in a step.
-
-    Attributes:
-        loss: its loss.
-        events: (action, begin, end) in seconds; of both forwards if each ran twice.
-    """
-
-    loss: StepLoss
-    events: list[tuple[Action, float, float]]
 
 
 def loss_of_step(

@@ -1,0 +1,168 @@
+"""Which training steps are recorded as CUDA graphs, and when a recorded step may be repeated."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from hyfi_core.capture.program import KEY
+from hyfi_core.comm.counted import TrafficCounts
+from hyfi_core.runtime.calls.step_graph import CudaGraph, Graph, StepGraph
+from hyfi_core.runtime.lowered_model import LoweredModel
+from hyfi_core.runtime.pipeline import Step
+from hyfi_core.runtime.settings import GraphMode
+from hyfi_core.runtime.subject import Subject
+
+T = TypeVar("T")
+AS_THEY_ARE = 2
+"""Steps of a kind that run as they are before one is recorded: they allocate and load what graphs only use."""
+_SENT = ("halo", "stage", "reduce")
+"""Traffic that a repeated step does not count by itself."""
+
+
+class ReplayedSteps:
+    """The training steps of an engine, repeated as graphs where that is the same; one kind of step is kept at a time.
+
+    A step is repeated if it computes with the same program on the same weights and buffers, by their memory. Programs
+    that draw random numbers are not: the host computes their keys. Nor are steps of several ranks.
+
+    Args:
+        subject: the model.
+        ranks: of the plan.
+        mode: whether steps are recorded.
+        counts: of this rank's messages.
+    """
+
+    def __init__(self, subject: Subject, ranks: int, mode: GraphMode, counts: Sequence[TrafficCounts]) -> None:
+        self._subject, self._counts = subject, counts
+        self._wanted = mode == "auto" and subject.device.type == "cuda" and ranks == 1
+        self._key: Hashable = None
+        # Held: its constants are memory that the graphs read.
+        self._lowered: LoweredModel | None = None
+        self._runs = 0
+        self._recorded: tuple[StepGraph, object, list[_Sent]] | None = None
+
+    def run(
+        self, lowered: LoweredModel, make: Callable[[], list[Step]], train: Callable[[list[Step]], T], repeats: bool
+    ) -> tuple[list[Step], T]:
+        """Run a step; parameters have no gradients before.
+
+        Args:
+            lowered: the model.
+            make: makes what the step reads: images and losses, of this rank or of each of its cells.
+            train: computes gradients and buffers from them; only its effect on the device is repeated.
+            repeats: whether other things that are not in ``make`` are as in the other steps of this model.
+
+        Returns:
+            What ``make`` and ``train`` returned; for a repeated step what ``train`` returned when it was recorded.
+        """
+        key = self._key_of(lowered) if self._wanted and repeats else None
+        if key is None or key != self._key or lowered is not self._lowered:
+            self.release()
+            self._key, self._lowered = key, lowered
+        if self._recorded is not None:
+            graph, result, sent = self._recorded
+            steps = make()
+            graph.replay(steps)
+            for counts, of_kind in zip(self._counts, sent, strict=True):
+                _add(counts, of_kind)
+            return steps, result  # type: ignore[return-value]
+        self._runs += key is not None
+        if self._runs <= AS_THEY_ARE:
+            steps = make()
+            return steps, train(steps)
+        return self._record(make, train)
+
+    def release(self) -> None:
+        """Forget the recorded step, so that its memory can be used for something else."""
+        self._recorded, self._runs = None, 0
+
+    def _record(self, make: Callable[[], list[Step]], train: Callable[[list[Step]], T]) -> tuple[list[Step], T]:
+        """Record and run a step; if it cannot be recorded, run it as it is, and record none from here on."""
+        results: list[T] = []
+        buffers = [(buffer, buffer.clone()) for buffer in self._subject.model.buffers()]
+        before = [_sent(counts) for counts in self._counts]
+        trained = self._subject.bindings.parameters_once.values()
+        with self._recording() as new_graph:
+            graph = StepGraph(new_graph, [parameter for parameter in trained if parameter.requires_grad])
+            steps = make()
+            try:
+                graph.record(steps, lambda recorded: results.append(train(recorded)))
+            except Exception as error:
+                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            else:
+                sent = [_difference(_sent(c), was) for c, was in zip(self._counts, before, strict=True)]
+                self._recorded = graph, results[0], sent
+                return steps, results[0]
+        # What has run of the step may have changed these.
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        for parameter in self._subject.bindings.parameters_once.values():
+            parameter.grad = None
+        self._wanted = False
+        steps = make()
+        result = train(steps)
+        # Only now: if the step fails as it is, too, that is the error.
+        warnings.warn(
+            f"steps are not recorded as CUDA graphs: {reason}; they run as they are, with the same results",
+            stacklevel=4,
+        )
+        return steps, result
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[Callable[[], Graph]]:
+        """Context on a stream that can be recorded; yields what creates graphs."""
+        device = self._subject.device
+        torch.cuda.synchronize(device)
+        gc.collect()
+        # The graphs have memory of their own: what the steps before have used would stay unused beside it.
+        torch.cuda.empty_cache()
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield lambda: CudaGraph(pool)
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    def _key_of(self, lowered: LoweredModel) -> Hashable:
+        """Return what is equal for steps that repeat each other; None if a step must not be repeated."""
+        if torch.is_autocast_enabled(self._subject.device.type) or _draws(lowered):
+            return None
+        compiler, model = self._subject.compiler, self._subject.model
+        tensors = [(t.data_ptr(), t.requires_grad) for t in (*model.parameters(), *model.buffers())]
+        flags = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.enabled,
+            torch.backends.cudnn.allow_tf32,
+            torch.backends.cuda.matmul.allow_tf32,
+        )
+        segments = 0 if compiler is None else compiler.segments
+        return segments, flags, tuple(tensors)
+
+
+_Sent = Mapping[str, tuple[int, int]]
+"""Kind of traffic -> messages and bytes."""
+
+
+def _sent(counts: TrafficCounts) -> _Sent:
+    return {kind: (counts.messages[kind], counts.sent_bytes[kind]) for kind in _SENT}
+
+
+def _difference(now: _Sent, before: _Sent) -> _Sent:
+    return {kind: (now[kind][0] - before[kind][0], now[kind][1] - before[kind][1]) for kind in now}
+
+
+def _add(counts: TrafficCounts, sent: _Sent) -> None:
+    for kind, (messages, sent_bytes) in sent.items():
+        counts.count(kind, messages, sent_bytes)
+
+
+def _draws(lowered: LoweredModel) -> bool:
+    """Whether any operator of this rank draws random numbers, by the key of the step."""
+    ranked = [stage.ranked for stage in lowered.hosted.values()]
+    return any(each.drawn or any(KEY in i.inputs for i in each.instructions) for each in ranked)

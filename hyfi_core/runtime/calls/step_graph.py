@@ -1,0 +1,220 @@
+"""A step as CUDA graphs: the host starts a graph of thousands of kernels instead of each kernel.
+
+    as it is     image ── kernels … ── output ── loss ── kernels … ── gradients
+    recorded     image ─▶ │  graph  │ ─▶ output ── loss ─▶ │  graph  │ ─▶ gradients
+
+A graph repeats kernels on the same memory. So what the user's functions may do differently in each step is not in it:
+reading the image and computing the loss happen between graphs, in every step, and their results are copied to where
+the graphs read them. All else of a step is computed from these and from weights and buffers, which keep their memory.
+
+A recorded step is also executed: each graph runs as soon as it is recorded, so that the loss sees its output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.losses.step_loss import LeafCotangents, Leaves, StepLoss
+from hyfi_core.runtime.lowered_model import Key
+from hyfi_core.runtime.pipeline import Step
+
+
+class NotRecordableError(Exception):
+    """A step does something that graphs cannot repeat."""
+
+
+class Graph(Protocol):
+    """Kernels that are recorded once and repeated on the same memory."""
+
+    def begin(self) -> None:
+        """Start recording the current stream, whose kernels are not executed from here on."""
+        ...
+
+    def end(self) -> None:
+        """Stop recording."""
+        ...
+
+    def replay(self) -> None:
+        """Execute what was recorded, on the current stream."""
+        ...
+
+
+class CudaGraph:
+    """A ``torch.cuda.CUDAGraph``, whose tensors have memory of a pool.
+
+    Args:
+        pool: shared by the graphs of a step, which run in the order in which they were recorded.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    def begin(self) -> None:
+        """Start recording; see ``Graph``."""
+        # Relaxed: threads of cells and of autograd issue kernels, too, and other threads of the process go on.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+
+    def end(self) -> None:
+        """Stop recording."""
+        self._graph.capture_end()
+
+    def replay(self) -> None:
+        """Execute what was recorded."""
+        self._graph.replay()
+
+
+class StepGraph:
+    """One recorded step.
+
+    Args:
+        new_graph: creates an empty graph.
+        parameters: those that get gradients.
+
+    Attributes:
+        gradients: the gradient of each parameter, which every replay writes; None if it has none.
+    """
+
+    def __init__(self, new_graph: Callable[[], Graph], parameters: Sequence[nn.Parameter]) -> None:
+        self._new_graph, self._parameters = new_graph, parameters
+        self._parts: list[Callable[[Sequence[Step]], None]] = []
+        self._graph: Graph | None = None
+        self.gradients: list[torch.Tensor | None] = []
+
+    def record(self, steps: Sequence[Step], train: Callable[[list[Step]], None]) -> None:
+        """Record and execute a step.
+
+        Args:
+            steps: of this rank, or of each of its cells.
+            train: runs them; it must not use anything of the caller's, other than by these steps, that changes later.
+
+        Raises:
+            NotRecordableError: the loss has gradients of its own for parameters.
+        """
+        self._begin()
+        try:
+            train([self._recorded(number, step) for number, step in enumerate(steps)])
+        except BaseException:
+            self._abandon()
+            raise
+        self._end()
+        self.gradients = [parameter.grad for parameter in self._parameters]
+
+    def replay(self, steps: Sequence[Step]) -> None:
+        """Execute the step for other images and losses.
+
+        Args:
+            steps: as in ``record``; parameters have no gradients before, and afterwards those of this step.
+        """
+        for part in self._parts:
+            part(steps)
+        for parameter, gradient in zip(self._parameters, self.gradients, strict=True):
+            # A loss that did not when it was recorded may use parameters by itself now.
+            of_loss = parameter.grad
+            parameter.grad = gradient if of_loss is None or gradient is None else gradient + of_loss
+            if gradient is None:
+                parameter.grad = of_loss
+
+    def _begin(self) -> None:
+        self._graph = self._new_graph()
+        self._graph.begin()
+
+    def _end(self) -> None:
+        """End the graph that is being recorded, and execute it."""
+        assert self._graph is not None
+        graph, self._graph = self._graph, None
+        graph.end()
+        graph.replay()
+        self._parts.append(lambda steps: graph.replay())
+
+    def _abandon(self) -> None:
+        """End a recording in which something has failed."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            with contextlib.suppress(RuntimeError):  # it says again what has failed
+                graph.end()
+
+    def _recorded(self, number: int, step: Step) -> Step:
+        """Return a step in whose place the ``number``-th step of each replay is asked for images and cotangents."""
+        images: dict[tuple[Key, int], torch.Tensor | None] = {}
+
+        def part(key: Key, microbatch: int) -> torch.Tensor | None:
+            if (key, microbatch) not in images:
+                images[key, microbatch] = self._image(number, step, key, microbatch)
+            return images[key, microbatch]
+
+        loss = _RecordedLoss(step.loss, lambda *given: self._cotangents(number, step, *given))
+        return replace(step, part=part, loss=loss)
+
+    def _image(self, number: int, step: Step, key: Key, microbatch: int) -> torch.Tensor | None:
+        self._end()
+        given = step.part(key, microbatch)
+        # A copy: the caller may change or free its memory, and passes other memory in the next step.
+        image = None if given is None else given.clone()
+        if image is not None:
+            read = image
+
+            def again(steps: Sequence[Step]) -> None:
+                part = steps[number].part(key, microbatch)
+                assert part is not None
+                read.copy_(part)
+
+            self._parts.append(again)
+        self._begin()
+        return image
+
+    def _cotangents(self, number: int, step: Step, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
+        self._end()
+        before = self._marks()
+        cotangents = step.loss.cotangents(microbatch, _detached(leaves), first)
+        if self._marks() != before:
+            raise NotRecordableError("the loss uses parameters of the model by itself")
+
+        def again(steps: Sequence[Step]) -> None:
+            given = steps[number].loss.cotangents(microbatch, _detached(leaves), first)
+            for to, cotangent in zip(cotangents, given, strict=True):
+                _put(to, cotangent)
+
+        self._parts.append(again)
+        self._begin()
+        return cotangents
+
+    def _marks(self) -> list[Any]:
+        """Return what changes when a gradient does."""
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
+
+
+class _RecordedLoss(StepLoss):
+    """A loss that is computed between two graphs."""
+
+    def __init__(self, loss: StepLoss, compute: Callable[[int, Leaves, bool], LeafCotangents]) -> None:
+        super().__init__(loss.value.device)
+        self._compute = compute
+
+    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
+        """Return the cotangents, in memory that later graphs read; see ``StepLoss``."""
+        return self._compute(microbatch, leaves, first)
+
+
+def _detached(leaves: Leaves) -> Leaves:
+    """Return the leaves as tensors of their own: a loss makes them require gradients, which they then keep."""
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _put(to: torch.Tensor | None, cotangent: torch.Tensor | None) -> None:
+    """Write a cotangent to where the graphs read it."""
+    if to is None and cotangent is not None:
+        raise RequestError(
+            "the loss now depends on an output on which it did not depend in the first steps, so that CUDA graphs, "
+            'which repeat those, have no gradient for it; pass parallelize(..., cuda_graphs="off")'
+        )
+    if to is not None and cotangent is None:
+        to.zero_()
+    elif to is not None and cotangent is not None:
+        to.copy_(cotangent)
