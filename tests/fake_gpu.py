@@ -177,6 +177,7 @@ class FakeGpu:
             "Event": lambda **given: Event(self),
             "current_stream": lambda device=None: self.current,
             "stream": self._with_stream,
+            "set_stream": lambda stream: setattr(self._local, "stream", stream),
             "set_device": lambda device: None,
             "synchronize": lambda device=None: [stream.synchronize() for stream in self.streams],
         }.items():
