@@ -218,10 +218,10 @@ class CellCommunicator:
         """Start reducing in place; cells of one process are added first, in rank order."""
         return _Reduction(self, tensor, op)
 
-    def start_combined(self, own: Any, combination: Combination, kept: bool) -> Combined:
+    def start_combined(self, own: Callable[[], Any], combination: Combination, kept: bool) -> Combined:
         """Start combining: packed once for the cells of a process, and combined once."""
         group, copies = self.group, kept and self.group.spills
-        pending = _JoinedCall(self, own, lambda call: group.start_sum(call, combination.pack(call.inputs)))
+        pending = _JoinedCall(self, own(), lambda call: group.start_sum(call, combination.pack(call.inputs)))
         call = pending.call
 
         def result() -> Tensors:
@@ -230,7 +230,7 @@ class CellCommunicator:
             # What a cell keeps, the pager may spill before the next cell comes here.
             return tuple(tensor.clone() for tensor in call.computed) if copies else call.computed
 
-        return Combined(pending, lambda: call.result, result)
+        return Combined(pending, result)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""

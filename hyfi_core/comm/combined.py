@@ -42,31 +42,31 @@ class Combined:
 
     Attributes:
         pending: the sum over all ranks.
-        packed: returns the sum, once it is complete; do not change it.
         result: returns the combined values, once the sum is complete.
     """
 
     pending: Pending
-    packed: Callable[[], torch.Tensor]
     result: Callable[[], Tensors]
 
 
-def start_combined(comm: Communicator, own: Any, combination: Combination, kept: bool = False) -> Combined:
+def start_combined(
+    comm: Communicator, own: Callable[[], Any], combination: Combination, kept: bool = False
+) -> Combined:
     """Start combining what all ranks contribute (collective).
 
     Args:
         comm: the ranks.
-        own: what this rank contributes.
+        own: returns what this rank contributes; not called where the values are known from an earlier run.
         combination: the same on all ranks.
         kept: whether the values are used again after the next wait: then cells that spill have copies of their own.
     """
-    # Only cells, and what forwards to them, have the method.
+    # Only cells, what forwards to them, and what replays values have the method.
     start = getattr(comm, "start_combined", None)
     result: Combined = reduced_by(comm, own, combination) if start is None else start(own, combination, kept)
     return result
 
 
-def reduced_by(comm: Communicator, own: Any, combination: Combination) -> Combined:
+def reduced_by(comm: Communicator, own: Callable[[], Any], combination: Combination) -> Combined:
     """Start combining by an all-reduce of what this rank alone has packed."""
-    packed = combination.pack({comm.rank: own})
-    return Combined(comm.start_all_reduce(packed), lambda: packed, lambda: combination.combine(packed))
+    packed = combination.pack({comm.rank: own()})
+    return Combined(comm.start_all_reduce(packed), lambda: combination.combine(packed))

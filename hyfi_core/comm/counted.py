@@ -9,7 +9,7 @@ which is read when both have completed, so that the host does not wait for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Protocol, Self
 
@@ -146,13 +146,13 @@ class CountedCommunicator(ForwardingCommunicator):
         self._count_reduction(tensor)
         return self._timed(self._comm.start_all_reduce(tensor, op), (tensor,))
 
-    def start_combined(self, own: Any, combination: Combination, kept: bool) -> Combined:
+    def start_combined(self, own: Callable[[], Any], combination: Combination, kept: bool) -> Combined:
         """Start combining; counts as one message of the packed tensor's bytes, also of each of several cells."""
         if not hasattr(self._comm, "start_combined"):
             return reduced_by(self, own, combination)
         self.counts.count(self._kind, 1, combination.sent_bytes)
         combined = start_combined(self._comm, own, combination, kept)
-        return Combined(self._timed(combined.pending, ()), combined.packed, combined.result)
+        return Combined(self._timed(combined.pending, ()), combined.result)
 
     def _timed(self, pending: Pending, tensors: Sequence[torch.Tensor]) -> Pending:
         return _TimedPending(pending, self.counts, self._kind, self._waits_on_stream(tensors))

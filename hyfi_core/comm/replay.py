@@ -1,9 +1,10 @@
 """Recomputation without repeated communication: received tensors are kept and replayed.
 
-    first run    exchange ──▶ peers        received ──▶ log
-    second run   exchange (not sent)       received ◀── log
+    first run    exchange ──▶ peers        received ──▶ log        moments ─▶ sum ─▶ statistics ──▶ log
+    second run   exchange (not sent)       received ◀── log                          statistics ◀── log
 
-Only received tensors are kept (halo strips, sums of statistics), in the order of the calls.
+Only received tensors are kept (halo strips, sums), and what was combined (statistics), in the order of the calls. What
+a rank would only contribute to a combination is not computed again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Completed, ForwardingCommunicator, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Completed, ForwardingCommunicator, Message, Pending, ReduceOp, Tensors
 from hyfi_core.comm.combined import Combination, Combined, start_combined
 from hyfi_core.comm.counted import KindCommunicator
 
@@ -26,6 +27,7 @@ class RecordingCommunicator(ForwardingCommunicator):
     Args:
         comm: the other one.
         log: an existing log to share; None for a new one.
+        copies: whether combined values are copied to the log: a pager may spill those that the forward uses.
 
     Attributes:
         log: received tensors, call by call; for ``ReplayingCommunicator``.
@@ -33,13 +35,14 @@ class RecordingCommunicator(ForwardingCommunicator):
 
     _comm: KindCommunicator
 
-    def __init__(self, comm: KindCommunicator, log: Log | None = None) -> None:
+    def __init__(self, comm: KindCommunicator, log: Log | None = None, copies: bool = False) -> None:
         super().__init__(comm)
         self.log: Log = [] if log is None else log
+        self._copies = copies
 
     def of(self, kind: str) -> RecordingCommunicator:
         """Return the same ranks and the same log, with traffic counted as ``kind``."""
-        return RecordingCommunicator(self._comm.of(kind), self.log)
+        return RecordingCommunicator(self._comm.of(kind), self.log, self._copies)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives; received tensors are kept."""
@@ -54,12 +57,19 @@ class RecordingCommunicator(ForwardingCommunicator):
         """Start reducing in place; the result is kept."""
         return self._kept(self._comm.start_all_reduce(tensor, op), [tensor])
 
-    def start_combined(self, own: Any, combination: Combination, kept: bool) -> Combined:
-        """Start combining; the sum is kept, from which a second run combines again."""
+    def start_combined(self, own: Callable[[], Any], combination: Combination, kept: bool) -> Combined:
+        """Start combining; the values are kept, so that a second run neither contributes nor combines."""
         combined = start_combined(self._comm, own, combination, kept)
-        # Nobody changes it, so it is not copied.
-        pending = self._recorded(combined.pending, lambda: [combined.packed()])
-        return Combined(pending, combined.packed, combined.result)
+        entry: list[torch.Tensor] = []
+        self.log.append(entry)
+
+        def result() -> Tensors:
+            values = combined.result()
+            # Nobody changes them, so by themselves they need no copy.
+            entry[:] = (value.clone() for value in values) if self._copies else values
+            return values
+
+        return Combined(combined.pending, result)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's; it is kept."""
@@ -67,18 +77,15 @@ class RecordingCommunicator(ForwardingCommunicator):
         self.log.append([tensor.clone()])
 
     def _kept(self, pending: Pending, tensors: list[torch.Tensor]) -> Pending:
-        return self._recorded(pending, lambda: [tensor.clone() for tensor in tensors])
-
-    def _recorded(self, pending: Pending, received: Callable[[], list[torch.Tensor]]) -> Pending:
         entry: list[torch.Tensor] = []
         self.log.append(entry)  # in the order of calls, not of completion
-        return _RecordedPending(pending, received, entry)
+        return _RecordedPending(pending, tensors, entry)
 
 
 class _RecordedPending:
     """Pending communication whose results are logged on completion."""
 
-    def __init__(self, pending: Pending, received: Callable[[], list[torch.Tensor]], entry: list[torch.Tensor]) -> None:
+    def __init__(self, pending: Pending, received: list[torch.Tensor], entry: list[torch.Tensor]) -> None:
         self._pending, self._received, self._entry = pending, received, entry
         self._open = True
 
@@ -99,7 +106,7 @@ class _RecordedPending:
     def _keep(self) -> None:
         # Once: ``test`` and ``wait`` may both be called after the end, when the memory may have other contents.
         if self._open:
-            self._entry.extend(self._received())
+            self._entry.extend(tensor.clone() for tensor in self._received)
             self._open = False
 
 
@@ -132,6 +139,11 @@ class ReplayingCommunicator:
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Overwrite ``tensor`` with the result of the first run."""
         return self._filled([tensor])
+
+    def start_combined(self, own: Callable[[], Any], combination: Combination, kept: bool) -> Combined:
+        """Return the values of the first run."""
+        values = tuple(self._log.pop(0))
+        return Combined(Completed(), lambda: values)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with that of the first run."""

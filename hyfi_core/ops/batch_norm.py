@@ -116,7 +116,7 @@ class BatchNorm(AsyncBackward, Recomputable):
             return (torch.stack((mean, variance, (variance + self.eps).rsqrt())),)
 
         combination = Combination(pack, combine, prod(shape) * torch.float64.itemsize)
-        combined = start_combined(comm, moments_of(own), combination, kept=True)
+        combined = start_combined(comm, lambda: moments_of(own), combination, kept=True)
         yield combined.pending
         (statistics,) = combined.result()
         return statistics.unbind()
@@ -161,7 +161,7 @@ class BatchNorm(AsyncBackward, Recomputable):
             return self._terms(weight, mean, variance, sums / self.count, own.dim())
 
         combination = Combination(_added, combine, 2 * mean.numel() * torch.float64.itemsize)
-        combined = start_combined(comm, (d_bias, d_weight), combination)
+        combined = start_combined(comm, lambda: (d_bias, d_weight), combination)
         # Of this rank alone: gradients of parameters are summed over ranks later, with all others.
         d_affine = d_weight.to(dtype), d_bias.to(dtype)
 

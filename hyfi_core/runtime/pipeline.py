@@ -144,6 +144,7 @@ class Pipeline:
         self._autocasting = autocasting
         self._recomputes = recomputes
         self._driver = driver
+        self._spills = memory is not None
         self._memory = (lambda stage, values: AllStays()) if memory is None else memory
         self._flights: dict[tuple[Key, int], _MicroBatch] = {}
         self._rests: dict[tuple[Key, int], BackwardPass] = {}
@@ -239,10 +240,11 @@ class Pipeline:
         executor, trains = self._executor(stage, key, flight), self._gradients is not None
         if trains and recomputes:
             # Messages are not sent again: what is received now is recorded, and replayed in backward.
-            recorder = RecordingCommunicator(self._groups[key])
-            copies, peers = (RecordingCommunicator(c, recorder.log) for c in (self._copies[key], self._peers))
+            log: Log = []
+            real = self._groups[key], self._copies[key], self._peers
+            recorder, copies, peers = (RecordingCommunicator(c, log, self._spills) for c in real)
             # A copy: the forward removes values from its own dict as soon as no step needs them.
-            flight.again = (dict(values), recorder.log)
+            flight.again = (dict(values), log)
             executor = Executor(stage.tape, recorder, copies, flight.memory, peers)
         tape = executor.forward(values, record=trains and not recomputes)
         flight.records = yield from self._driver.within(self._autocasting, tape)
