@@ -63,7 +63,8 @@ class Engine(EngineState, EngineFacts):
         device: of the model.
         optimizer: this rank's ``torch.optim.Optimizer``; learning-rate schedulers take it.
         random: the key of random operators, the same on all ranks of a replica.
-        events: actions of this rank in the last step: (action, begin, end) in seconds; with cells those of the first.
+        events: actions of this rank in the last step: (action, begin, end) in seconds; with cells those of the first;
+            none if the step was repeated as CUDA graphs.
     """
 
     def __init__(

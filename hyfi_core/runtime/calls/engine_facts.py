@@ -54,6 +54,7 @@ class EngineFacts:
     def record_spans(self, spans: list[Span] | None) -> None:
         """Append (kind, begin, end) of each time spent on messages to ``spans`` from now on; None: no longer."""
         self._groups.record_spans(spans)
+        self._replayed.allowed = spans is None
 
     def flops_per_image(self) -> float:
         """Return the operations of an image's forward and backward; see ``training_flops``."""

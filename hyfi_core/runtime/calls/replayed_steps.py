@@ -6,19 +6,18 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 
 from hyfi_core.capture.program import KEY
 from hyfi_core.comm.counted import TrafficCounts
-from hyfi_core.runtime.calls.step_graph import CudaGraph, Graph, StepGraph
+from hyfi_core.runtime.calls.step_graph import CudaGraph, Graph, NotRecordableError, StepGraph
 from hyfi_core.runtime.lowered_model import LoweredModel
-from hyfi_core.runtime.pipeline import Step
+from hyfi_core.runtime.pipeline import Event, Step
 from hyfi_core.runtime.settings import GraphMode
 from hyfi_core.runtime.subject import Subject
 
-T = TypeVar("T")
+Train = Callable[[list[Step]], list[Event]]
 AS_THEY_ARE = 2
 """Steps of a kind that run as they are before one is recorded: they allocate and load what graphs only use."""
 _SENT = ("halo", "stage", "reduce")
@@ -36,42 +35,50 @@ class ReplayedSteps:
         ranks: of the plan.
         mode: whether steps are recorded.
         counts: of this rank's messages.
+
+    Attributes:
+        allowed: whether steps may be repeated now: not where the times of what they consist of are asked for.
     """
 
     def __init__(self, subject: Subject, ranks: int, mode: GraphMode, counts: Sequence[TrafficCounts]) -> None:
         self._subject, self._counts = subject, counts
         self._wanted = mode == "auto" and subject.device.type == "cuda" and ranks == 1
+        self.allowed = True
         self._key: Hashable = None
         # Held: its constants are memory that the graphs read.
         self._lowered: LoweredModel | None = None
+        self._draws = False
         self._runs = 0
-        self._recorded: tuple[StepGraph, object, list[_Sent]] | None = None
+        self._recorded: tuple[StepGraph, list[_Sent]] | None = None
 
     def run(
-        self, lowered: LoweredModel, make: Callable[[], list[Step]], train: Callable[[list[Step]], T], repeats: bool
-    ) -> tuple[list[Step], T]:
+        self, lowered: LoweredModel, make: Callable[[], list[Step]], train: Train, repeats: bool
+    ) -> tuple[list[Step], list[Event]]:
         """Run a step; parameters have no gradients before.
 
         Args:
             lowered: the model.
             make: makes what the step reads: images and losses, of this rank or of each of its cells.
-            train: computes gradients and buffers from them; only its effect on the device is repeated.
+            train: computes gradients and buffers from them, and returns what it did; only kernels are repeated.
             repeats: whether other things that are not in ``make`` are as in the other steps of this model.
 
         Returns:
-            What ``make`` and ``train`` returned; for a repeated step what ``train`` returned when it was recorded.
+            What ``make`` and ``train`` returned; no events for a repeated step.
         """
-        key = self._key_of(lowered) if self._wanted and repeats else None
-        if key is None or key != self._key or lowered is not self._lowered:
+        if lowered is not self._lowered:
             self.release()
-            self._key, self._lowered = key, lowered
+            self._lowered, self._draws = lowered, _draws(lowered)
+        key = self._key_of() if self._wanted and self.allowed and repeats and not self._draws else None
+        if key is None or key != self._key:
+            self.release()
+            self._key = key
         if self._recorded is not None:
-            graph, result, sent = self._recorded
+            graph, sent = self._recorded
             steps = make()
             graph.replay(steps)
             for counts, of_kind in zip(self._counts, sent, strict=True):
                 _add(counts, of_kind)
-            return steps, result  # type: ignore[return-value]
+            return steps, []
         self._runs += key is not None
         if self._runs <= AS_THEY_ARE:
             steps = make()
@@ -82,9 +89,9 @@ class ReplayedSteps:
         """Forget the recorded step, so that its memory can be used for something else."""
         self._recorded, self._runs = None, 0
 
-    def _record(self, make: Callable[[], list[Step]], train: Callable[[list[Step]], T]) -> tuple[list[Step], T]:
+    def _record(self, make: Callable[[], list[Step]], train: Train) -> tuple[list[Step], list[Event]]:
         """Record and run a step; if it cannot be recorded, run it as it is, and record none from here on."""
-        results: list[T] = []
+        events: list[Event] = []
         buffers = [(buffer, buffer.clone()) for buffer in self._subject.model.buffers()]
         before = [_sent(counts) for counts in self._counts]
         trained = self._subject.bindings.parameters_once.values()
@@ -92,13 +99,14 @@ class ReplayedSteps:
             graph = StepGraph(new_graph, [parameter for parameter in trained if parameter.requires_grad])
             steps = make()
             try:
-                graph.record(steps, lambda recorded: results.append(train(recorded)))
+                graph.record(steps, lambda recorded: events.extend(train(recorded)))
             except Exception as error:
-                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+                kind = "" if isinstance(error, NotRecordableError) else f"{type(error).__name__}: "
+                reason = f"{kind}{(str(error).splitlines() or [''])[0][:200]}"
             else:
                 sent = [_difference(_sent(c), was) for c, was in zip(self._counts, before, strict=True)]
-                self._recorded = graph, results[0], sent
-                return steps, results[0]
+                self._recorded = graph, sent
+                return steps, events
         # What has run of the step may have changed these.
         for buffer, value in buffers:
             buffer.copy_(value)
@@ -106,13 +114,13 @@ class ReplayedSteps:
             parameter.grad = None
         self._wanted = False
         steps = make()
-        result = train(steps)
+        events = train(steps)
         # Only now: if the step fails as it is, too, that is the error.
         warnings.warn(
             f"steps are not recorded as CUDA graphs: {reason}; they run as they are, with the same results",
             stacklevel=4,
         )
-        return steps, result
+        return steps, events
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[Callable[[], Graph]]:
@@ -128,12 +136,13 @@ class ReplayedSteps:
             yield lambda: CudaGraph(pool)
         torch.cuda.current_stream(device).wait_stream(stream)
 
-    def _key_of(self, lowered: LoweredModel) -> Hashable:
+    def _key_of(self) -> Hashable:
         """Return what is equal for steps that repeat each other; None if a step must not be repeated."""
-        if torch.is_autocast_enabled(self._subject.device.type) or _draws(lowered):
+        if torch.is_autocast_enabled(self._subject.device.type):
             return None
-        compiler, model = self._subject.compiler, self._subject.model
-        tensors = [(t.data_ptr(), t.requires_grad) for t in (*model.parameters(), *model.buffers())]
+        compiler, bindings = self._subject.compiler, self._subject.bindings
+        trained = bindings.parameters_once.values()
+        memory = [tensor.data_ptr() for tensor in (*trained, *bindings.buffers.values())]
         flags = (
             torch.are_deterministic_algorithms_enabled(),
             torch.backends.cudnn.deterministic,
@@ -142,7 +151,7 @@ class ReplayedSteps:
             torch.backends.cuda.matmul.allow_tf32,
         )
         segments = 0 if compiler is None else compiler.segments
-        return segments, flags, tuple(tensors)
+        return segments, flags, tuple(memory), tuple([parameter.requires_grad for parameter in trained])
 
 
 _Sent = Mapping[str, tuple[int, int]]

@@ -13,6 +13,7 @@ A recorded step is also executed: each graph runs as soon as it is recorded, so 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -63,7 +64,10 @@ class CudaGraph:
 
     def end(self) -> None:
         """Stop recording."""
-        self._graph.capture_end()
+        with warnings.catch_warnings():
+            # Between the losses of two cells there are no kernels.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            self._graph.capture_end()
 
     def replay(self) -> None:
         """Execute what was recorded."""

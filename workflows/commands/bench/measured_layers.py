@@ -342,6 +342,7 @@ class LayerBench:
             optimizer=partial(self._timed, moments),
             memory_format="channels_last",
             verify=False,
+            cuda_graphs="off",  # its actions are timed one by one
         )
         images, labels = torch.rand(shape, device=self._device), torch.zeros(1, dtype=torch.long, device=self._device)
         spans: dict[Verb, list[float]] = {Verb.F: [], Verb.B: []}

@@ -281,6 +281,20 @@ def test_the_users_hooks_run_in_every_step() -> None:
     assert_equal(plain, recorded)
 
 
+def test_steps_whose_times_are_asked_for_run_as_they_are() -> None:
+    engine = engine_of(model_of(), {})
+    seen = []
+
+    def traced(step: int) -> None:
+        seen.append(bool(engine.events))
+        if step in (4, 6):
+            engine.record_spans([] if step == 4 else None)
+
+    recorded_steps(engine, traced)
+    # Before the first step, and after: the fourth repeats the third, the fifth and sixth are traced.
+    assert seen == [False, True, True, True, False, True, True, True]
+
+
 def test_off() -> None:
     engine = engine_of(copy.deepcopy(model_of()), {}, cuda_graphs="off")
     assert not engine._replayed._wanted
