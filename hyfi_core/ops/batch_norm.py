@@ -326,3 +326,47 @@ class FusedBatchNorm(BatchNorm):
         # Of a block, the owned rows that are in it; there may be none.
         y0, y1 = (min(max(y - top, 0), tensor.shape[2]) for y in (self.owned.y0, self.owned.y1))
         return tensor.narrow(2, y0, y1 - y0).narrow(3, self.owned.x0, self.owned.width)
+
+
+class KnownStatistics(torch.autograd.Function):
+    """Batch normalisation in training mode of a whole map, by mean and 1/σ that were computed from it before.
+
+    Autograd differentiates it as ``torch.batch_norm`` in training mode: mean and 1/σ depend on the map. The result has
+    the same bits as that of the first run if that was the native kernel of a dense map.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        inverse: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the normalised map."""
+        ctx.save_for_backward(own, weight, mean, inverse)
+        if own.is_cuda:
+            # What the native kernel itself calls after the statistics. 1/σ is known, so it does not read epsilon.
+            return torch.batch_norm_elemt(own, weight, bias, mean, inverse, 0.0)
+        if own.element_size() <= 2:
+            # As inside of the kernel, which rounds once, at the end.
+            weight, bias = (None if item is None else item.float() for item in (weight, bias))
+            mean, inverse = mean.float(), inverse.float()
+        # By a deviation of exactly 1: the kernel computes x · (w · 1/σ) + (b - m · (w · 1/σ)) in both modes.
+        scale = inverse if weight is None else weight * inverse
+        result: torch.Tensor = torch.native_batch_norm(own, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[
+            0
+        ]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """Return the cotangents of map, weight and bias."""
+        own, weight, mean, inverse = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:3])
+        # CUDA's kernel returns no sum for a bias without a weight.
+        scale = torch.ones_like(mean) if weight is None and needed[2] else weight
+        statistics = None, None, mean, inverse  # in training mode it reads no running statistics
+        found = torch.ops.aten.native_batch_norm_backward(cotangents[0], own, scale, *statistics, True, 0.0, needed)
+        return *(cotangent if has else None for cotangent, has in zip(found, needed, strict=True)), None, None

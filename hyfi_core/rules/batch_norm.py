@@ -8,7 +8,7 @@ evaluation                           pointwise, no communication
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm
+from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm, KnownStatistics
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.accepted_maps import on_maps_or_flat
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.calls import bound, emit_on_part, renamed
-from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.instructions import KeepsStatistics, Split
 from hyfi_core.rules.operator_facts import OperatorFacts
 
 _LIVE = ("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats")
@@ -55,7 +55,7 @@ def batch_norm_training(builder: Builder, op: Operator) -> None:
         (running_var.name, batch_var, new_var, unbias),
     ):
         if output is not None:
-            builder.compute(_running(momentum, factor), (running, batch), (output,))
+            builder.compute(_Running(momentum, factor), (running, batch), (output,))
 
 
 def batch_norm_without_statistics(builder: Builder, op: Operator) -> None:
@@ -120,15 +120,13 @@ def _on_features(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
 
 
 @dataclass(frozen=True)
-class NativeBatchNorm:
-    """The outputs of the functional batch norm, by the native kernel; running statistics are copied.
-
-    Takes map, running mean, running variance and, if they exist, weight and bias.
+class NormByMap(KeepsStatistics):
+    """Batch norm with the statistics of its map, by the native kernel; takes map and, if they exist, weight and bias.
 
     Attributes:
         has_weight: whether there is a weight.
         has_bias: whether there is a bias.
-        momentum: of the running statistics.
+        momentum: of the running statistics, if any.
         eps: added to the variance.
     """
 
@@ -136,6 +134,37 @@ class NativeBatchNorm:
     has_bias: bool
     momentum: float
     eps: float
+
+    def __call__(self, x: Any, *affine: Any) -> Any:
+        """Return the result."""
+        return F.batch_norm(x, None, None, *self._affine(affine), True, self.momentum, self.eps)
+
+    def measure(self, x: Any, *affine: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """Return the result, and the mean and 1/σ by which it is normalised."""
+        return self._measured(x, affine, None, None)
+
+    def with_known(self, kept: Sequence[torch.Tensor], x: Any, *affine: Any) -> Any:
+        """Return the result by known mean and 1/σ."""
+        return KnownStatistics.apply(x, *self._affine(affine), *kept)  # type: ignore[no-untyped-call]
+
+    def _measured(self, x: Any, affine: tuple[Any, ...], mean: Any, variance: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return the result and (mean, 1/σ) of the map; running statistics are changed in place."""
+        # What ``F.batch_norm`` calls, which does not return them.
+        result, *statistics = torch._batch_norm_impl_index(
+            x, *self._affine(affine), mean, variance, True, self.momentum, self.eps, torch.backends.cudnn.enabled
+        )[:3]
+        return result, tuple(statistics)
+
+    def _affine(self, affine: tuple[Any, ...]) -> tuple[Any, Any]:
+        return affine[0] if self.has_weight else None, affine[self.has_weight] if self.has_bias else None
+
+
+@dataclass(frozen=True)
+class NativeBatchNorm(NormByMap):
+    """The outputs of the functional batch norm, by the native kernel; running statistics are copied.
+
+    Takes map, running mean, running variance and, if they exist, weight and bias.
+    """
 
     def __call__(self, x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, ...]:
         """Return (result, None, None, running mean, running variance)."""
@@ -145,6 +174,17 @@ class NativeBatchNorm:
         result = F.batch_norm(x, mean, variance, *self._affine(affine), True, self.momentum, self.eps)
         return result, None, None, mean, variance
 
+    def measure(self, x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """Return the same, and the mean and 1/σ of the map and both running statistics."""
+        running = torch.stack((mean, variance))
+        result, statistics = self._measured(x, affine, *running)
+        return (result, None, None, *running), (*statistics, running)
+
+    def with_known(self, kept: Sequence[torch.Tensor], x: Any, mean: Any, variance: Any, *affine: Any) -> Any:
+        """Return the same by known mean and 1/σ, with the running statistics of the first run."""
+        *statistics, running = kept
+        return super().with_known(statistics, x, *affine), None, None, *running
+
     def traceable(self, x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, ...]:
         """Return the same by an operator that declares what it changes, so that a graph of it computes the same."""
         mean, variance = mean.detach().clone(), variance.detach().clone()
@@ -152,20 +192,12 @@ class NativeBatchNorm:
         result = norm(x, *self._affine(affine), mean, variance, True, self.momentum, self.eps)[0]
         return result, None, None, mean, variance
 
-    def _affine(self, affine: tuple[Any, ...]) -> tuple[Any, Any]:
-        return affine[0] if self.has_weight else None, affine[self.has_weight] if self.has_bias else None
-
 
 def _without_statistics(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Return (function, inputs) of batch norm without running statistics; inputs are map, weight and bias."""
     x, weight, bias, _, _, eps = op.args
     names = tuple(item.name for item in (x, weight, bias) if item is not None)
-
-    def call(x: Any, *affine: Any) -> Any:
-        first = affine[0] if weight is not None else None
-        return F.batch_norm(x, None, None, first, affine[-1] if bias is not None else None, True, 0.0, eps)
-
-    return call, names
+    return NormByMap(weight is not None, bias is not None, 0.0, eps), names
 
 
 def _pixels(builder: Builder, name: str) -> int:
@@ -196,11 +228,30 @@ def _communicate(
     builder.communicate(norm, inputs, outputs, "reduce", splits, all_replicas=builder.replicas > 1)
 
 
-def _running(momentum: float, factor: float) -> Any:
-    def call(running: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return running * (1.0 - momentum) + batch.to(running.dtype) * (momentum * factor)
+@dataclass(frozen=True)
+class _Running(KeepsStatistics):
+    """A running statistic with that of a batch folded in; a second run returns what the first has computed.
 
-    return call
+    Attributes:
+        momentum: of the running statistic.
+        factor: of the batch's.
+    """
+
+    momentum: float
+    factor: float
+
+    def __call__(self, running: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        """Return the new running statistic."""
+        return running * (1.0 - self.momentum) + batch.to(running.dtype) * (self.momentum * self.factor)
+
+    def measure(self, *inputs: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """Return it twice: as the result and to be kept."""
+        result = self(*inputs)
+        return result, (result,)
+
+    def with_known(self, kept: Sequence[torch.Tensor], *inputs: Any) -> Any:
+        """Return that of the first run."""
+        return kept[0]
 
 
 def has_live_statistics(op: Operator) -> bool:

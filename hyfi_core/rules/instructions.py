@@ -9,9 +9,12 @@ There are three types of instruction:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
 
 from hyfi_core.capture.program import Operator, Program, ValueInfo, refs_in
 from hyfi_core.ops.base import Collective, CustomOperator
@@ -131,6 +134,27 @@ class Split:
         else:
             sides[self.dims[0]], sides[self.dims[1]] = self.leads[0] * box.height, self.leads[1] * box.width
         return tuple(sides)
+
+
+class KeepsStatistics(ABC):
+    """A function of a local call that computes a few numbers, which a second run of the same forward can use again."""
+
+    @abstractmethod
+    def measure(self, *inputs: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """Return the results, computed without a graph, and the numbers to keep.
+
+        Args:
+            inputs: tensors, as for the function.
+        """
+
+    @abstractmethod
+    def with_known(self, kept: Sequence[torch.Tensor], *inputs: Any) -> Any:
+        """Return the results again, by the numbers of the first run; autograd differentiates them as of the function.
+
+        Args:
+            kept: what ``measure`` returned for the same inputs.
+            inputs: likewise.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,10 +14,11 @@ from hyfi_core.capture.program import ValueInfo
 from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KindCommunicator
+from hyfi_core.comm.replay import Log
 from hyfi_core.comm.waits import Waits, within
 from hyfi_core.lowering.segments import OperatorStep, Segment, Tape
 from hyfi_core.ops.base import HoldsBuffers
-from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
+from hyfi_core.rules.instructions import CollectiveCall, CustomCall, KeepsStatistics, LocalCall
 from hyfi_core.runtime.backward import (
     BackwardPass,
     Complete,
@@ -26,6 +28,9 @@ from hyfi_core.runtime.backward import (
     SegmentRecord,
     carried_by,
 )
+
+LocalFunction: TypeAlias = Callable[..., Any]
+"""The function of a local call."""
 
 
 class _Entry(torch.autograd.Function):
@@ -56,6 +61,8 @@ class Executor:
         copies: the ranks of the stage in all replicas, for synchronised norms; None: ``comm``.
         memory: callbacks around each step; ``AllStays``: no paging.
         peers: the ranks with the same position in all planes; None: ``comm``.
+        statistics: what a local call of a recomputed forward runs in place of its function: see ``recording`` and
+            ``replaying``; None: the function.
     """
 
     def __init__(
@@ -65,12 +72,14 @@ class Executor:
         copies: KindCommunicator | None = None,
         memory: StepMemory | None = None,
         peers: KindCommunicator | None = None,
+        statistics: Callable[[LocalFunction], LocalFunction] | None = None,
     ) -> None:
         self.tape = tape
         self._comm = comm
         self._peers = comm if peers is None else peers
         self._copies = comm if copies is None else copies
         self._memory = AllStays() if memory is None else memory
+        self._statistics = statistics
         # Values enter a segment without a gradient of their own; autograd records ``_Entry`` because of this input.
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -136,7 +145,7 @@ class Executor:
                     local[name] = _Entry.apply(self._anchor, tensor, segment_record.entries[name])  # type: ignore[no-untyped-call]
             with self._memory.saving(segment, local) if active else contextlib.nullcontext():
                 for call, drops in zip(segment.calls, segment.drops, strict=True):
-                    _call(call, local, values)
+                    _call(call, local, values, self._statistics)
                     for name in drops:
                         # From both: an input that carries a gradient is in each, as it is and as an entry.
                         local.pop(name, None)
@@ -197,10 +206,46 @@ class Executor:
         return (self._copies if call.all_replicas else self._comm).of(call.traffic)
 
 
-def _call(call: LocalCall, local: LocalValues, values: LocalValues) -> None:
+def recording(log: Log, copies: bool) -> Callable[[LocalFunction], LocalFunction]:
+    """Return what a first run calls in place of functions: those that keep statistics add them to the log.
+
+    Args:
+        log: of the run's messages, too: in the order of calls.
+        copies: whether they are copied: a pager may spill those that the forward uses.
+    """
+
+    def of(function: LocalFunction) -> LocalFunction:
+        return partial(measured, function) if isinstance(function, KeepsStatistics) else function
+
+    def measured(function: KeepsStatistics, *inputs: torch.Tensor) -> Any:
+        results, kept = function.measure(*inputs)
+        log.append([tensor.clone() if copies else tensor for tensor in kept])
+        return results
+
+    return of
+
+
+def replaying(log: Log) -> Callable[[LocalFunction], LocalFunction]:
+    """Return what a second run calls in place of functions: those that keep statistics take them from the log."""
+
+    def of(function: LocalFunction) -> LocalFunction:
+        return partial(function.with_known, log.pop(0)) if isinstance(function, KeepsStatistics) else function
+
+    return of
+
+
+def _call(
+    call: LocalCall,
+    local: LocalValues,
+    values: LocalValues,
+    statistics: Callable[[LocalFunction], LocalFunction] | None = None,
+) -> None:
     """Run one local call, or return empty tensors if this rank owns nothing of the result."""
     inputs = [local[name] if name in local else values[name] for name in call.inputs]
-    results = call.function(*inputs) if call.empty is None else tuple(_nothing(info, inputs) for info in call.empty)
+    if call.empty is None:
+        results = (call.function if statistics is None else statistics(call.function))(*inputs)
+    else:
+        results = tuple(_nothing(info, inputs) for info in call.empty)
     if isinstance(results, torch.Tensor):
         results = (results,)
     # Not strict: see ``_operate``.

@@ -16,7 +16,7 @@ from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.replay import Log, RecordingCommunicator, ReplayingCommunicator
 from hyfi_core.comm.waits import Driver, Waits, waited
 from hyfi_core.runtime.backward import BackwardPass, Complete, LocalValues, Record
-from hyfi_core.runtime.executor import Executor
+from hyfi_core.runtime.executor import Executor, recording, replaying
 from hyfi_core.runtime.losses.step_loss import StepLoss
 from hyfi_core.runtime.lowered_model import HostedStage, Key, LoweredModel
 from hyfi_core.runtime.stage_exchange import StageExchange
@@ -245,7 +245,8 @@ class Pipeline:
             recorder, copies, peers = (RecordingCommunicator(c, log, self._spills) for c in real)
             # A copy: the forward removes values from its own dict as soon as no step needs them.
             flight.again = (dict(values), log)
-            executor = Executor(stage.tape, recorder, copies, flight.memory, peers)
+            first = recording(log, self._spills)
+            executor = Executor(stage.tape, recorder, copies, flight.memory, peers, first)
         tape = executor.forward(values, record=trains and not recomputes)
         flight.records = yield from self._driver.within(self._autocasting, tape)
         if self._statistics is not None:
@@ -299,7 +300,8 @@ class Pipeline:
         real = self._groups[key], self._copies[key], self._peers
         comm, copies, peers = (ReplayingCommunicator(log, c.rank, c.size) for c in real)
         # Random operators draw the same numbers: their key is a value, not a generator's state.
-        tape = Executor(stage.tape, comm, copies, flight.memory, peers).forward(values, record=True)
+        executor = Executor(stage.tape, comm, copies, flight.memory, peers, replaying(log))
+        tape = executor.forward(values, record=True)
         flight.records = yield from self._driver.within(self._autocasting, tape)
         flight.again = None
 

@@ -62,6 +62,10 @@ def _normalised_back(dy: Any, x: Any, weight: Any, mean: Any, variance: Any, *re
     )
 
 
+def _normalised_by(x: Any, weight: Any, bias: Any, mean: Any, invstd: Any, *_: Any) -> bool:
+    return _parameters(x, weight, bias) and mean.dtype == invstd.dtype == accumulated(x.dtype)
+
+
 def _normalised_back_of_map(dy: Any, x: Any, *numbers: Any) -> bool:
     mean, invstd, weight, sum_dy, sum_dy_xmu, count = numbers
     kinds = {one.dtype for one in (mean, invstd, weight, sum_dy, sum_dy_xmu) if one is not None}
@@ -93,7 +97,7 @@ KERNELS: Mapping[str, Kernel] = {
     ),
     "native_batch_norm_backward.default": Kernel(
         "cuda/Normalization.cu: batch_norm_backward_cuda, batch_norm_backward_reduce_cuda",
-        "evaluation mode with batch statistics, a weight of ones, without the map's cotangent",
+        "evaluation mode with batch statistics, a weight of ones, without the map's cotangent; no running statistics",
         "saved mean and inverse deviation defined, of the dtype in which the map accumulates; dtype of dy is the map's",
         _normalised_back,
     ),
@@ -102,6 +106,12 @@ KERNELS: Mapping[str, Kernel] = {
         "as torch's SyncBatchNorm; the pixels of the map in several numbers",
         "dtype of dy is the map's, all else of the dtype in which it accumulates; counts in 32 bits, which it adds up",
         _normalised_back_of_map,
+    ),
+    "batch_norm_elemt.default": Kernel(
+        "cuda/Normalization.cu: batch_norm_elemt_cuda",
+        "as torch's SyncBatchNorm, and without weight or bias",
+        "weight and bias as native_batch_norm; mean and 1/σ of the dtype in which it accumulates; reads no epsilon",
+        _normalised_by,
     ),
     "max_pool2d_with_indices.default": Kernel(
         "cuda/DilatedMaxPool2d.cu", "slices of maps", "any strides, copied to the memory format that they suggest"

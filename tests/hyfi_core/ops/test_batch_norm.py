@@ -17,7 +17,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.comm.waits import waited
 from hyfi_core.ops import batch_norm
-from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.ops.batch_norm import BatchNorm, KnownStatistics
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_freed_now
 from tests.fake_gpu import FakeGpu, batch_norm_backward_elemt
 from tests.harness import assert_equal_to_one_process, captured_once, run_copies
@@ -175,6 +175,36 @@ def test_batch_norm_gives_the_same_numbers_in_place(kind: torch.dtype) -> None:
     assert over[0] is not None and over[0].data_ptr() == place
     for ours, theirs in zip(over, apart, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("affine", [(True, True), (False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("shape", [(2, 8, 13, 11), (2, 8, 1, 11), (2, 8, 17), (6, 8)])
+@pytest.mark.parametrize(
+    ("kind", "of_weights"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_a_norm_by_known_statistics_has_the_bits_of_the_first(
+    kind: torch.dtype, of_weights: torch.dtype, shape: tuple[int, ...], affine: tuple[bool, bool]
+) -> None:
+    torch.manual_seed(0)
+    for order in (torch.contiguous_format, *([torch.channels_last] if len(shape) == 4 else [])):
+        x = torch.randn(shape).mul_(3).add_(40).to(kind, memory_format=order).requires_grad_()
+        weight, bias = (torch.rand(8).to(of_weights).requires_grad_() if has else None for has in affine)
+        given = [tensor for tensor in (x, weight, bias) if tensor is not None]
+        running = torch.zeros(8, dtype=of_weights), torch.ones(8, dtype=of_weights)
+        plain, mean, inverse = torch.native_batch_norm(x, weight, bias, *running, True, 0.1, 1e-5)
+        again = KnownStatistics.apply(x, weight, bias, mean.detach(), inverse.detach())
+        assert torch.equal(again, plain) and again.stride() == plain.stride()
+        dy = torch.randn(shape).to(kind, memory_format=order)
+        gradients = (torch.autograd.grad(result, given, dy) for result in (again, plain))
+        for one, other in zip(*gradients, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("overwrites", [True, False])

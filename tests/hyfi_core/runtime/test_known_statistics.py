@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyfi_core
 from hyfi_core.cells import paging
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from tests.harness import run_copies
 from tests.steps import assert_plan_equals_one_process
@@ -28,9 +29,7 @@ PLANS = {
     "cells of ranks": ParallelPlan(((1, 2),), interleave=3, recompute=True, cells=(2, 1)),
     "cells that spill": ParallelPlan(ONE, recompute=True, cells=(2, 1), spill="memory"),
 }
-BY_SEVERAL = {name: PLANS[name] for name in ("grid", "cells", "cells of ranks", "cells that spill")} | {
-    "synchronised": ParallelPlan(ONE, interleave=2, recompute=True, replicas=2, sync_batch_norm=True),
-}
+SYNCHRONISED = ParallelPlan(ONE, interleave=2, recompute=True, replicas=2, sync_batch_norm=True)
 
 
 class Counted(TorchDispatchMode):
@@ -65,7 +64,7 @@ def test_recomputed_norms_equal_one_process(plan: ParallelPlan) -> None:
     assert_plan_equals_one_process(network(), SHAPE, plan, strict=strict)
 
 
-@pytest.mark.parametrize("plan", BY_SEVERAL.values(), ids=list(BY_SEVERAL))
+@pytest.mark.parametrize("plan", [*PLANS.values(), SYNCHRONISED], ids=[*PLANS, "synchronised"])
 def test_moments_are_computed_once_for_each_norm_and_cell(plan: ParallelPlan) -> None:
     images, labels = torch.randn(SHAPE), torch.tensor([0, 1])
 
@@ -91,3 +90,41 @@ def test_known_statistics_are_not_spilled(monkeypatch: pytest.MonkeyPatch) -> No
     model = nn.Sequential(*many, nn.BatchNorm2d(4200), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4200, 2))
     plan = ParallelPlan(ONE, recompute=True, cells=(2, 1), spill="memory")
     assert_plan_equals_one_process(model, (1, 3, 9, 7), plan, steps=2)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_recomputed_pieces_of_one_rank_have_the_bits_of_those_that_are_not(autocast: torch.dtype | None) -> None:
+    images, labels = torch.randn(SHAPE), torch.tensor([0, 1])
+    found = []
+    for recompute in (True, False):
+        plan = ParallelPlan(ONE, microbatches=2, schedule="gpipe", recompute=recompute)
+        model = network()
+        more: Any = {"verify": False, "autocast": autocast}
+        engine = hyfi_core.parallelize(model, SHAPE, plan, AloneCommunicator(), **more)
+        loss = [engine.accumulate(images, labels) for _ in range(2)]
+        found.append((loss, engine.gather_gradients(), dict(model.named_buffers())))
+    (loss, gradients, buffers), (plain_loss, plain_gradients, plain_buffers) = found
+    assert loss == plain_loss
+    for some, others in ((gradients, plain_gradients), (buffers, plain_buffers)):
+        assert some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in others)
+
+
+class ReadsItsAverage(nn.Module):
+    """Shifts its map by the running mean that its norm has just changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.leave = nn.Sequential(nn.Conv2d(4, 2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.norm(self.enter(x))
+        assert self.norm.running_mean is not None
+        return self.leave(torch.tanh(y + self.norm.running_mean.view(1, -1, 1, 1)))
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 1)])
+def test_a_running_mean_that_the_forward_reads_is_that_of_its_own_run(grid: tuple[int, int]) -> None:
+    plan = ParallelPlan((grid,), microbatches=2, schedule="gpipe", recompute=True)
+    torch.manual_seed(0)
+    assert_plan_equals_one_process(ReadsItsAverage(), SHAPE, plan)
