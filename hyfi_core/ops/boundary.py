@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from hyfi_core.comm.wire import as_sent, laid_out
-from hyfi_core.ops.buffers import Buffers
+from hyfi_core.ops.buffers import Buffers, is_kept
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.boxes import Boxes
 
@@ -98,8 +99,28 @@ class BoundaryPiece:
         return count
 
 
+@dataclass(frozen=True)
+class HandedOver:
+    """Pieces of a boundary transfer between two stages of one rank, without a message.
+
+    Attributes:
+        tensors: in the order of the pieces; views of the sender's values unless they are ``copied``.
+        copied: whether nobody else has this memory.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    copied: bool
+
+
 Pieces = dict[int, tuple[BoundaryPiece, ...]]
-_ReceivedPiece = tuple[BoundaryPiece, torch.Tensor]
+Delivery = torch.Tensor | HandedOver
+"""A message, or pieces without one."""
+
+
+class _ReceivedPiece(NamedTuple):
+    piece: BoundaryPiece
+    tensor: torch.Tensor
+    stays: bool  # whether its memory may be kept, and is not used again by others
 
 
 @dataclass(frozen=True)
@@ -143,23 +164,26 @@ class BoundaryTransfer:
         boxes = value.have if at_source else value.need
         return None if boxes is None else boxes[position]
 
-    def arrived(self, target: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the values of the rank at ``target`` from all its received messages, in new memory."""
-        received, result = _unpacked(self, self.incoming(target), buffers), {}
+    def arrived(self, target: int, messages: Mapping[int, Delivery]) -> dict[str, torch.Tensor]:
+        """Return the values of the rank at ``target`` from all that it has received.
+
+        They may be read, but not changed: those of a stage on the same rank are views of its own.
+        """
+        received, result = _unpacked(self, self.incoming(target), messages, only_read=True), {}
         for value in self.values:
             box, parts = self.origin(value, target, at_source=False), received.get(value.name, [])
             full = self._only(value, box, parts)
             if full is None:
-                full = self._canvas(value, box, buffers)
+                full = self._canvas(value, box, messages)
                 # Pieces of different owners do not overlap, so that copies are enough here.
-                for piece, part in parts:
-                    value.cut(full, piece.box, box).copy_(part)
+                for part in parts:
+                    value.cut(full, part.piece.box, box).copy_(part.tensor)
             result[value.name] = value.closed(full)
         return result
 
-    def returned(self, source: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the sums of the cotangents received by the rank at ``source``, in new memory."""
-        received, result = _unpacked(self, self.outgoing(source, back=True), buffers), {}
+    def returned(self, source: int, messages: Mapping[int, Delivery]) -> dict[str, torch.Tensor]:
+        """Return the sums of the cotangents received by the rank at ``source``, in memory that may be overwritten."""
+        received, result = _unpacked(self, self.outgoing(source, back=True), messages, only_read=False), {}
         for value in self.values:
             box, parts = self.origin(value, source, at_source=True), received.get(value.name, [])
             # A rank that sent a replicated value to nobody has no share of its cotangent.
@@ -167,29 +191,30 @@ class BoundaryTransfer:
                 continue
             full = self._only(value, box, parts)
             if full is None:
-                full = self._canvas(value, box, buffers).zero_()
-                for piece, part in parts:
+                full = self._canvas(value, box, messages).zero_()
+                for part in parts:
                     # Here they do overlap: halos of several receivers read the same pixel, and its cotangent is their
                     # sum.
-                    value.cut(full, piece.box, box).add_(part)
+                    value.cut(full, part.piece.box, box).add_(part.tensor)
             result[value.name] = value.closed(full)
         return result
 
     def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_ReceivedPiece]) -> torch.Tensor | None:
-        """Return a copy of the value if it is a single piece."""
+        """Return the value if it is a single piece, in the format of values; a copy unless its memory stays."""
         if len(parts) != 1:
             return None
-        ((piece, part),) = parts
-        if piece.shape != value.local_shape(box):
+        (part,) = parts
+        if part.piece.shape != value.local_shape(box):
             return None
-        # A copy: the message's memory is used for the next one as soon as this returns.
-        return part.clone(memory_format=self._format(part.dim()))
+        order = self._format(part.tensor.dim())
+        return part.tensor.contiguous(memory_format=order) if part.stays else part.tensor.clone(memory_format=order)
 
     def _format(self, dims: int) -> torch.memory_format:
         return torch.channels_last if self.channels_last and dims == 4 else torch.contiguous_format
 
-    def _canvas(self, value: BoundaryValue, box: Box | None, buffers: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
+    def _canvas(self, value: BoundaryValue, box: Box | None, messages: Mapping[int, Delivery]) -> torch.Tensor:
+        tensors = (t for m in messages.values() for t in (m.tensors if isinstance(m, HandedOver) else (m,)))
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         shape = value.local_shape(box)
         return torch.empty(shape, dtype=value.dtype, device=device, memory_format=self._format(len(shape)))
 
@@ -219,16 +244,16 @@ class BoundaryTransfer:
         return ((peer, None) for peer in peers)
 
 
-def pack(
+def cut_out(
     boundary: BoundaryTransfer,
     position: int,
     pieces: tuple[BoundaryPiece, ...],
     tensors: Mapping[str, torch.Tensor],
     at_source: bool,
-) -> torch.Tensor:
-    """Pack pieces of this rank's values into one message.
+) -> list[torch.Tensor]:
+    """Return pieces of this rank's values; views where possible.
 
-    A value that is missing from ``tensors`` (a cotangent that was not computed) is sent as zeros.
+    A value that is missing from ``tensors`` (a cotangent that was not computed) is zeros.
     """
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     parts = []
@@ -236,16 +261,29 @@ def pack(
         tensor = tensors.get(piece.value.name)
         if tensor is None:
             # The receiver expects this many bytes: leaving them out would shift all that follow.
-            part = torch.zeros(piece.shape, dtype=piece.value.dtype, device=device)
-        else:
-            origin = boundary.origin(piece.value, position, at_source)
-            pixels = piece.value.cut(piece.value.opened(tensor, origin), piece.box, origin)
-            part = laid_out(pixels.to(piece.value.dtype), boundary.channels_last)
-        parts.append(part.reshape(-1).view(torch.uint8))
+            parts.append(torch.zeros(piece.shape, dtype=piece.value.dtype, device=device))
+            continue
+        origin = boundary.origin(piece.value, position, at_source)
+        parts.append(piece.value.cut(piece.value.opened(tensor, origin), piece.box, origin).to(piece.value.dtype))
+    return parts
+
+
+def pack(
+    boundary: BoundaryTransfer,
+    position: int,
+    pieces: tuple[BoundaryPiece, ...],
+    tensors: Mapping[str, torch.Tensor],
+    at_source: bool,
+) -> torch.Tensor:
+    """Pack pieces of this rank's values into one message; see ``cut_out``."""
+    parts = [
+        laid_out(part, boundary.channels_last).reshape(-1).view(torch.uint8)
+        for part in cut_out(boundary, position, pieces, tensors, at_source)
+    ]
     # One piece is its own message: no copy into a buffer.
     if len(parts) == 1:
         return parts[0]
-    buffer = boundary.buffer(pieces, device)
+    buffer = boundary.buffer(pieces, parts[0].device)
     for (start, stop), part in zip(_places(pieces), parts, strict=True):
         buffer[start:stop].copy_(part)
     return buffer
@@ -260,13 +298,19 @@ def unpack(boundary: BoundaryTransfer, buffer: torch.Tensor, pieces: tuple[Bound
 
 
 def _unpacked(
-    boundary: BoundaryTransfer, expected: Pieces, buffers: Mapping[int, torch.Tensor]
+    boundary: BoundaryTransfer, expected: Pieces, messages: Mapping[int, Delivery], only_read: bool
 ) -> dict[str, list[_ReceivedPiece]]:
-    """Return value -> (piece, received tensor), over all messages."""
+    """Return value -> pieces, of all messages; ``only_read``: whether their receiver does not change them."""
     parts: dict[str, list[_ReceivedPiece]] = {}
     for position, pieces in expected.items():
-        for piece, part in zip(pieces, unpack(boundary, buffers[position], pieces), strict=True):
-            parts.setdefault(piece.value.name, []).append((piece, part))
+        message = messages[position]
+        if isinstance(message, HandedOver):
+            tensors, stays = message.tensors, only_read or message.copied
+        else:
+            # A buffer is kept for the next message; other memory may stay, but not one value's with that of others.
+            tensors, stays = unpack(boundary, message, pieces), len(pieces) == 1 and not is_kept(message.device)
+        for piece, tensor in zip(pieces, tensors, strict=True):
+            parts.setdefault(piece.value.name, []).append(_ReceivedPiece(piece, tensor, stays))
     return parts
 
 

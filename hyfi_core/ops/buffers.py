@@ -1,4 +1,4 @@
-"""Persistent message buffers: after the first step, messages allocate no memory.
+"""Persistent message buffers: after the first step, messages allocate no memory of a CPU.
 
     send       take ▒▒▒▒   copy, send, wait           give back
     receive    take ▒▒▒▒   arrives, copied or added   give back
@@ -6,6 +6,10 @@
 
 The caller of ``take`` owns a buffer until it calls ``give_back``, after its last read. A buffer that is never given
 back (a step failed, a forward had no backward) is ordinary memory, freed with the last tensor on it.
+
+New memory of a CPU is slow: the system maps its pages at the first write. On a GPU, PyTorch's allocator keeps freed
+memory for whatever needs some next, so buffers are allocated there and freed: kept, they took 24 GB between the steps
+of a ResNet-50 at 16384 x 16384.
 """
 
 from __future__ import annotations
@@ -16,11 +20,16 @@ from math import prod
 import torch
 
 
+def is_kept(device: torch.device) -> bool:
+    """Whether buffers on a device are kept for the next message."""
+    return device.type == "cpu"
+
+
 class Buffers:
     """The buffers of one operator on one rank; with the same lifetime.
 
     Attributes:
-        bytes: memory of all buffers created so far.
+        bytes: memory of all buffers created so far, of those that are kept.
     """
 
     def __init__(self) -> None:
@@ -29,6 +38,8 @@ class Buffers:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a contiguous uninitialised tensor; the caller owns it until ``give_back``."""
+        if not is_kept(device):
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
         # By the number of elements: messages of other shapes share memory.
         free = self._free.get((prod(shape), dtype, device))
         if free:
@@ -40,6 +51,8 @@ class Buffers:
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
         """Release tensors of ``take``; they and their views must no longer be read."""
         for tensor in tensors:
+            if not is_kept(tensor.device):
+                continue
             free = self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), [])
             # Empty tensors all have the address 0.
             assert all(block.data_ptr() != tensor.data_ptr() for block in free if tensor.numel()), (

@@ -272,12 +272,13 @@ class StageRunner:
         statistics: FollowingStatistics | FoldedStatistics | None,
         gradients: Gradients | None,
     ) -> Pipeline:
+        moves, device = self._pager is not None, self._subject.device
         return Pipeline(
             lowered,
             self.groups.stages,
             self.groups.copies,
             self.groups.peers,
-            StageExchange(lowered.boundaries, self._placement, self.groups.plane, self._subject.device),
+            StageExchange(lowered.boundaries, self._placement, self.groups.plane, device, moves),
             statistics,
             gradients,
             self._autocasting,

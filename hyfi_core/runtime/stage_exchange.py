@@ -1,7 +1,7 @@
 """Stage exchange: sends and receives values and cotangents between stages, on one rank.
 
 Receives are posted and sends are started by the schedule; only ``values`` and ``cotangents`` wait, for the inputs of a
-forward or backward. Between two stages on the same rank, a buffer is passed on directly.
+forward or backward. Between two stages on the same rank, values are handed over without a message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from hyfi_core.comm.base import Message, Pending
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.waits import Waits
-from hyfi_core.ops.boundary import BoundaryTransfer, Pieces, pack
+from hyfi_core.ops.boundary import BoundaryTransfer, Delivery, HandedOver, Pieces, cut_out, pack
 from hyfi_core.plan.placement import Placement
 
 Edge = tuple[int, int]
@@ -52,6 +52,7 @@ class StageExchange:
         placement: which ranks hold which stage.
         comm: the ranks of the plane.
         device: of buffers.
+        moves: whether values may leave memory after they have been sent: then they are handed over as copies.
 
     Attributes:
         device: the same.
@@ -63,13 +64,15 @@ class StageExchange:
         placement: Placement,
         comm: CountedCommunicator,
         device: torch.device,
+        moves: bool = False,
     ) -> None:
         self._boundaries = boundaries
         self._placement = placement
         self._comm = comm.of("stage")
         self.device = device
+        self._moves = moves
         self._arrivals: dict[_MessageKey, _Arrival] = {}
-        self._local: dict[tuple[_MessageKey, int], torch.Tensor] = {}
+        self._local: dict[tuple[_MessageKey, int], HandedOver] = {}
         self._leaving: list[_Departure] = []
 
     def send(self, edge: Edge, direction: int, microbatch: int, values: Mapping[str, torch.Tensor], back: bool) -> None:
@@ -77,13 +80,14 @@ class StageExchange:
         position, pieces, peers = self._side(edge, direction, back, at_source=not back)
         boundary, sends, packed = self._boundaries[edge], [], []
         for peer, chosen in pieces.items():
-            buffer = pack(boundary, position, chosen, values, at_source=not back)
-            # Passed on as it is: a message to oneself would be a copy.
             if peers[peer] == self._comm.rank:
-                self._local[(edge, direction, microbatch, back), position] = buffer
-            else:
-                sends.append(Message(peers[peer], buffer))
-                packed += [buffer] if len(chosen) > 1 else []  # a single piece may be the value itself
+                parts = cut_out(boundary, position, chosen, values, at_source=not back)
+                handed = HandedOver([part.clone() for part in parts] if self._moves else parts, self._moves)
+                self._local[(edge, direction, microbatch, back), position] = handed
+                continue
+            buffer = pack(boundary, position, chosen, values, at_source=not back)
+            sends.append(Message(peers[peer], buffer))
+            packed += [buffer] if len(chosen) > 1 else []  # a single piece may be the value itself
         if sends:
             self._leaving.append(_Departure(boundary, self._comm.exchange(sends, []), packed))
         # Nobody waits for sends before the end of the step, so their memory is given back at the next occasion.
@@ -100,13 +104,13 @@ class StageExchange:
         self._arrivals[edge, direction, microbatch, back] = _Arrival(buffers, self._comm.exchange([], receives))
 
     def values(self, stage: int, direction: int, microbatch: int) -> Waits[dict[str, torch.Tensor]]:
-        """Wait for the values that a stage receives from others, and return them."""
+        """Wait for the values that a stage receives from others, and return them; they may only be read."""
         received: dict[str, torch.Tensor] = {}
         for edge, boundary in self._boundaries.items():
             if edge[1] == stage:
-                position, buffers = yield from self._collect(edge, direction, microbatch, back=False)
-                received.update(boundary.arrived(position, buffers))
-                self._unpacked(edge, direction, buffers, back=False)
+                position, messages = yield from self._collect(edge, direction, microbatch, back=False)
+                received.update(boundary.arrived(position, messages))
+                self._unpacked(edge, messages)
         return received
 
     def cotangents(self, stage: int, direction: int, microbatch: int) -> Waits[dict[str, torch.Tensor]]:
@@ -114,11 +118,11 @@ class StageExchange:
         sums: dict[str, torch.Tensor] = {}
         for edge, boundary in self._boundaries.items():
             if edge[0] == stage:
-                position, buffers = yield from self._collect(edge, direction, microbatch, back=True)
-                for name, cotangent in boundary.returned(position, buffers).items():
-                    # In place: ``returned`` has put the first cotangent into new memory.
+                position, messages = yield from self._collect(edge, direction, microbatch, back=True)
+                for name, cotangent in boundary.returned(position, messages).items():
+                    # In place: nobody else has the memory of the first cotangent.
                     sums[name] = sums[name].add_(cotangent) if name in sums else cotangent
-                self._unpacked(edge, direction, buffers, back=True)
+                self._unpacked(edge, messages)
         return sums
 
     def finish(self) -> None:
@@ -131,27 +135,22 @@ class StageExchange:
 
     def _collect(
         self, edge: Edge, direction: int, microbatch: int, back: bool
-    ) -> Waits[tuple[int, dict[int, torch.Tensor]]]:
-        """Wait for a boundary transfer; return this rank's position in it, and each peer's buffer."""
+    ) -> Waits[tuple[int, dict[int, Delivery]]]:
+        """Wait for a boundary transfer; return this rank's position in it, and what each peer has sent."""
         key = (edge, direction, microbatch, back)
         position, pieces, peers = self._side(edge, direction, back, at_source=back)
         arrival = self._arrivals.pop(key)
         # The only wait: all else has been posted by the schedule, long before.
         yield arrival.pending
+        messages: dict[int, Delivery] = {**arrival.buffers}
         for peer in pieces:
             if peers[peer] == self._comm.rank:
-                arrival.buffers[peer] = self._local.pop((key, peer))
-        return position, arrival.buffers
+                messages[peer] = self._local.pop((key, peer))
+        return position, messages
 
-    def _unpacked(self, edge: Edge, direction: int, buffers: dict[int, torch.Tensor], back: bool) -> None:
-        """Release the memory of messages whose values have been copied."""
-        _, pieces, peers = self._side(edge, direction, back, at_source=back)
-        copied = [
-            buffer
-            for peer, buffer in buffers.items()
-            if peers[peer] != self._comm.rank or len(pieces[peer]) > 1  # see ``send``
-        ]
-        self._boundaries[edge].give_back(copied)
+    def _unpacked(self, edge: Edge, messages: Mapping[int, Delivery]) -> None:
+        """Release the buffers of messages whose values have been copied."""
+        self._boundaries[edge].give_back(m for m in messages.values() if not isinstance(m, HandedOver))
 
     def _side(self, edge: Edge, direction: int, back: bool, at_source: bool) -> tuple[int, Pieces, tuple[int, ...]]:
         """Return (this rank's position in its stage, pieces by position in the other stage, that stage's ranks)."""

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyfi_core.ops.boundary import BoundaryTransfer, BoundaryValue, pack
+from hyfi_core.ops.boundary import BoundaryTransfer, BoundaryValue, HandedOver, cut_out, pack
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 
@@ -89,6 +89,26 @@ def test_maps_in_channels_last_are_sent_and_received_as_they_are() -> None:
     assert pack(boundary, 0, pieces, {"map": held}, at_source=True).data_ptr() == held.data_ptr()
     (there,) = forward(boundary, [{"map": held}])
     assert torch.equal(there["map"], held) and there["map"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_values_within_a_rank_are_handed_over_and_cotangents_copied() -> None:
+    """Values are only read by the next stage; cotangents are overwritten, so they must be nobody else's."""
+    whole = Layout.even(4, 6, (1, 1))
+    values = split_value("map", (4, 6), whole, whole), split_value("skip", (4, 6), whole, whole)
+    boundary = BoundaryTransfer(values, 1, 1, channels_last=True)
+    held = {v.name: torch.randn(v.shape, dtype=F64).contiguous(memory_format=torch.channels_last) for v in values}
+    (pieces,) = boundary.outgoing(0).values()
+    there = boundary.arrived(0, {0: HandedOver(cut_out(boundary, 0, pieces, held, at_source=True), copied=False)})
+    assert all(there[name].data_ptr() == tensor.data_ptr() for name, tensor in held.items())
+    for copied in (False, True):
+        # One tensor is the cotangent of both, as after a sum.
+        parts = cut_out(boundary, 0, pieces, dict.fromkeys(held, held["map"]), at_source=False)
+        handed = HandedOver([part.clone() for part in parts] if copied else parts, copied)
+        back = boundary.returned(0, {0: handed})
+        assert len({tensor.data_ptr() for tensor in (*back.values(), held["map"])}) == 3
+        assert all(torch.equal(tensor, held["map"]) for tensor in back.values())
+        assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in back.values())
+        assert not copied or {t.data_ptr() for t in back.values()} == {t.data_ptr() for t in handed.tensors}
 
 
 def test_what_carries_no_gradient_does_not_come_back_and_types_are_kept() -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.models import resnet
+from hyfi_core.ops import boundary as boundary_module
+from hyfi_core.ops import buffers as buffers_module
 from hyfi_core.ops.buffers import Buffers
 from hyfi_core.plan import ParallelPlan
 from hyfi_core.runtime.parallelize import parallelize
+from tests.fake_gpu import CUDA, FakeGpu
 
 CPU = torch.device("cpu")
 
@@ -84,3 +91,71 @@ def test_no_message_takes_new_memory_after_the_first_step(plan: ParallelPlan, mo
     most = 1.0 if plan.stages == 1 else 1.5
     for first, *later in run_ranks(plan.ranks, body):
         assert first > 0 and max(later) <= most * first
+
+
+def test_buffers_on_a_gpu_are_freed_as_soon_as_they_are_given_back() -> None:
+    with FakeGpu():
+        buffers = Buffers()
+        taken = buffers.take((2, 3), torch.bfloat16, CUDA)
+        assert taken.is_cuda and taken.shape == (2, 3)
+        memory = StorageWeakRef(taken.untyped_storage())
+        buffers.give_back([taken])
+        del taken
+        assert memory.expired() and buffers.bytes == 0
+
+
+class Made(TorchDispatchMode):
+    """Memory that operators have made for maps of few samples, and for messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            # Weights and their gradients have more rows.
+            is_map = tensor.dim() == 4 and len(tensor) <= 2
+            if is_map or (tensor.dtype == torch.uint8 and tensor.numel() > 1000):
+                self._made.append(StorageWeakRef(tensor.untyped_storage()))
+        return result
+
+    def alive(self, images: torch.Tensor) -> int:
+        """Return how many pieces of memory there still are, beside that of the images."""
+        known = {images.untyped_storage()._cdata}
+        return len({memory.cdata for memory in self._made if not memory.expired()} - known)
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        (ParallelPlan(grids=((1, 1),), cells=(2, 2), interleave=4, recompute=True), 1),
+        (ParallelPlan(grids=((1, 1),), interleave=4, recompute=True), 1),
+        (ParallelPlan(grids=((1, 2),), fused_halo=1), 2),
+        (ParallelPlan(grids=((1, 2), (1, 1)), cuts=("layer2.0.conv1",), microbatches=2, fused_halo=1), 3),
+    ],
+)
+def test_no_map_stays_between_steps_where_buffers_are_not_kept(
+    plan: ParallelPlan, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In cells, cuts within blocks and messages of two values included; nor waits memory for the collector."""
+    for module in (buffers_module, boundary_module):
+        monkeypatch.setattr(module, "is_kept", lambda device: False)
+    images, labels = torch.randn(2, 3, 96, 96), torch.tensor([0, 1])
+
+    def body(comm: Communicator) -> int:
+        torch.manual_seed(0)
+        model = resnet.resnet10(2)
+        engine = parallelize(model, (2, 3, 96, 96), plan, comm)
+        engine.accumulate(images, labels)  # makes constants of operators
+        gc.disable()
+        try:
+            with Made() as made:
+                engine.accumulate(images, labels)
+            return made.alive(images)
+        finally:
+            gc.enable()
+
+    assert not any(run_ranks(ranks, body) if ranks > 1 else [body(AloneCommunicator())])
