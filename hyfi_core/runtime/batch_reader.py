@@ -6,8 +6,8 @@ two directions, four micro-batches     stage 0, direction 0: its box of samples 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -238,6 +238,10 @@ class ImageBatch:
         """Number of micro-batches."""
         return self.shape[0] // self.micro[0]
 
+    def is_on(self, device: torch.device) -> bool:
+        """Whether the images are a tensor on a device, so that reading a part of them is a copy of memory at most."""
+        return isinstance(self.images, torch.Tensor) and self.images.device == device
+
 
 @dataclass(frozen=True)
 class LocalInput:
@@ -247,11 +251,13 @@ class LocalInput:
         batch: the batch.
         parts: (stage, direction) -> the box and samples that it needs.
         local: the pixels of the parts; empty for a cell, which reads a micro-batch when it needs it.
+        counted: what a cell has read so far; what it reads again is not counted again.
     """
 
     batch: ImageBatch
     parts: Mapping[Key, InputPart]
     local: Mapping[Key, torch.Tensor]
+    counted: set[InputPart] = field(default_factory=set)
 
 
 class Reader:
@@ -299,13 +305,15 @@ class Reader:
             if stage.reads_image and key[1] == 0
         }
 
-    def read(self, images: Images, parts: Mapping[Key, InputPart]) -> dict[Key, torch.Tensor]:
-        """Return (stage, direction) -> its box of its samples; a box needed by two stages is read once."""
+    def read(
+        self, images: Images, parts: Mapping[Key, InputPart], counted: Collection[InputPart] = ()
+    ) -> dict[Key, torch.Tensor]:
+        """Return (stage, direction) -> its box of its samples; each is read once, and unless ``counted`` counted."""
         boxes: dict[InputPart, torch.Tensor] = {}
         for part in parts.values():
             if part not in boxes:
                 local = read_part(images, part, self._shape[1], self._dtype)
-                self._groups.all.counts.count("input", 0, local.numel() * local.element_size())
+                self._groups.all.counts.count("input", 0, 0 if part in counted else local.nbytes)
                 boxes[part] = uploaded(local, self._device).to(dtype=self._dtype, memory_format=self._order)
         return {key: boxes[part] for key, part in parts.items()}
 

@@ -72,12 +72,15 @@ class Step:
         begin: (stage, direction), micro-batch, part -> the values before the first instruction.
         loss: computed by the last stage.
         parameters: (stage, direction) -> value name -> parameter.
+        reads_again: whether a part may be read a second time, so that it need not be kept until its forward is computed
+            again.
     """
 
     part: Callable[[Key, int], torch.Tensor | None]
     begin: Callable[[Key, int, torch.Tensor | None], LocalValues]
     loss: StepLoss
     parameters: Mapping[Key, LocalValues]
+    reads_again: bool = False
 
 
 @dataclass
@@ -90,7 +93,8 @@ class _MicroBatch:
         leaves: of the model's output, on the last stage.
         cotangents: of the values received from other stages, until all are sent.
         sends: number of edges along which the exits, then the cotangents, have been sent.
-        again: (values before the forward, log of its messages) to compute it again; None: its records are kept.
+        again: (values before the forward, log of its messages) to compute it again; None: its records are kept. The
+            image is missing if it is read again.
         memory: the paging callbacks.
     """
 
@@ -244,7 +248,8 @@ class Pipeline:
             real = self._groups[key], self._copies[key], self._peers
             recorder, copies, peers = (RecordingCommunicator(c, log, self._spills) for c in real)
             # A copy: the forward removes values from its own dict as soon as no step needs them.
-            flight.again = (dict(values), log)
+            left_out = stage.ranked.program.image if step.reads_again else None
+            flight.again = ({name: value for name, value in values.items() if name != left_out}, log)
             first = recording(log, self._spills)
             executor = Executor(stage.tape, recorder, copies, flight.memory, peers, first)
         tape = executor.forward(values, record=trains and not recomputes)
@@ -271,18 +276,16 @@ class Pipeline:
         flight.memory.need(flight.leaves)
         for name, cotangent in self._from_loss(key, flight, microbatch, step).items():
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
-        self._driver.run(self._run_back(key, microbatch, cotangents, step.parameters[key], in_two))
+        self._driver.run(self._run_back(key, microbatch, cotangents, step, in_two))
         # A first stage sends no cotangents, so ``_send`` will not remove its flight.
         if not any(edge[1] == key[0] for edge in self._lowered.boundaries):
             del self._flights[key, microbatch]
 
-    def _run_back(
-        self, key: Key, microbatch: int, cotangents: LocalValues, parameters: LocalValues, in_two: bool
-    ) -> Waits[None]:
+    def _run_back(self, key: Key, microbatch: int, cotangents: LocalValues, step: Step, in_two: bool) -> Waits[None]:
         """Run a micro-batch's records backward, after its forward if that is recomputed."""
-        flight = self._flights[key, microbatch]
+        flight, parameters = self._flights[key, microbatch], step.parameters[key]
         if flight.again is not None:
-            yield from self._run_again(self._lowered.hosted[key], key, flight)
+            yield from self._run_again(key, microbatch, step)
         executor = self._executor(self._lowered.hosted[key], key, flight)
         if in_two:
             first = executor.backward_in_two(flight.records, cotangents, parameters)
@@ -292,10 +295,14 @@ class Pipeline:
             back = executor.backward(flight.records, cotangents, parameters, complete=complete)
             flight.cotangents = yield from back
 
-    def _run_again(self, stage: HostedStage, key: Key, flight: _MicroBatch) -> Waits[None]:
+    def _run_again(self, key: Key, microbatch: int, step: Step) -> Waits[None]:
         """Compute a forward once more, and keep its records."""
+        stage, flight = self._lowered.hosted[key], self._flights[key, microbatch]
         assert flight.again is not None
         values, log = flight.again
+        if step.reads_again and (part := step.part(key, microbatch)) is not None:
+            values[stage.ranked.program.image] = part
+            del part  # as the forward removes it from the values
         # Received messages are replayed: other ranks do not compute their forward again at the same time.
         real = self._groups[key], self._copies[key], self._peers
         comm, copies, peers = (ReplayingCommunicator(log, c.rank, c.size) for c in real)

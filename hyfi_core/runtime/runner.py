@@ -272,13 +272,13 @@ class StageRunner:
         statistics: FollowingStatistics | FoldedStatistics | None,
         gradients: Gradients | None,
     ) -> Pipeline:
-        moves, device = self._pager is not None, self._subject.device
+        comm, device = self.groups.plane, self._subject.device
         return Pipeline(
             lowered,
             self.groups.stages,
             self.groups.copies,
             self.groups.peers,
-            StageExchange(lowered.boundaries, self._placement, self.groups.plane, device, moves),
+            StageExchange(lowered.boundaries, self._placement, comm, device, moves=self._pager is not None),
             statistics,
             gradients,
             self._autocasting,
@@ -334,7 +334,7 @@ class StageRunner:
             return subject.bindings.begin(lowered.hosted[key], part, microbatch)
 
         parameters = {key: subject.bindings.parameters(stage) for key, stage in lowered.hosted.items()}
-        return Step(part, begin, loss, parameters)
+        return Step(part, begin, loss, parameters, self._pager is None and inputs.batch.is_on(subject.device))
 
     def _part(self, inputs: LocalInput, key: Key, microbatch: int, trains: bool = False) -> torch.Tensor:
         """Return this runner's box of one micro-batch, from the pixels read earlier, or read now.
@@ -353,9 +353,9 @@ class StageRunner:
         if self._pager is not None and trains and isinstance(images, PixelParts):
             pixels, prepare = self.reader.read_pixels(images, chosen)
             return self._pager.image(pixels, prepare)
-        images_part = self.reader.read(images, {key: chosen})[key]
-        # Memory owned by the caller cannot be spilled.
-        return images_part if self._pager is None else images_part.clone()
+        part = self.reader.read(images, {key: chosen}, inputs.counted)[key]
+        inputs.counted.add(chosen)
+        return part if self._pager is None else part.clone()  # memory owned by the caller cannot be spilled
 
     def _statistics(self, lowered: LoweredModel, apart: bool = False) -> FollowingStatistics | FoldedStatistics:
         """Return the buffers of a step; ``apart``: as copies, so that the module's own stay as they are."""
