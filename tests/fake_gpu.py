@@ -64,7 +64,13 @@ def batch_norm_backward_elemt(
     return (dy - sum_dy / total - (x - mean) * inverse.square() * sum_dy_xmu / total) * inverse * scale
 
 
-_KERNELS = {"batch_norm_backward_elemt": batch_norm_backward_elemt}
+def batch_norm_elemt(x: Any, weight: Any, bias: Any, mean: Any, inverse: Any, eps: float) -> Any:
+    """``torch.batch_norm_elemt``, which a CPU lacks, too."""
+    scale = inverse if weight is None else weight * inverse
+    return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+
+
+_KERNELS = {"batch_norm_backward_elemt": batch_norm_backward_elemt, "batch_norm_elemt": batch_norm_elemt}
 
 
 class SynchronisationError(AssertionError):

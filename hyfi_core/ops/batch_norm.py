@@ -68,13 +68,13 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Return (normalised, mean, variance)."""
         own, weight, bias = _in_plain_order(inputs[0]), *inputs[1:]
         mean, variance, inverse = yield from self._statistics(comm, self._counted(own))
-        normalised = self._normalised(own, weight, bias, mean, variance)
+        normalised = self._normalised(own, weight, bias, mean, variance, inverse)
         return (normalised, mean, variance), (own, weight, mean, variance, inverse)
 
     def recompute(self, inputs: Tensors, saved: Any) -> torch.Tensor:
         """Recompute the normalised map from its known statistics."""
-        own, weight, mean, variance, _ = saved
-        return self._normalised(own, weight, inputs[2], mean, variance)
+        own, weight, *statistics = saved
+        return self._normalised(own, weight, inputs[2], *statistics)
 
     def _normalised(
         self,
@@ -83,11 +83,15 @@ class BatchNorm(AsyncBackward, Recomputable):
         bias: torch.Tensor | None,
         mean: torch.Tensor,
         variance: torch.Tensor,
+        inverse: torch.Tensor,
     ) -> torch.Tensor:
         if not own.numel():
             return torch.empty_like(own)
         # The native kernel takes a 16-bit map with all else in float32, or everything in one dtype.
         scale, offset = (None if item is None else item.to(mean.dtype) for item in (weight, bias))
+        if own.is_cuda:
+            # One kernel instead of three: evaluation mode copies the mean and computes 1/σ first.
+            return torch.batch_norm_elemt(own, scale, offset, mean, inverse, self.eps)
         result: torch.Tensor = torch.native_batch_norm(own, scale, offset, mean, variance, False, 0.0, self.eps)[0]
         return result
 
