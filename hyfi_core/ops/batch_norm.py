@@ -39,6 +39,7 @@ MOST_ROWS = 64
 """Largest number of ranks for which each sends its statistics in a separate row."""
 _BLOCK_VALUES = 1 << 16  # a block and its copies fit in the cache of a core
 _MOST_PIXELS = 1 << 30  # in one number of 32 bits
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _DEVICE_BLOCK_VALUES = 1 << 25  # 128 MiB: enough to keep a GPU busy
 
 
@@ -206,6 +207,7 @@ class BatchNorm(AsyncBackward, Recomputable):
             return torch.empty_like(own)
         inverse, *sums_and_count = numbers
         scale = None if weight is None else weight.to(mean.dtype)
+        dy = _in_format_of(dy, own)
         return torch.batch_norm_backward_elemt(dy, own, mean, inverse, scale, *sums_and_count)
 
     def _of_kernel(self, mean: torch.Tensor, variance: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -300,6 +302,16 @@ def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     height = max(1, values * rows // tensor.numel())
     for top in range(0, rows, height):
         yield top, min(height, rows - top)
+
+
+def _in_format_of(dy: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return a cotangent in the memory format of its map: CUDA's kernel takes the map for one in the cotangent's."""
+    if dy.dim() not in _CHANNELS_LAST:
+        return dy
+    channels_last = _CHANNELS_LAST[dy.dim()]
+    if own.is_contiguous(memory_format=channels_last):
+        return dy.contiguous(memory_format=channels_last)
+    return dy.contiguous() if dy.is_contiguous(memory_format=channels_last) else dy
 
 
 def _in_plain_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from math import prod
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from hyfi_core.comm.base import Communicator, Tensors
 from hyfi_core.comm.progress import polled
@@ -190,6 +191,8 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         if self.output.empty:
             return tensor.new_empty((tensor.shape[0], kernel.shape[0], *self.output.shape))
         stride, dilation = self._stride_dilation
+        if self._pads(tensor, padding):
+            tensor, padding = F.pad(tensor, _sides(padding)), (0, 0)
         call = torch.ops.aten.convolution.default
         result: torch.Tensor = call(tensor, kernel, bias, stride, padding, dilation, False, (0, 0), self.groups)
         return result
@@ -323,9 +326,19 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         self, dy: torch.Tensor, tensor: torch.Tensor, kernel: torch.Tensor, padding: tuple[int, int], mask: OutputMask
     ) -> Any:
         stride, dilation = self._stride_dilation
-        return torch.ops.aten.convolution_backward(
+        pads, size = self._pads(tensor, padding), tensor.shape[2:]
+        if pads:
+            tensor, (top, left), padding = F.pad(tensor, _sides(padding)), padding, (0, 0)
+        d_tensor, *others = torch.ops.aten.convolution_backward(
             dy, tensor, kernel, [kernel.shape[0]], stride, padding, dilation, False, (0, 0), self.groups, mask
         )
+        if pads and d_tensor is not None:
+            d_tensor = d_tensor[:, :, top : top + size[0], left : left + size[1]]
+        return d_tensor, *others
+
+    def _pads(self, tensor: torch.Tensor, padding: tuple[int, int]) -> bool:
+        """Whether padding is written to memory instead of left to the native call: see ``lowering.gpu_calls``."""
+        return tensor.is_cuda and any(padding) and is_sparse(self.window)
 
     @property
     def _stride_dilation(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -335,6 +348,16 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
 
     def _outputs(self, tensor: torch.Tensor, piece: _ReachingStrip) -> torch.Tensor:
         return at(tensor, piece.call.outputs, self.output)
+
+
+def is_sparse(window: Window) -> bool:
+    """Whether a window has stride and dilation."""
+    return max(window.y.stride, window.x.stride) > 1 and max(window.y.dilation, window.x.dilation) > 1
+
+
+def _sides(padding: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Return (y, x) padding as ``F.pad`` takes it."""
+    return padding[1], padding[1], padding[0], padding[0]
 
 
 def _computed_in(tensor: torch.Tensor) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyfi_core
-from hyfi_core.ops.convolution import Convolution
+from hyfi_core.ops.convolution import Convolution, is_sparse
 from hyfi_core.rules.instructions import CollectiveCall
 from hyfi_core.runtime import lower_model
 from tests.harness import run_copies
@@ -46,16 +46,34 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower_model, "_plane", with_gpu)
 
 
+def pads(convolution: Convolution, tensor: torch.Tensor, padding: tuple[int, int]) -> bool:
+    """As on a GPU."""
+    return any(padding) and is_sparse(convolution.window)
+
+
 @pytest.mark.parametrize(
     "plan",
     [
         hyfi_core.ParallelPlan(grids=((2, 2),), fused_halo=1),
+        hyfi_core.ParallelPlan(grids=((1, 2),), fused_halo=1),
+        hyfi_core.ParallelPlan(grids=((2, 1),), fused_halo=1),
         hyfi_core.ParallelPlan(grids=((1, 1),), cells=(2, 2)),
         hyfi_core.ParallelPlan(grids=((1, 2),), cells=(2, 2), fused_halo=1),
     ],
-    ids=["grid", "cells", "cells of a grid"],
+    ids=["grid", "columns", "rows", "cells", "cells of a grid"],
 )
-def test_convolutions_on_a_canvas_equal_one_process(on_gpu: None, plan: hyfi_core.ParallelPlan) -> None:
+def test_convolutions_on_a_canvas_equal_one_process(
+    on_gpu: None, plan: hyfi_core.ParallelPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padded: list[tuple[int, int]] = []
+
+    def noted(convolution: Convolution, tensor: torch.Tensor, padding: tuple[int, int]) -> bool:
+        if pads(convolution, tensor, padding):
+            padded.append(padding)
+            return True
+        return False
+
+    monkeypatch.setattr(Convolution, "_pads", noted)
     torch.manual_seed(0)
     model, images, labels = Mixed().double(), torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 1])
     whole = copy.deepcopy(model)
@@ -69,6 +87,8 @@ def test_convolutions_on_a_canvas_equal_one_process(on_gpu: None, plan: hyfi_cor
     gradients = run_copies(model, plan.ranks, body)[0]
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-11)
+    # Of an axis that is not cut: the canvas ends with the map there.
+    assert set(padded) == {(1, 2): {(2, 0)}, (2, 1): {(0, 2)}}.get(plan.by_cells().grids[0], set())
 
 
 @pytest.mark.parametrize(("cells", "apart"), [(None, [True, False]), ((2, 1), [False, False])])

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,10 @@ KERNELS: Mapping[str, Kernel] = {
 }
 
 
+WRONG = 0.1
+"""Relative error of a convolution in bfloat16 that is not rounding."""
+
+
 class CheckedCalls(TorchDispatchMode):
     """Fails at calls that CUDA would refuse; counts the calls of each operator."""
 
@@ -169,6 +174,32 @@ class CheckedCalls(TorchDispatchMode):
         accepts = KERNELS.get(name, Kernel()).accepts
         assert accepts is None or accepts(*args, **(kwargs or {})), f"CUDA would refuse {name} of {_said(args)}"
         return func(*args, **(kwargs or {}))
+
+
+class ComparedConvolutions(TorchDispatchMode):
+    """Compares convolutions and their gradients on a GPU with float64 on the CPU.
+
+    Attributes:
+        wrong: descriptions of those that differ.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if str(func) in ("aten.convolution.default", "aten.convolution_backward.default"):
+            exact = func(*(one.cpu().double() if isinstance(one, torch.Tensor) else one for one in args))
+            pairs = zip(tree_leaves(found), tree_leaves(exact), strict=True)
+            errors = [
+                float((one.cpu().double() - other).norm() / other.norm().clamp(min=1e-9))
+                for one, other in pairs
+                if one is not None
+            ]
+            if any(error > WRONG for error in errors):
+                self.wrong.append(f"{func}: relative errors {errors} of {_said(args)}")
+        return found
 
 
 def _said(args: Any) -> list[Any]:

@@ -235,15 +235,20 @@ def test_gradients_of_16_bit_maps_are_computed_in_blocks(monkeypatch: pytest.Mon
         assert needed < 2 * x.nbytes
 
 
+@pytest.mark.parametrize("of_map", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("of_cotangent", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_what_the_kernel_of_cuda_takes_gives_the_same_cotangent(monkeypatch: Any, weighted: bool) -> None:
+def test_what_the_kernel_of_cuda_takes_gives_the_same_cotangent(
+    monkeypatch: Any, weighted: bool, of_cotangent: torch.memory_format, of_map: torch.memory_format
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(2, 4, 7, 5, dtype=torch.float64, generator=generator) + 3 for _ in range(2))
     weight = torch.randn(4, dtype=torch.float64, generator=generator) if weighted else None
 
     def body(comm: Communicator) -> Any:
         rows = slice(ROWS[comm.rank], ROWS[comm.rank + 1])
-        own, cotangent = x[:, :, rows].contiguous(), dy[:, :, rows].contiguous()
+        own = x[:, :, rows].contiguous(memory_format=of_map)
+        cotangent = dy[:, :, rows].contiguous(memory_format=of_cotangent)
         norm = BatchNorm(70, 1e-5)
         _, saved = waited(norm.forward(comm, (own, weight, None)))  # type: ignore[arg-type]
         return waited(norm.backward(comm, saved, (cotangent,)))
