@@ -18,6 +18,8 @@ Pointwise convolutions have a 1 x 1 kernel, thin ones fewer than 16 input channe
 """
 KINDS = (*PRODUCTS, "norm", "shared_norm", "pool", "elementwise")
 """Kinds of operators; the last four are bound by memory. A shared norm computes statistics over several ranks."""
+KNOWN_NORM = "elementwise"
+"""The kind by which a batch norm is priced whose statistics are known: it reads its map once and writes it once."""
 PAIRS = ("scalar_efficiency", "overhead_s", "weight_bytes_per_s", "half_channels")
 """Optional sections with two numbers, for forward and backward, for each kind of operator."""
 OPTIONAL = ("crowding", "rail_bytes_per_s", "cores", "strip_s", *PAIRS, "update", "host_bytes_per_s")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.capture.stages import ProgramCutter, Stage
-from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.machine import KNOWN_NORM, MachineModel
 from hyfi_core.cost.operators import OperatorCost, operator_costs
 from hyfi_core.cost.step.stage_cost import update_s
 from hyfi_core.lowering.lower import lowered_operators
@@ -244,19 +244,23 @@ class PlanBounds:
         """Return the least work of an operator."""
         cost = costs.each[op.name]
         kinds: tuple[str, ...] = (cost.kind,)
+        known: tuple[str, ...] = ()
         if cost.kind == "norm" and has_live_statistics(op):
             kinds = {None: ("norm", "shared_norm"), True: ("shared_norm",), False: ("norm",)}[mode.shared]
-        seconds = self._least_s(cost, self._bare, kinds, mode.forwards)
-        at = costs.sizes.get(op.first_output, _NO_MAP)
-        return _Work({at: seconds}, self._least_s(cost, self._machine, kinds, mode.forwards) - seconds)
-
-    def _least_s(self, cost: OperatorCost, machine: MachineModel, kinds: Iterable[str], forwards: int) -> float:
-        """Return the shortest time of an operator: of the fastest kind."""
-        return min(
-            forwards * cost.forward_s(machine, 1.0, self._crowded, kind)
-            + cost.backward_s(machine, 1.0, self._crowded, kind)
-            for kind in kinds
+            known = (KNOWN_NORM,)
+        bare_s, seconds = (
+            min(self._of_kind(cost, machine, kind, (kind, *known), mode.forwards) for kind in kinds)
+            for machine in (self._bare, self._machine)
         )
+        return _Work({costs.sizes.get(op.first_output, _NO_MAP): bare_s}, seconds - bare_s)
+
+    def _of_kind(
+        self, cost: OperatorCost, machine: MachineModel, kind: str, again: Iterable[str], forwards: int
+    ) -> float:
+        """Return the time of an operator of a kind, with its second forward of the fastest of the kinds ``again``."""
+        first, back = (of(machine, 1.0, self._crowded, kind) for of in (cost.forward_s, cost.backward_s))
+        again_s = min(cost.forward_s(machine, 1.0, self._crowded, other) for other in again) if forwards > 1 else 0.0
+        return first + (forwards - 1) * again_s + back
 
 
 def _map_sizes(program: Program, costs: Mapping[str, OperatorCost]) -> dict[str, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from hyfi_core.capture.program import Operator, Program, Ref
 from hyfi_core.capture.stages import Stage, active_values
 from hyfi_core.cost.links.node_links import NodeLinks, PeerOffset
 from hyfi_core.cost.links.reduction import GradientHolders
-from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.machine import KNOWN_NORM, MachineModel
 from hyfi_core.cost.operators import OperatorCost, operator_costs, value_bytes
 from hyfi_core.cost.step.lowered_stages import DividedStage, LoweredPlans, lowered_stages, middle_rank
 from hyfi_core.cost.step.spilling import NOTHING_SPILLED, SpilledMaps, SpillRule, SpillTimes
@@ -92,6 +92,7 @@ class _Clock:
 
     Attributes:
         forward_s: all operators, forward.
+        again_s: the same in a second run, which knows the statistics of batch norms.
         backward_s: all operators, backward.
         each_s: value -> time of the operator that computes it.
         gradients: (seconds since the backward began, bytes of the gradients that are then complete).
@@ -99,6 +100,7 @@ class _Clock:
     """
 
     forward_s: float = 0.0
+    again_s: float = 0.0
     backward_s: float = 0.0
     each_s: dict[str, float] = field(default_factory=dict)
     gradients: list[tuple[float, int]] = field(default_factory=list)
@@ -175,7 +177,7 @@ class StageCosts:
         # Planes wait for each other in each region: the slowest one counts for all.
         waits = max((self._waits(plane, clock.each_s, index) for plane in divided.planes), key=lambda w: w.total_s)
         waits.branch_s = self._branch_s(divided)
-        recompute_s = clock.forward_s if recomputes(self._plan, index) else 0.0
+        recompute_s = clock.again_s if recomputes(self._plan, index) else 0.0
         scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
         weight_s = clock.weight_s if self._plan.divides_backwards else clock.backward_s  # in which gradients are made
         # In two parts, the gradients of weights are made in the second alone, in the same order.
@@ -220,22 +222,28 @@ class StageCosts:
         """Return the computation of a stage; in each region, of the plane that takes the longest."""
         clock, ranked = _Clock(), divided.planes[0]
         forward: dict[str, float] = {}
+        again: dict[str, float] = {}
         backward: dict[str, float] = {}
         for op in operators:
             fraction, cost = self._fraction(ranked, op, ranks), costs[op.name]
-            synchronised = cost.kind == "norm" and ranks * self._cells > 1 and has_live_statistics(op)
-            kind = "shared_norm" if synchronised else None
-            clock.each_s[op.first_output] = forward[op.name] = self._of_cells(cost, cost.forward_s, fraction, kind)
+            measures = cost.kind == "norm" and has_live_statistics(op)
+            kind = "shared_norm" if measures and ranks * self._cells > 1 else None
+            seconds = forward[op.name] = self._of_cells(cost, cost.forward_s, fraction, kind)
+            clock.each_s[op.first_output] = again[op.name] = seconds
+            if measures:
+                again[op.name] = min(seconds, self._of_cells(cost, cost.forward_s, fraction, KNOWN_NORM))
             backward[op.name] = self._of_cells(cost, cost.backward_s, fraction, kind)
         gradients, branches = _gradient_bytes(ranked.program, operators), divided.branches
         regions = branches.regions or (tuple(op.name for op in operators),)
         every = range(branches.planes)
         for region in regions:
-            loads = [0.0] * branches.planes
+            loads, loads_again = [0.0] * branches.planes, [0.0] * branches.planes
             for name in region:
                 for plane in (branches.owners[name],) if name in branches.owners else every:
                     loads[plane] += forward[name]
+                    loads_again[plane] += again[name]
             clock.forward_s += max(loads)
+            clock.again_s += max(loads_again)
         for region in reversed(regions):
             loads = [clock.backward_s] * branches.planes
             for name in reversed(region):
