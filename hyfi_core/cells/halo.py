@@ -72,16 +72,15 @@ def for_prediction(instruction: Instruction) -> Instruction:
     return _with_halo(instruction, lambda halo: SharedHalo(halo.transfer, halo.dims, halo.fill))
 
 
-def for_training(instruction: Instruction, spills: bool = False) -> Instruction:
+def for_training(instruction: Instruction) -> Instruction:
     """Return the instruction with messages and inputs of max pools freed as early as possible.
 
-    Args:
-        instruction: any.
-        spills: whether a pager recomputes the indices of max pools.
+    Indices of maxima are left as they are: a pager may recompute them, and where no backward follows, as in the first
+    run of a forward that is computed again, they need not be put into a byte.
     """
     changed = _with_halo(instruction, lambda halo: FreshHalo(halo.transfer, halo.dims, halo.fill))
     if isinstance(changed, CollectiveCall) and isinstance(changed.operator, MaxPool):
-        return replace(changed, operator=replace(changed.operator, holds_map=False, leaves_wide=spills))
+        return replace(changed, operator=replace(changed.operator, holds_map=False, leaves_wide=True))
     return changed
 
 

@@ -80,7 +80,9 @@ class AllStays:
 
     def end(self, step: Step, values: NamedTensors, saved: Any) -> Any:
         """See ``StepMemory``."""
-        return saved
+        if saved is None or not isinstance(step, OperatorStep) or not isinstance(step.call.operator, RemakesSaved):
+            return saved
+        return step.call.operator.compact(saved)
 
     def begin_back(self, step: Step, saved: Any, cotangents: NamedTensors) -> None:
         """See ``StepMemory``."""

@@ -92,7 +92,7 @@ class SpillForecast:
             ranked = divided.planes[0]
             ranked = replace(
                 ranked,
-                instructions=tuple(for_training(instruction, spills=True) for instruction in ranked.instructions),
+                instructions=tuple(for_training(instruction) for instruction in ranked.instructions),
             )
             entering = {name for names in piece.entries.values() for name in names}
             tape = build_tape(ranked, {*program.parameters, *entering} & lowered.active)

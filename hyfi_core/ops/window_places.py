@@ -41,18 +41,27 @@ class WindowPlaces:
 
     def narrow(self, indices: torch.Tensor) -> torch.Tensor:
         """Return flat indices ``(..., h, w)`` as indices in their windows, uint8."""
-        # Offsets within a window are small: 32 bits take half the memory of 64.
-        offset = (indices - self._first(indices)).int()
-        (dy, dx), (_, columns) = self.dilation, self.kernel
-        row = offset.div(dy * self.width, rounding_mode="floor")
-        return offset.sub_(row * (dy * self.width)).div_(dx, rounding_mode="floor").add_(row * columns).to(torch.uint8)
+        (dy, dx), (_, columns), first = self.dilation, self.kernel, self._first(indices)
+        rows_apart = dy * self.width
+        # 32 bits take half the memory of 64; offsets within a window are small, flat indices of most maps, too.
+        if (indices.shape[-2] * self.stride[0] + self.kernel[0] * dy) * self.width < 1 << 31:
+            offset = indices.int().sub_(first.int())
+        else:
+            offset = (indices - first).int()
+        row = offset.div(rows_apart, rounding_mode="floor")
+        if dx > 1:
+            offset = offset.sub_(row, alpha=rows_apart).div_(dx, rounding_mode="floor")
+            return offset.add_(row, alpha=columns).to(torch.uint8)
+        return offset.add_(row, alpha=columns - rows_apart).to(torch.uint8)
 
     def wide(self, indices: torch.Tensor) -> torch.Tensor:
         """Return indices in windows as flat indices; the inverse of ``narrow``."""
         (dy, dx), (_, columns) = self.dilation, self.kernel
-        flat = indices.long()
-        row = flat.div(columns, rounding_mode="floor")
-        return flat.sub_(row * columns).mul_(dx).add_(row.mul_(dy * self.width)).add_(self._first(indices))
+        # Few passes over eight bytes: first + dx · (index − row · columns) + dy · width · row.
+        row = indices.div(columns, rounding_mode="floor")
+        flat = torch.empty_like(indices, dtype=torch.int64)
+        torch.add(self._first(indices), indices, alpha=dx, out=flat)
+        return flat.add_(row, alpha=dy * self.width - columns * dx)
 
     def _first(self, like: torch.Tensor) -> torch.Tensor:
         """Return the flat index of each window's first pixel, which may be in the padding."""

@@ -243,7 +243,7 @@ class _StagesOfRank:
         instructions = ranked.instructions
         if settings.cells > 1 and not (settings.cell_runs is not None and settings.shares_memory):
             # In evaluation without spilling, cells of one process read each other's maps in place instead.
-            instructions = tuple(for_training(instruction, settings.spills) for instruction in instructions)
+            instructions = tuple(for_training(instruction) for instruction in instructions)
         if settings.plane.device == "cuda":
             of_cells = settings.cells > 1 and settings.cell_runs is None
             instructions = tuple(for_gpu(instruction, of_cells) for instruction in instructions)

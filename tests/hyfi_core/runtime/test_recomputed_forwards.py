@@ -1,4 +1,7 @@
-"""Parts of the image in recomputed forwards: read again from a tensor, kept of what may be slow or different."""
+"""Forwards that are computed again: what the first run does not keep, and does not compute.
+
+Parts of the image are read again from a tensor, and kept of what may be slow or different.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.models import resnet
+from hyfi_core.ops.window_places import WindowPlaces
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime import batch_reader
 
@@ -54,3 +58,23 @@ def test_a_tensor_is_read_again_and_a_function_once(monkeypatch: pytest.MonkeyPa
     assert of_tensor[:2] == (0, 8), "no cell keeps its part, and each reads it twice"
     assert of_function[:2] == (4, 4), "each cell keeps its part"
     assert torch.equal(of_tensor[2], of_function[2])
+
+
+def test_indices_of_maxima_are_put_into_a_byte_where_a_backward_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def narrowed(plan: hyfi_core.ParallelPlan) -> int:
+        shapes = []
+        plain = WindowPlaces.narrow
+
+        def noted(places: WindowPlaces, indices: torch.Tensor) -> torch.Tensor:
+            shapes.append(indices.shape)
+            return plain(places, indices)
+
+        model = resnet.resnet10(2, width=4)
+        engine = hyfi_core.parallelize(model, (1, 3, SIDE, SIDE), plan, AloneCommunicator(), verify=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(WindowPlaces, "narrow", noted)
+            engine.accumulate(torch.randn(1, 3, SIDE, SIDE), torch.tensor([1]))
+        # Not those of bands at borders between cells.
+        return sum(min(shape[2:]) > 1 for shape in shapes)
+
+    assert narrowed(PLAN) == narrowed(hyfi_core.ParallelPlan(((1, 1),), cells=(2, 2))) == 4
