@@ -22,6 +22,7 @@ import torch
 
 from hyfi_core.comm.wire import as_sent, laid_out
 from hyfi_core.ops.buffers import Buffers, is_kept
+from hyfi_core.ops.cut import copy_box
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.boxes import Boxes
 
@@ -177,7 +178,7 @@ class BoundaryTransfer:
                 full = self._canvas(value, box, messages)
                 # Pieces of different owners do not overlap, so that copies are enough here.
                 for part in parts:
-                    value.cut(full, part.piece.box, box).copy_(part.tensor)
+                    copy_box(value.cut(full, part.piece.box, box), part.tensor)
             result[value.name] = value.closed(full)
         return result
 

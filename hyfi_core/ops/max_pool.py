@@ -17,7 +17,7 @@ from hyfi_core.comm.progress import polled
 from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.bands import AT_ONCE, Banded
 from hyfi_core.ops.base import Cotangents, NeedsGrad, RemakesSaved
-from hyfi_core.ops.cut import at
+from hyfi_core.ops.cut import at, copy_box
 from hyfi_core.ops.window_places import WindowPlaces
 from hyfi_core.plan.window import Window
 
@@ -160,12 +160,12 @@ class MaxPool(Banded, RemakesSaved):
         if self.inner != self.output:
             # A copy: dy is the caller's, and others may read it.
             inner = torch.zeros_like(dy)
-            at(inner, self.inner, self.output).copy_(at(dy, self.inner, self.output))
+            copy_box(at(inner, self.inner, self.output), at(dy, self.inner, self.output))
         if self.own.start == (0, 0):
             return self._back(inner, own, indices, self.own.padding, over)
         d_own = torch.zeros_like(own)
         pooled = self.seen(d_own)  # of the map, only the shape may be left
-        pooled.copy_(self._back(inner, pooled, indices, self.own.padding))
+        copy_box(pooled, self._back(inner, pooled, indices, self.own.padding))
         return d_own
 
     def _pool(self, tensor: torch.Tensor, padding: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from hyfi_core.comm.base import Communicator, Message, Pending, Tensors
 from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.base import Cotangents, NeedsGrad
 from hyfi_core.ops.buffers import Buffers
+from hyfi_core.ops.cut import copy_box
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.transfer import Transfer
 
@@ -90,7 +91,7 @@ class Redistribute:
 
     def _place(self, result: torch.Tensor, strips: Sequence[torch.Tensor]) -> None:
         for strip, arrived in zip(self.transfer.receives, strips, strict=True):
-            self._view(result, strip.box, self.transfer.need).copy_(arrived)
+            copy_box(self._view(result, strip.box, self.transfer.need), arrived)
 
     def placed(self, own: torch.Tensor) -> torch.Tensor:
         """Return the box that this rank needs, with own pixels and fill values; strips of other ranks are not set."""
@@ -98,7 +99,7 @@ class Redistribute:
         if transfer.idle:
             return own
         result = self._canvas(own)
-        self._view(result, transfer.kept, transfer.need).copy_(self._view(own, transfer.kept, transfer.have))
+        copy_box(self._view(result, transfer.kept, transfer.need), self._view(own, transfer.kept, transfer.have))
         return result
 
     def backward(
@@ -194,9 +195,9 @@ class Redistribute:
         own_pixels = self._view(cotangent, transfer.kept, transfer.need)
         # A copy, as received strips are added to it, and the caller may still read the cotangent.
         if transfer.kept == transfer.have and not transfer.have.empty:
-            return own_pixels.clone(memory_format=_format_of(cotangent))
+            return copy_box(like(cotangent, list(own_pixels.shape)), own_pixels)
         result = like(cotangent, self._sized(shape, transfer.have)).zero_()
-        self._view(result, transfer.kept, transfer.have).copy_(own_pixels)
+        copy_box(self._view(result, transfer.kept, transfer.have), own_pixels)
         return result
 
     def _canvas(self, own: torch.Tensor) -> torch.Tensor:
