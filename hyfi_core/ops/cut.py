@@ -63,7 +63,7 @@ def copy_box(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Copy a box of a map into one of another, as ``target.copy_(source)`` does; return the target.
 
     CUDA's kernel copies a box with gaps between its rows element by element: two bytes at a time of a map in bfloat16.
-    Bits are bits, so it is told that elements are words of up to 16 bytes, where sizes and places allow.
+    Bits are bits, so its elements are words of up to 16 bytes, where sizes and places allow.
     """
     differentiated = torch.is_grad_enabled() and (source.requires_grad or target.requires_grad)
     words = in_words(target, source) if target.is_cuda and not differentiated else None
@@ -74,7 +74,7 @@ def copy_box(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def in_words(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return views of both in the largest words of which their rows consist; None if there are none, or no gaps."""
+    """Return views of both as rows of the largest words that fit; None without such words, or without gaps."""
     alike = target.shape == source.shape and target.dtype == source.dtype and target.device == source.device
     if not alike or target.dim() != 4 or not target.numel():
         return None
