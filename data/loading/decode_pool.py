@@ -282,6 +282,7 @@ class DecodePool:
         self._ready.add(lease.name)
         # Any finished sample shows that workers can work; deaths at one sample are counted by `Leases`.
         self._deaths_in_a_row = 0
+        # A sample that is prepared box by box has several leases; one of them counts.
         self.counts.samples += lease.counted
         self.counts.cached += lease.cached and lease.counted
         self.counts.read_bytes += answer.read_bytes

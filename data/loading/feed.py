@@ -93,7 +93,7 @@ class InlineFeed:
     Args:
         samples: Images of the training split.
         spec: The parts that this trainer needs.
-        cache_bytes: Size of the cache of original images for later epochs.
+        cache_bytes: Size of the cache that keeps parts as they were before augmentation, for later epochs.
         device: Device of the images.
     """
 
@@ -102,16 +102,17 @@ class InlineFeed:
     ) -> None:
         self.wait_s = 0.0
         self.reports: dict[int, Report] = {}  # no loaders
-        self._numbers: Sequence[int] = ()
+        self._turn_numbers: Sequence[int] = ()  # of the samples in this turn's batch
         self._samples, self._spec, self._device = samples, spec, torch.device(device)
-        largest = max((part_bytes(part.box) for part in spec.parts), default=0)
-        self._cache = SampleCache(cache_bytes, largest)
+        # An entry is what a part is made of: augmentation turns and flips boxes, their area stays.
+        largest_part_bytes = max((part_bytes(part.box) for part in spec.parts), default=0)
+        self._cache = SampleCache(cache_bytes, largest_part_bytes)
         # Virtual until it is written: the system gives pages at the first write.
         self._cache_memory = np.empty(cache_bytes, np.uint8)
 
     def batch(self, turn: int) -> BatchPixels:
         """Return this feed, whose ``read`` reads samples of the turn."""
-        self._numbers = self._spec.layout.numbers(turn, self._spec.replica)
+        self._turn_numbers = self._spec.layout.numbers(turn, self._spec.replica)
         return self
 
     def close(self, stopped: bool) -> None:
@@ -120,7 +121,7 @@ class InlineFeed:
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
         """Return ``(stop − first, 3, h, w)`` uint8: a box of this turn's samples ``[first, stop)``, a new tensor."""
         start_s = time.perf_counter()
-        numbers = self._numbers[first:stop]
+        numbers = self._turn_numbers[first:stop]
         images = np.empty((len(numbers), BANDS, *box.shape), np.uint8)
         for image, number in zip(images, numbers, strict=True):
             self._decode(number, box, image.reshape(-1))

@@ -251,7 +251,7 @@ def _comparable(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable
 
 
 def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
-    """Return the same for an object, by its identity and its contents."""
+    """Return what `_comparable` returns for an object: its identity and its contents."""
     if isinstance(value, np.ndarray):
         data = value.tobytes()
         # A checksum of large arrays, so that the state does not hold a copy of them.

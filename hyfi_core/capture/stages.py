@@ -99,7 +99,7 @@ class ProgramCutter:
         self._for_mutations = self._serving_mutations_only()
         self._uses = self._uses_of_values()
         # Later operators overwrite earlier ones: what stays is the last of each module.
-        self._last = {name: at for at, op in enumerate(self._operators) for name in _enclosing(op.module)}
+        self._last_operator = {name: at for at, op in enumerate(self._operators) for name in _enclosing(op.module)}
         self._watched = _watched_buffers(program)
 
     def cut(self, cuts: Sequence[str]) -> tuple[Stage, ...]:
@@ -149,7 +149,7 @@ class ProgramCutter:
         """Return the half-open range of operators of each stage."""
         bounds = [0]
         for cut in cuts:
-            last = self._last.get(cut)
+            last = self._last_operator.get(cut)
             if last is None:
                 raise RequestError(f"plan.cuts names {cut!r}, {_nearest(self._operators, cut)}")
             if last + 1 <= bounds[-1]:

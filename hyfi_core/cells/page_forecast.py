@@ -48,7 +48,7 @@ class PagedForecast:
     waits: tuple[tuple[int, int], ...] = ()
 
     def times(self, flights: int) -> PagedForecast:
-        """Return the same for several micro-batches; one computes at a time."""
+        """Return what a cell needs for several micro-batches of which one computes: all of them keep maps."""
         many = {name: getattr(self, name) * flights for name in ("kept_bytes", "stays_bytes", "recomputed_bytes")}
         return replace(self, **many)
 

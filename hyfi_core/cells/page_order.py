@@ -26,7 +26,7 @@ class PageOrder:
         self.farthest: list[Entry] = []
         self.dirty: list[Entry] = []
         self.nearest: list[Entry] = []
-        self._entries = 0
+        self._entry_count = 0
 
     @property
     def latest_use(self) -> When | None:
@@ -39,14 +39,14 @@ class PageOrder:
     def add(self, page: Page) -> None:
         """Add entries for a page, by its next use."""
         # A number of its own for each entry: heaps would otherwise go on to compare pages, which have no order.
-        self._entries += 1
+        self._entry_count += 1
         when, cell = page.next
         if not page.in_memory:
-            heapq.heappush(self.nearest, (when, cell, self._entries, page))
+            heapq.heappush(self.nearest, (when, cell, self._entry_count, page))
             return
-        heapq.heappush(self.farthest, (-when, -cell, self._entries, page))
+        heapq.heappush(self.farthest, (-when, -cell, self._entry_count, page))
         if not page.can_be_dropped:
-            heapq.heappush(self.dirty, (-when, -cell, self._entries, page))
+            heapq.heappush(self.dirty, (-when, -cell, self._entry_count, page))
 
 
 def pop_latest(heap: list[Entry]) -> Page | None:

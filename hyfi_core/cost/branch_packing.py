@@ -184,7 +184,7 @@ class _RegionSearch:
         self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
         never = len(chains) + 1
         # Results are used behind all chains, so that no region keeps them to itself.
-        self._last = [never if c.is_result else max(c.users, default=-1) for c in chains]
+        self._last_user = [never if c.is_result else max(c.users, default=-1) for c in chains]
 
     def best(self) -> tuple[list[range], dict[int, int]]:
         """Return the regions, and chain -> plane for those that only one plane computes."""
@@ -227,7 +227,7 @@ class _RegionSearch:
         for group in sorted(groups, key=lambda group: (-sum(chains[at].seconds for at in group), min(group))):
             plane = loads.index(min(loads))
             loads[plane] += sum(chains[at].seconds for at in group)
-            sent[plane] += sum(chains[at].sent_bytes for at in group if self._last[at] >= stop)
+            sent[plane] += sum(chains[at].sent_bytes for at in group if self._last_user[at] >= stop)
             owners.update(dict.fromkeys(group, plane))
         peers = self._planes - 1
         # A plane sends its values to each peer and receives those of all others: whichever is more takes the time.

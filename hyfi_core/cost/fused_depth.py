@@ -169,7 +169,7 @@ def _exchange_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) 
 
 
 def _exchange_by_rank_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) -> float:
-    """Return the same from the transfer of each rank; for any two grids."""
+    """Return the time of an exchange like ``_exchange_s``, but from the transfer of each rank: the grids may differ."""
     layout = sketch.layouts[value]
     slowest_s = 0.0
     for rank in range(len(layout.parts)):

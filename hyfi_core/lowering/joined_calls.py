@@ -51,7 +51,7 @@ class JoinedCalls:
         return self._run(tensors, traced=False)
 
     def traceable(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the same by operators that can be traced into a graph."""
+        """Return the results, computed by operators that can be traced into a graph."""
         return self._run(tensors, traced=True)
 
     def _run(self, tensors: Sequence[torch.Tensor], traced: bool) -> tuple[torch.Tensor, ...]:

@@ -92,5 +92,5 @@ class Window:
         return Box(y0, y1, x0, x1)
 
     def input_boxes(self, outputs: Boxes) -> Boxes:
-        """Return the same for the box of each rank."""
+        """Return the input box of each rank, as `input_box` does for one."""
         return outputs.each(self.y.input_interval, self.x.input_interval)

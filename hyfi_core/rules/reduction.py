@@ -197,7 +197,7 @@ def vector_norm(builder: Builder, op: Operator) -> None:
     """The p-norm for p ≥ 1, and the maximum norm over height and width."""
     order = float(op.args[1]) if len(op.args) > 1 else 2.0
     name, dims, keepdim = _reduced_dims(builder, op, 2, 3)
-    if _not_over_space(builder, op, dims, keepdim):
+    if _try_not_over_space(builder, op, dims, keepdim):
         return
     part, narrow = builder.part(name, builder.splits[name]), builder.values[op.first_output].dtype
     if order == math.inf and set(dims) == set(builder.splits[name].dims):
@@ -236,7 +236,7 @@ def variance(builder: Builder, op: Operator) -> None:
     if op.text.endswith(".dim"):
         correction = int(op.args[2]) if len(op.args) > 2 else 1
     name, dims, keepdim = _reduced_dims(builder, op, 1, 3)
-    if _not_over_space(builder, op, dims, keepdim):
+    if _try_not_over_space(builder, op, dims, keepdim):
         return
     count = math.prod(builder.shape(name)[dim] for dim in dims)
     if count <= correction:
@@ -314,7 +314,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     return moments_name
 
 
-def _not_over_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> bool:
+def _try_not_over_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> bool:
     """Emit a reduction that is not over both height and width; return whether it is one."""
     space = set(builder.splits[op.args[0].name].dims)
     reduced = space & set(dims)

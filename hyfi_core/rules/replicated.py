@@ -102,7 +102,7 @@ def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[t
 
 
 def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the same for values whose height and width are not separate dims."""
+    """Return the function of `cut_of_whole` for a layout whose height and width are not dims of their own."""
     box, map_box, (y, x) = split.held[rank], split.layout.map, split.dims
     cuts = [(y, box.y0, box.height), (x, box.x0, box.width)]
 

@@ -17,7 +17,7 @@ from hyfi_core.rules.accepted_maps import ALL_TILES, one_map
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, emit, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.moves.blocks import view_of_blocks
+from hyfi_core.rules.moves.blocks import try_view_of_blocks
 from hyfi_core.rules.moves.groups import group
 from hyfi_core.rules.moves.place import slice_of_space
 from hyfi_core.rules.operator_facts import OperatorFacts
@@ -32,7 +32,7 @@ def view(builder: Builder, op: Operator) -> None:
     name, sizes = op.args[0].name, builder.shape(op.first_output)
     shape, split_before = builder.shape(name), builder.splits[name]
     dims = _viewed(shape, split_before, sizes)
-    if dims is None and view_of_blocks(builder, op):
+    if dims is None and try_view_of_blocks(builder, op):
         return
     if dims is None:
         gathered(builder, op, f"reshapes {shape} to {sizes}, which mixes height and width with other dims")

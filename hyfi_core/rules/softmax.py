@@ -112,7 +112,7 @@ def attention(builder: Builder, op: Operator) -> None:
     only keys and values are pixels         softmax over all ranks, see ``_over_all_pixels``
     """
     arguments: dict[str, Any] = {**dict(zip(_ATTENTION, op.args, strict=False)), **op.kwargs}
-    if _within_windows(builder, op, arguments):
+    if _try_attention_within_windows(builder, op, arguments):
         return
     if arguments.get("attn_mask") is not None or arguments.get("is_causal") or arguments.get("dropout_p"):
         builder.refuse(op, "has a mask or dropout", "attention without a mask and without dropout")
@@ -143,7 +143,7 @@ def attention(builder: Builder, op: Operator) -> None:
     _over_all_pixels(builder, op, (query, key, value), arguments.get("scale"))
 
 
-def _within_windows(builder: Builder, op: Operator, arguments: dict[str, Any]) -> bool:
+def _try_attention_within_windows(builder: Builder, op: Operator, arguments: dict[str, Any]) -> bool:
     """Emit attention within windows that each lie on one rank; return whether it is of this kind."""
     splits = [builder.split_of(arguments[key]) for key in ("query", "key", "value")]
     rank = len(builder.shape(arguments["query"].name))

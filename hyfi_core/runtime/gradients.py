@@ -171,7 +171,7 @@ class GradientsOfCells:
 
     def __init__(self, gradients: StepGradients, cells: int) -> None:
         self._gradients, self._cells = gradients, cells
-        self._seen: dict[Any, int] = {}
+        self._cells_done: dict[Any, int] = {}
 
     @property
     def reduces(self) -> bool:
@@ -181,7 +181,7 @@ class GradientsOfCells:
     def complete(self, key: Key, names: Sequence[str]) -> None:
         """Record that a cell's contribution to these gradients is complete."""
         # All cells add to one ``grad``: after the others, it is still a part of this rank's sum.
-        self._gradients.complete(key, [name for name in names if self._last((key, name))])
+        self._gradients.complete(key, [name for name in names if self._is_last_cell((key, name))])
 
     def stage_done(self) -> None:
         """Called after all backwards of a stage in a cell."""
@@ -189,17 +189,18 @@ class GradientsOfCells:
 
     def send(self, stage: int) -> None:
         """Start sending a stage's gradients to the direction that owns them, when all cells are done."""
-        if self._last(("send", stage)):
+        if self._is_last_cell(("send", stage)):
             self._gradients.send(stage)
 
     def expect(self, stage: int) -> None:
         """Post the receives of a stage's gradients from the other direction, once."""
-        if self._last(("expect", stage)):
+        if self._is_last_cell(("expect", stage)):
             self._gradients.expect(stage)
 
-    def _last(self, event: Any) -> bool:
-        self._seen[event] = self._seen.get(event, 0) + 1
-        return self._seen[event] == self._cells
+    def _is_last_cell(self, event: Any) -> bool:
+        """Count one more cell for this event; return whether all cells have come to it."""
+        self._cells_done[event] = self._cells_done.get(event, 0) + 1
+        return self._cells_done[event] == self._cells
 
 
 def _used(stage: HostedStage) -> list[str]:
@@ -289,11 +290,11 @@ class ReductionGroup:
         self._dtype = dtype
         self._buckets = [_Bucket(chunk, _flat(chunk)) for chunk in _chunks(parameters)]
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-        self._next = 0
+        self._next_bucket = 0
 
     def begin(self) -> None:
         """Set every ``grad`` to a zero view of its bucket."""
-        self._next = 0
+        self._next_bucket = 0
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.open = {id(parameter) for parameter in bucket.parameters}
@@ -314,21 +315,21 @@ class ReductionGroup:
         for parameter in parameters:
             self._bucket_of[id(parameter)].open.discard(id(parameter))
         # In order, although a later bucket may be full: all ranks must start the same reduction.
-        while self._next < len(self._buckets) and not self._buckets[self._next].open:
-            self._start(self._buckets[self._next])
-            self._next += 1
+        while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].open:
+            self._start(self._buckets[self._next_bucket])
+            self._next_bucket += 1
 
     def poll(self) -> None:
         """Make progress on pending reductions: MPI makes none outside of calls."""
-        for bucket in self._buckets[: self._next]:
+        for bucket in self._buckets[: self._next_bucket]:
             if bucket.pending is not None and bucket.pending.test():
                 self._land(bucket)
 
     def finish(self) -> None:
         """Start the remaining reductions and wait for all."""
-        for bucket in self._buckets[self._next :]:
+        for bucket in self._buckets[self._next_bucket :]:
             self._start(bucket)
-        self._next = len(self._buckets)
+        self._next_bucket = len(self._buckets)
         for bucket in self._buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()

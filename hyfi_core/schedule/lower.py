@@ -114,19 +114,19 @@ class _Lowering:
     def __init__(
         self, schedule: Schedule, placement: Placement, edges: Edges, order: list[Timed], point_to_point: bool
     ) -> None:
-        self._rows = schedule.actions
+        self._actions_of_rank = schedule.actions
         self._placement = placement
         self._edges = edges
         self._point_to_point = point_to_point
         self._place = {timed.action: index for index, timed in enumerate(order)}
         self._start = {timed.action: timed.start for timed in order}
         self._backs = to_inputs(schedule)
-        self._last: dict[tuple[int, int], Timed] = {}
+        self._last_backward: dict[tuple[int, int], Timed] = {}
         for timed in order:
             if timed.action.verb in TO_WEIGHTS:
-                self._last[timed.action.stage, timed.action.direction] = timed
+                self._last_backward[timed.action.stage, timed.action.direction] = timed
         ends: dict[int, tuple[int, int]] = {}
-        for (stage, _), timed in self._last.items():
+        for (stage, _), timed in self._last_backward.items():
             # By time, then by place in the common order: one order of reductions for all ranks.
             ends[stage] = max(ends.get(stage, (0, 0)), (timed.end, self._place[timed.action]))
         self._reduce_order = sorted(ends, key=lambda stage: ends[stage])
@@ -142,12 +142,12 @@ class _Lowering:
         sources = self._edges.sources[stage] if action.verb in TO_INPUTS else []
         for source in reversed(sources):  # the nearest stage needs it first
             yield act(Verb.SEND_B, stage, direction, microbatch, source)
-        if self._point_to_point and direction == 1 and self._last[stage, 1].action == action:
+        if self._point_to_point and direction == 1 and self._last_backward[stage, 1].action == action:
             yield act(Verb.SEND_G, stage, 1, None, 0)
 
     def reduces(self, rank: int, overlap: bool) -> list[tuple[int, int]]:
         """Return (stage, slot) of the reductions of a rank, in the same order on all ranks."""
-        row = self._rows[rank]
+        row = self._actions_of_rank[rank]
         slots, slot = [], 0
         for stage in self._reduce_order:
             directions = range(1 if self._point_to_point else self._placement.directions)
@@ -182,7 +182,7 @@ class _Lowering:
 
     def _needed_receives(self, rank: int, reduces: dict[int, int]) -> Iterator[_NeededReceive]:
         """Yield the receives of a rank, in any order."""
-        for index, action in enumerate(self._rows[rank]):
+        for index, action in enumerate(self._actions_of_rank[rank]):
             forward = action.verb is Verb.F
             stage, direction, microbatch = action.stage, action.direction, action.microbatch
             if action.verb is Verb.W:
@@ -200,7 +200,7 @@ class _Lowering:
         if self._point_to_point:
             for stage, slot in reduces.items():
                 # SEND_G follows all other sends of that computation, whose second numbers are below that of stages.
-                order = (self._place[self._last[stage, 1].action], self._placement.stages)
+                order = (self._place[self._last_backward[stage, 1].action], self._placement.stages)
                 yield _NeededReceive(order, max(0, slot - 1), act(Verb.RECV_G, stage, 0, None, 1))
 
     def _rank_of_send(self, sender: Action, peer: int) -> int:

@@ -59,7 +59,7 @@ class Readout(ABC):
         """Return the numbers of a slide, (columns,), from the outputs (channels,); NaN where there is none."""
 
     def uncalibrated(self, logits: Values) -> Values:
-        """Return the same without what was fitted on validation slides."""
+        """Return the numbers of `values` as they are without what was fitted on validation slides."""
         return self.values(logits)
 
     @abstractmethod

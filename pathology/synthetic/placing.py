@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pathology.synthetic.anatomy import FAT, GLAND, VESSEL, Anatomy, SlideSpec, Tissue
@@ -44,20 +46,27 @@ def make_anatomy(spec: SlideSpec) -> Anatomy:
 
 
 def _tissue(spec: SlideSpec, rng: np.random.Generator) -> Tissue:
-    """Place two to four pieces; of 40 random positions for each, the one farthest from the others is taken."""
+    """Place two to four ellipses at random; together they have about half the area of the slide."""
     size, count = spec.size_um, int(rng.integers(2, 5))
     pieces: list[tuple[float, ...]] = []
     for _ in range(count):
-        candidates = rng.uniform(0.2, 0.8, (40, 2)) * size
-        if pieces:
-            centres = np.array(pieces)[:, :2]
-            gaps = np.hypot(*(candidates[:, None] - centres[None]).transpose(2, 0, 1)).min(axis=1)
-            candidates = candidates[np.argmax(gaps)][None]
+        centre_y, centre_x = _farthest(rng.uniform(0.2, 0.8, (40, 2)) * size, [piece[:2] for piece in pieces])
         area = 0.56 * size * size / count * rng.uniform(0.75, 1.2)
         aspect = rng.uniform(1.05, 1.9)
-        short = np.sqrt(area / np.pi / aspect)
-        pieces.append((candidates[0, 0], candidates[0, 1], short * aspect, short, rng.uniform(0, np.pi)))
-    return Tissue(np.array(pieces), Noise.make(rng, size / 9), Noise.make(rng, 24.0))
+        half_across = np.sqrt(area / np.pi / aspect)  # as the area of an ellipse is π · half_along · half_across
+        angle = rng.uniform(0, np.pi)
+        pieces.append((centre_y, centre_x, half_across * aspect, half_across, angle))
+    return Tissue(np.array(pieces), coarse=Noise.make(rng, size / 9), fine=Noise.make(rng, 24.0))
+
+
+def _farthest(candidates: Field, taken: Sequence[tuple[float, ...]]) -> Field:
+    """Return the candidate (y, x) whose nearest taken point is the farthest; the first one if none is taken."""
+    at = 0
+    if taken:
+        to_taken = candidates[:, None] - np.array(taken)  # (candidates, taken, 2)
+        at = int(np.hypot(to_taken[..., 0], to_taken[..., 1]).min(axis=1).argmax())
+    farthest: Field = candidates[at]
+    return farthest
 
 
 class _Raster:

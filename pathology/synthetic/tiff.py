@@ -85,19 +85,19 @@ class _PyramidLevel:
     def __init__(self, size_px: int, coarser: _PyramidLevel | None) -> None:
         self.size_px, self.coarser = size_px, coarser
         self.encoded: list[bytes] = []
-        self._rows = np.empty((0, size_px, 3), np.uint8)
+        self._open_rows = np.empty((0, size_px, 3), np.uint8)
 
     def feed(self, rows: Field) -> None:
         """Add rows ``(n, size_px, 3)``; full rows of tiles are encoded, and passed to the next level at half size."""
-        self._rows = np.concatenate([self._rows, rows])
-        while len(self._rows) >= TILE_PX:
-            band, self._rows = self._rows[:TILE_PX], self._rows[TILE_PX:]
+        self._open_rows = np.concatenate([self._open_rows, rows])
+        while len(self._open_rows) >= TILE_PX:
+            band, self._open_rows = self._open_rows[:TILE_PX], self._open_rows[TILE_PX:]
             self._finish_band(band)
 
     def finish(self) -> None:
         """Encode the remaining rows, of this level and of all coarser ones."""
-        if len(self._rows):
-            self._finish_band(self._rows)
+        if len(self._open_rows):
+            self._finish_band(self._open_rows)
         if self.coarser is not None:
             self.coarser.finish()
 

@@ -39,10 +39,10 @@ class ZarrFeatures:
 
         count = len(slide)
         # 4 bytes a number.
-        self._rows = max(1, min(count, _CHUNK_BYTES // (4 * features)))
+        self._chunk_rows = max(1, min(count, _CHUNK_BYTES // (4 * features)))
         group = zarr.open_group(path, mode="w", zarr_format=3, attributes={"hyfi_features": _attributes(slide)})
         checksum = Crc32cCodec()
-        shape, chunks = (count, features), (self._rows, features)
+        shape, chunks = (count, features), (self._chunk_rows, features)
         self._vectors = group.create_array(
             "features", shape=shape, chunks=chunks, dtype="float32", compressors=[checksum]
         )
@@ -57,11 +57,11 @@ class ZarrFeatures:
         if start != self._first + self._used:
             raise ValueError(f"expected tile {self._first + self._used}, given {start}")
         while len(vectors):
-            some = vectors[: self._rows - self._used]
+            some = vectors[: self._chunk_rows - self._used]
             self._buffer[self._used : self._used + len(some)] = some
             self._used, vectors = self._used + len(some), vectors[len(some) :]
             # Only whole chunks: a chunk written in two parts would be read and encoded again.
-            if self._used == self._rows:
+            if self._used == self._chunk_rows:
                 self._flush()
 
     def close(self) -> None:

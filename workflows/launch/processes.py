@@ -57,7 +57,7 @@ class ExitOrder:
 
     def __init__(self) -> None:
         self._queue = select.epoll()
-        self._open: dict[int, int] = {}
+        self._pid_of: dict[int, int] = {}
         self._known: set[int] = set()
         self.pids: list[int] = []
         self.unordered: set[int] = set()
@@ -78,13 +78,13 @@ class ExitOrder:
                     os.close(descriptor)
                     self._ended_before(pid)
                     continue
-                self._open[descriptor] = pid
+                self._pid_of[descriptor] = pid
                 self._queue.register(descriptor, select.EPOLLIN)
         # epoll keeps a list of what became ready, in that order; poll and select would go through their own list.
         for descriptor, _ in self._queue.poll(timeout_s):
             self._queue.unregister(descriptor)
             os.close(descriptor)
-            self.pids.append(self._open.pop(descriptor))
+            self.pids.append(self._pid_of.pop(descriptor))
 
     def _ended_before(self, pid: int) -> None:
         self.pids.append(pid)
@@ -92,9 +92,9 @@ class ExitOrder:
 
     def close(self) -> None:
         """Close all file descriptors."""
-        for descriptor in self._open:
+        for descriptor in self._pid_of:
             os.close(descriptor)
-        self._open.clear()
+        self._pid_of.clear()
         self._queue.close()
 
 

@@ -237,7 +237,7 @@ class NumberReadout(Readout):
         return np.array([value, value - width, value + width])
 
     def uncalibrated(self, logits: Values) -> Values:
-        """Return the same: the value has no calibration."""
+        """Return the numbers of `values`: nothing of them was fitted on validation slides."""
         return self.values(logits)
 
     def position_scores(self, logits: torch.Tensor) -> torch.Tensor:

@@ -93,7 +93,7 @@ class BatchImages:
         return self.prepare(self.pixels(box, first, stop))
 
     def pixels(self, box: Box, first: int, stop: int) -> torch.Tensor:
-        """Return the same before normalisation, uint8."""
+        """Return the box that `read` returns, before normalisation, uint8."""
         return self._pixels.read(box, first, stop)
 
     def prepare(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -202,7 +202,7 @@ class StageMaps:
 
     @classmethod
     def of(cls, program: Program, pieces: Sequence[Stage]) -> list[StageMaps]:
-        """Return those of all stages of a captured model."""
+        """Return the bytes of each stage of a captured model; ``pieces``: its stages."""
         lifetimes = Lifetimes(program)
         return [cls._of_stage(program, piece, lifetimes) for piece in pieces]
 

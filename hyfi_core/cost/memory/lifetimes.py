@@ -123,7 +123,7 @@ class Lifetimes:
         views = (op for op in program.operators if facts_of(op).kind == "view")
         self._viewed = {name: op.inputs[0] for op in views for name in op.outputs if name}
         # The last user overwrites earlier ones: its backward is the first that makes the gradient.
-        self._last = {name: op.name for op in program.operators if self._is_active(op) for name in op.inputs}
+        self._last_user = {name: op.name for op in program.operators if self._is_active(op) for name in op.inputs}
 
     def of(self, op: Operator) -> Lifetime:
         """Return what an operator adds; nothing if no gradient goes through it."""
@@ -132,7 +132,7 @@ class Lifetimes:
         return self._known[op.name]
 
     def _of(self, op: Operator) -> Lifetime:
-        weights = {name for name in op.inputs if name in self._program.parameters and self._last[name] == op.name}
+        weights = {name for name in op.inputs if name in self._program.parameters and self._last_user[name] == op.name}
         gradients = sum(value_bytes(self._program, name) for name in weights)
         between, reorders = self._between(op), self._reorders(op)
         of_kernel = self._kernels_bytes(op) if between else reorders

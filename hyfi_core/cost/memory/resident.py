@@ -96,7 +96,7 @@ class _KeptMaps(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, plan: ParallelPlan, lifetimes: Lifetimes, stage: int, piece: Stage) -> _KeptMaps:
-        """Return that of a stage of a plan."""
+        """Return what a rank of the plan keeps for this stage; ``piece``: the stage's part of the program."""
         saved = {name: size for op in piece.program.operators for name, size in lifetimes.of(op).kept.items()}
         cells, ranks = prod(plan.cell_grid or (1, 1)), prod(plan.grids[stage % len(plan.grids)])
         # With recomputation, the maps of one micro-batch at a time.

@@ -54,7 +54,7 @@ class StageTable:
 
     @classmethod
     def of(cls, program: Program) -> StageTable:
-        """Return that of a captured model."""
+        """Return the table of all stages of a captured model."""
         candidates, last = cut_candidates(program), len(program.operators)
         places = (0, *(candidate.index for candidate in candidates), last)
         alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
@@ -96,7 +96,7 @@ class StageTable:
         return cls(tuple(candidate.module for candidate in candidates), places, StageMaps(**maps), bool(free))
 
     def stages(self, cuts: Sequence[str]) -> list[StageMaps]:
-        """Return those of the stages between cuts.
+        """Return the bytes of the stages between cuts.
 
         Args:
             cuts: of ``names``, in order.
@@ -273,7 +273,7 @@ def _first_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: 
 
 
 def _later_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> TablePeak:
-    """Return the same where all gradients exist."""
+    """Return the peaks of backwards in two parts when all gradients exist; arguments as for ``_first_in_two``."""
     return TablePeak(
         _first_part(walk, adds, kept, by_each),
         first=False,

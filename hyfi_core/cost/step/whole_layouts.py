@@ -39,7 +39,7 @@ class WholeLayouts:
 
     @classmethod
     def of(cls, program: Program, target: Target) -> WholeLayouts | None:
-        """Return that of a captured model for the grid of ``target``; None if it cannot be lowered as a whole."""
+        """Lower a captured model as a whole for the grid of ``target``; return None if that cannot be done."""
         pooled = pool_before_relu(program, refs_in(program.outputs))
         try:
             ranked = lower(pooled, replace(target, entries={}))

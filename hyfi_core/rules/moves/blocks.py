@@ -39,7 +39,7 @@ class _Factor:
     after: int
 
 
-def view_of_blocks(builder: Builder, op: Operator) -> bool:
+def try_view_of_blocks(builder: Builder, op: Operator) -> bool:
     """Emit a view that divides height and width into blocks, or merges them; return whether it is supported.
 
     For example (B, C, 8, 12) -> (B, C, 2, 4, 3, 4)::

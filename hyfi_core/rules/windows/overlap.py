@@ -18,7 +18,7 @@ from hyfi_core.rules.calls import arguments
 from hyfi_core.rules.instructions import Split
 
 
-def overlapped_convolution(
+def try_overlapped_convolution(
     builder: Builder, op: Operator, window: Window, split: Split, need: Boxes, native: tuple[int, int]
 ) -> bool:
     """Emit a convolution that overlaps its halo exchange, if it has one; return whether it has.
@@ -44,10 +44,10 @@ def overlapped_convolution(
     return True
 
 
-def overlapped_max_pool(
+def try_overlapped_max_pool(
     builder: Builder, op: Operator, window: Window, split: Split, need: Boxes, native: tuple[int, int]
 ) -> bool:
-    """Emit a max pool that overlaps its halo exchange; see ``overlapped_convolution``."""
+    """Emit a max pool that overlaps its halo exchange; see ``try_overlapped_convolution``."""
     name = op.args[0].name
     halo = _own_halo(builder, name, split, need, -math.inf)
     if halo is None:
@@ -57,7 +57,7 @@ def overlapped_max_pool(
     return True
 
 
-def overlapped_avg_pool(
+def try_overlapped_avg_pool(
     builder: Builder,
     op: Operator,
     window: Window,
@@ -66,7 +66,7 @@ def overlapped_avg_pool(
     include_pad: bool,
     divisor: int | None,
 ) -> bool:
-    """Emit an average pool that overlaps its halo exchange; see ``overlapped_convolution``.
+    """Emit an average pool that overlaps its halo exchange; see ``try_overlapped_convolution``.
 
     All padding is in ``need``.
     """
@@ -80,7 +80,7 @@ def overlapped_avg_pool(
     return True
 
 
-def max_pool_alone(builder: Builder, op: Operator, window: Window, split: Split) -> bool:
+def try_max_pool_alone(builder: Builder, op: Operator, window: Window, split: Split) -> bool:
     """Emit a max pool of a map that one rank has as a whole; return whether it is one.
 
     Unlike autograd's, its backward can overwrite the map with the cotangent.

@@ -30,10 +30,10 @@ from hyfi_core.rules.reduction import mean_over_space
 from hyfi_core.rules.windows import arguments as windows
 from hyfi_core.rules.windows.arguments import Sliding
 from hyfi_core.rules.windows.overlap import (
-    max_pool_alone,
-    overlapped_avg_pool,
-    overlapped_convolution,
-    overlapped_max_pool,
+    try_max_pool_alone,
+    try_overlapped_avg_pool,
+    try_overlapped_convolution,
+    try_overlapped_max_pool,
 )
 
 
@@ -78,7 +78,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
     return _WindowParts(split, need, (window.y.padding if native_y else 0, window.x.padding if native_x else 0))
 
 
-def _native(builder: Builder, op: Operator) -> bool:
+def _try_whole_map(builder: Builder, op: Operator) -> bool:
     """Emit the operator itself if a single rank has the whole map; return whether it does."""
     output = op.outputs[0]
     if builder.grid != (1, 1) or output is None:
@@ -97,11 +97,11 @@ def conv2d(builder: Builder, op: Operator) -> None:
     if _needs_subsampling(builder.shape(weight.name), stride):
         _subsampled_convolution(builder, op, stride)
         return
-    if _native(builder, op):
+    if _try_whole_map(builder, op):
         return
     sliding = windows.conv2d(op, builder.shape)
     plan = _sliding(builder, op, sliding)
-    if overlapped_convolution(builder, op, sliding.window, plan.split, plan.need, plan.native):
+    if try_overlapped_convolution(builder, op, sliding.window, plan.split, plan.need, plan.native):
         return
     canvas = builder.moved(x.name, plan.need)
 
@@ -141,9 +141,9 @@ def max_pool2d(builder: Builder, op: Operator) -> None:
     sliding = windows.max_pool2d(op, builder.shape)
     y, x = sliding.window.y, sliding.window.x
     plan = _sliding(builder, op, sliding)
-    if max_pool_alone(builder, op, sliding.window, plan.split) or _native(builder, op):
+    if try_max_pool_alone(builder, op, sliding.window, plan.split) or _try_whole_map(builder, op):
         return
-    if overlapped_max_pool(builder, op, sliding.window, plan.split, plan.need, plan.native):
+    if try_overlapped_max_pool(builder, op, sliding.window, plan.split, plan.need, plan.native):
         return
     canvas = builder.moved(op.args[0].name, plan.need, fill=sliding.fill)
 
@@ -156,7 +156,7 @@ def max_pool2d(builder: Builder, op: Operator) -> None:
 
 def avg_pool2d(builder: Builder, op: Operator) -> None:
     """Average pooling: the sum over each window, divided by the number of its pixels that count."""
-    if _native(builder, op):
+    if _try_whole_map(builder, op):
         return
     *_, include_pad, divisor = arguments(op.args, ([], [0, 0], False, True, None), 2)
     sliding = windows.avg_pool2d(op, builder.shape)
@@ -167,7 +167,7 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
         mean_over_space(builder, op.args[0].name, op.outputs[0], keepdim=True)
         return
     plan = _sliding(builder, op, sliding)
-    if overlapped_avg_pool(builder, op, sliding.window, plan.split, plan.need, include_pad, divisor):
+    if try_overlapped_avg_pool(builder, op, sliding.window, plan.split, plan.need, include_pad, divisor):
         return
     canvas = builder.moved(op.args[0].name, plan.need)
     part = plan.split.held[builder.rank]

@@ -68,11 +68,11 @@ class SeveralReadout(Readout):
         return BETWEEN.join(f"{name}: {part.prediction(own)}" for name, part, own in each)
 
     def main(self, values: Values) -> int:
-        """Return that of the first target."""
+        """Return the column of the first target whose spread over an ensemble counts."""
         return self.parts[0].main(self.of_each(values)[0])
 
     def channel(self, values: Values) -> int:
-        """Return that of the first target."""
+        """Return the channel whose regions are shown: one of the first target."""
         return self.parts[0].channel(self.of_each(values)[0])
 
     def bars(self, values: Values) -> Sequence[ReadBar]:
@@ -97,7 +97,7 @@ class SeveralReadout(Readout):
         return BETWEEN.join(f"{name}: {text}" for name, part, own in each if (text := part.brief(own)))
 
     def spread_text(self, spread: float) -> str:
-        """Return that of the first target."""
+        """Return the spread of the first target as text."""
         return self.parts[0].spread_text(spread)
 
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
