@@ -78,6 +78,7 @@ def file_of(error: OSError) -> Path | None:
 
 
 def _of_request(error: RequestError, config: Config) -> str:
+    """Return the text of a refusal; if the store has vanished, that is said first."""
     from data.location import is_remote, location
 
     store = location(config.data.store)

@@ -151,6 +151,7 @@ class _Walk:
         self._reaches_all = False
 
     def of_model(self, model: nn.Module, attributes: Iterable[Any]) -> NamedValues:
+        """Yield what the methods of the model's classes read, then what ``attributes`` of its modules read."""
         for kind in {type(module): None for module in model.modules()}:
             self._add_class(kind)
         yield from self._of_reached()
@@ -161,6 +162,7 @@ class _Walk:
         yield from self._of_reached()
 
     def _of_reached(self) -> NamedValues:
+        """Yield what the members of classes in ``_reached`` read; reading them may reach others."""
         while self._reached:
             yield from self._of_member(*self._reached.pop())
 
@@ -229,9 +231,8 @@ class _Walk:
                 entry = _CLASSES[holder] = _KnownClass(holder)
             self._keep_memoised(value for _, value in entry.objects)
             if own:
-                self.assigned += [
-                    (holder, name) for name, value in entry.values if value is None or type(value) is bool
-                ]
+                unset = (name for name, value in entry.values if value is None or type(value) is bool)
+                self.assigned += [(holder, name) for name in unset]
                 self.assigned += [(holder, name) for name, value in entry.objects if isinstance(value, torch.Tensor)]
             members = entry.methods + (entry.values if entry.methods or own else []) + (entry.objects if own else [])
             for name, value in members:

@@ -68,10 +68,10 @@ class Paging:
         # Before the first map: by default glibc keeps what is freed, and the process would not get smaller.
         return_what_is_freed()
         store = SpillMemory() if spill == "memory" else SpillFile(Path(spill))
-        self.pager = Pager(store, 0, cell, device)
+        self.pager = Pager(store, 0, cell, device)  # ``begin`` sets its limit
         self._spill, self._memory_bytes, self._device = spill, memory_bytes, device
-        self._limits: dict[PagedKey, _Limits] = {}
-        self._held_bytes: int | None = None
+        self._limits: dict[PagedKey, _Limits] = {}  # of the shapes and modes that have begun
+        self._held_bytes: int | None = None  # by the process without maps; measured when the first step begins
 
     def begin(self, key: PagedKey, forecasts: Callable[[], Sequence[PagedForecast]], new_bytes: int) -> int:
         """Prepare the pager for a step or an evaluation.

@@ -129,6 +129,8 @@ def _in_place(call: LocalCall, free: set[str]) -> Instruction:
 
 
 def _sum_over(target: int, addend: int) -> Callable[..., torch.Tensor]:
+    """Return an addition that overwrites operand ``target`` with its sum with operand ``addend``, where they fit."""
+
     def call(*operands: Any) -> Any:
         result, added = operands[target], operands[addend]
         # Under autocast their dtypes may differ.

@@ -130,6 +130,7 @@ def _joined(run: list[LocalCall], ranked: RankProgram, uses: Counter[str]) -> li
 
 
 def _as_one(run: list[LocalCall], uses: Counter[str]) -> list[LocalCall]:
+    """Return, as a list, one call for all of ``run``; ``uses``: how often the whole program reads each value."""
     within = Counter(name for call in run for name in call.inputs)
     computed = dict.fromkeys(name for call in run for name in call.outputs if name is not None)
     inputs = tuple(dict.fromkeys(name for call in run for name in call.inputs if name not in computed))

@@ -27,6 +27,7 @@ def _relu_conv_norm(
     kernel: tuple[int, int] = (1, 1),
     stride: tuple[int, int] = (1, 1),
 ) -> list[nn.Module]:
+    """Return the layers of one step of an operation: the side is kept, or divided by the stride."""
     # "same" for odd kernels, also for 1 x 7.
     padding = (kernel[0] // 2, kernel[1] // 2)
     return [
@@ -80,6 +81,7 @@ def _conv_1x1(channels: int, stride: int) -> nn.Module:
 
 
 def _conv_3x3(channels: int, stride: int) -> nn.Module:
+    """Return a 3 x 3 convolution on a quarter of the channels."""
     narrow = channels // 4
     return nn.Sequential(
         *_relu_conv_norm(channels, narrow),
@@ -89,6 +91,7 @@ def _conv_3x3(channels: int, stride: int) -> nn.Module:
 
 
 def _conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
+    """Return a 7 x 7 convolution in two, 1 x 7 and 7 x 1, on a quarter of the channels."""
     narrow = channels // 4
     return nn.Sequential(
         *_relu_conv_norm(channels, narrow),

@@ -58,6 +58,7 @@ class _FactoryCall(NamedTuple):
 
 
 def _factory_call(model: Mapping[str, Any]) -> _FactoryCall:
+    """Return the call that the section ``model`` of a run's configuration asks for; refuse unknown names."""
     name = str(model["name"])
     if is_built_in(name) and name not in BUILT_IN:
         names = ", ".join(BUILT_IN)

@@ -218,6 +218,8 @@ def _count_below(lines: range, value: int) -> int:
 
 
 def _cut_at(box: Box, dims: tuple[int, int], shape: tuple[int, ...]) -> Any:
+    """Return a function that cuts a box out of the height and width of a value; ``dims``: where these are."""
+
     def call(tensor: torch.Tensor) -> torch.Tensor:
         for dim, start, length in ((dims[0], box.y0, box.height), (dims[1], box.x0, box.width)):
             # A side of 1 is broadcast: all ranks with pixels need it.

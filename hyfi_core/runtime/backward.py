@@ -184,16 +184,15 @@ class BackwardPass:
                 complete([name for name in names if name is not None and users[name] == at])
 
     def _run_segment(self, record: SegmentRecord, names: Sequence[str]) -> None:
-        keep = self._keep
-        if self._complete is None:
-            self._add(_differentiated(record, self._cotangents, keep), record.segment.sums)
+        """Run a local segment backward; report the gradients of the parameters ``names`` when they are complete."""
+        if self._complete is None or len(record.segment.calls) <= _SHORT_SEGMENT:
+            self._add(_differentiated(record, self._cotangents, self._keep), record.segment.sums)
+            if self._complete is not None:
+                self._complete(names)
             return
-        if len(record.segment.calls) <= _SHORT_SEGMENT:
-            self._add(_differentiated(record, self._cotangents, keep), record.segment.sums)
-            self._complete(names)
-            return
+        # Of a long one, each as soon as autograd has it: its reduction starts while autograd goes on.
         with _completing_early(names, self._parameters, self._complete) as left:
-            cotangents = _differentiated(record, self._cotangents, keep)
+            cotangents = _differentiated(record, self._cotangents, self._keep)
         self._add(cotangents, record.segment.sums)
         self._complete(left)
 
@@ -229,6 +228,7 @@ class BackwardPass:
     def _run_collective(
         self, call: CollectiveCall, saved: Any, cotangents: Cotangents, before: Sequence[Record]
     ) -> Waits[tuple[Cotangents, Rest | None]]:
+        """Run a communicating operator backward; return its cotangents, and what is left of it for later."""
         operator, comm, needs_grad = call.operator, self._comm_of(call), self._needs_grad(call)
         # In two parts the weights wait for their own action: computed here, they would delay earlier stages.
         if self._deferred and isinstance(operator, AsyncBackward) and not self._in_two:

@@ -99,6 +99,7 @@ def _engine(
     comm: Communicator,
     settings: EngineSettings,
 ) -> Engine:
+    """Check the request on each rank and between them, and build the engine; without a plan, one is chosen."""
     # Each rank's own arguments first: one that refuses alone must not leave the others in the comparison.
     agree(comm, lambda: check_choices(settings.autocast, settings.optimizer, settings.loss_over))
     agree(comm, lambda: _check_graphs(settings.cuda_graphs))

@@ -89,7 +89,7 @@ class Bindings:
         self.parameters_once = dict(model.named_parameters())
         # ``share`` may have put other tensors in the place of those that stages were bound to.
         self._found: dict[HostedStage, tuple[LocalValues, LocalValues]] = {}
-        self._holdings = _holdings(model)
+        self._held_ids = _held_ids(model)
 
     def share(
         self,
@@ -148,7 +148,7 @@ class Bindings:
         Raises:
             RequestError: one is new or was replaced; the message names the first.
         """
-        if self._holdings == _holdings(self._model):  # takes a few per cent of the time of the loop below
+        if self._held_ids == _held_ids(self._model):  # takes a few per cent of the time of the loop below
             return
         for kind, expected, current in (
             ("parameter", self._parameters, self._model.named_parameters(remove_duplicate=False)),
@@ -160,7 +160,7 @@ class Bindings:
                         f"{kind} {name!r} of the model was {'replaced' if name in expected else 'added'} after "
                         f"parallelize; change values in place (copy_, load_state_dict), or call parallelize again"
                     )
-        self._holdings = _holdings(self._model)
+        self._held_ids = _held_ids(self._model)
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
@@ -213,8 +213,11 @@ class Bindings:
         return self._found[stage]
 
 
-def _holdings(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the identities of the names, modules, parameters and buffers that the modules of a model hold."""
+def _held_ids(model: nn.Module) -> list[tuple[int, ...]]:
+    """Return the ids of all that the modules of a model hold, with their names: equal if nothing was replaced.
+
+    The caller keeps the tensors alive, so that no new one has the id of one that was replaced.
+    """
     holdings, reached = [], [model]
     visited = {id(model)}
     for module in reached:  # grows

@@ -159,6 +159,7 @@ class _Lowering:
         return slots
 
     def _reduce_slot(self, row: tuple[Action, ...], stage: int) -> int:
+        """Return the position among a rank's actions, ``row``, before which it reduces a stage's gradients."""
         if self._point_to_point:
             # It waits for gradients of other ranks. It is after everything that starts before these are ready, so
             # nothing that they depend on is after it on any rank.

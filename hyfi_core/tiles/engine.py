@@ -385,6 +385,7 @@ class TilesEngine(EngineState):
         return self._known[like, flags, train]
 
     def _trial(self, like: Like, train: bool) -> TriedModel:
+        """Try the encoder on tiles like these; return what that showed, and the aggregator's call that fits it."""
         key = DrawKey(self.random.seed, 0, 0)
         facts = tried(self._call, like[0], key, backward=train)
         if facts.alone and self._call.exact and self._call.live_norms:

@@ -143,6 +143,7 @@ class RunningDigest:
         return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def _digest_of(self, file: Path) -> str:
+        """Return the SHA-256 of a file."""
         digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
         # One buffer, instead of a new one for each read.
         with file.open("rb", buffering=0) as stream:

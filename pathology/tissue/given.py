@@ -125,6 +125,7 @@ class GivenTissue:
         return f"--tissue {path}: {'; '.join(parts)}" if parts else ""
 
     def _file(self, slide_id: str) -> Path | None:
+        """Return the file with a slide's tissue: one for all slides, or its own in the folder; None without any."""
         path = Path(self.value)
         if not path.is_dir():
             return path

@@ -139,6 +139,7 @@ def _require_slide(path: Path) -> None:
 
 
 def _of_input(item: SlideInput) -> GallerySlide:
+    """Return the entry of a slide that was given by its path or store, without a prediction."""
     return GallerySlide(
         item.slide_id,
         item.slide_id,
@@ -151,6 +152,7 @@ def _of_input(item: SlideInput) -> GallerySlide:
 
 
 def _rows(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of a prediction's table; refuse other tables, and ids that cannot name a file."""
     try:
         _, rows = read_own((folder / FILE_NAME).read_bytes())
     except (OSError, ValueError, csv.Error) as error:
@@ -246,7 +248,7 @@ class Gallery:
             entry = self._open.pop(key, None) or self._open_slide(key)
             self._open[key] = entry
             entry.users += 1
-            self._close_oldest()
+            self._close_least_recent()
         try:
             yield entry.slide
         finally:
@@ -269,10 +271,11 @@ class Gallery:
             self.reasons[key] = str(error)
             raise
 
-    def _close_oldest(self) -> None:
+    def _close_least_recent(self) -> None:
+        """Close the least recently used slides, until at most `MAX_OPEN` are open."""
         while len(self._open) > MAX_OPEN:
-            oldest = self._open.pop(next(iter(self._open)))
+            entry = self._open.pop(next(iter(self._open)))
             # In use: its last user closes it.
-            oldest.closing = True
-            if not oldest.users:
-                oldest.slide.close()
+            entry.closing = True
+            if not entry.users:
+                entry.slide.close()

@@ -91,8 +91,8 @@ class HeatmapFile:
             raise LayerError(f"{path}: does not state its position on the slide; predict again with --overwrite")
         self.cells = SlideGrid(np.array(metadata["cell_to_level0"], np.float64))
         classes = list(metadata["class_names"])
-        shared = list(metadata.get("background_share_per_pixel", [0.0] * len(classes)))
-        self.channels = tuple(self._channel(k, name, classes, shared) for k, name in enumerate(names))
+        backgrounds = list(metadata.get("background_share_per_pixel", [0.0] * len(classes)))
+        self.channels = tuple(self._channel(k, name, classes, backgrounds) for k, name in enumerate(names))
 
     def values(self, channel: int, level: int = 0) -> NDArray[np.float32]:
         """Return a level of a channel, ``(rows, columns)`` float32; NaN in cells that were not seen."""
@@ -109,7 +109,15 @@ class HeatmapFile:
         """
         return min(len(self._shapes) - 1, max(0, math.floor(math.log2(max(cells_per_pixel, 1.0)))))
 
-    def _channel(self, index: int, name: str, classes: list[str], shared: list[float]) -> HeatmapChannel:
+    def _channel(self, index: int, name: str, classes: list[str], backgrounds: list[float]) -> HeatmapChannel:
+        """Return how a channel of the file is shown: its colour and the range of its values.
+
+        Args:
+            index: Of the channel.
+            name: Its name in the file, such as ``score tumour``.
+            classes: Names of all classes, in the order of their colours.
+            backgrounds: The background's part of each class, see ``HeatmapChannel.offset``.
+        """
         kind, _, class_name = name.partition(" ")
         if name == ATTENTION:
             return HeatmapChannel(index, kind, "", ATTENTION_RGB, self._strongest(index, 0.0), 0.0)
@@ -120,8 +128,9 @@ class HeatmapFile:
         class_index = classes.index(class_name)
         if kind == SCORE:
             return HeatmapChannel(index, kind, class_name, class_color(class_index), 1.0, 0.0)
-        strongest = self._strongest(index, shared[class_index])
-        return HeatmapChannel(index, kind, class_name, class_color(class_index), strongest, shared[class_index])
+        offset = backgrounds[class_index]
+        strongest = self._strongest(index, offset)
+        return HeatmapChannel(index, kind, class_name, class_color(class_index), strongest, offset)
 
     def _strongest(self, index: int, offset: float) -> float:
         """Return a high percentile of a channel's absolute values, after an offset is subtracted."""

@@ -155,6 +155,7 @@ class _Handlers:
         return Response(file[0], media_type=file[1], headers=_CACHED)
 
     def cohort(self, request: Request) -> Response:
+        """Return a prediction's page of slides, with links into the viewer; a plain list if it has none that links."""
         folder = self._folder(request)
         number = request.path_params["number"]
         path = folder / PAGE_FILE
@@ -219,6 +220,7 @@ class _Handlers:
         return self._gallery.predictions[number]
 
     def _slide_of(self, request: Request) -> Any:
+        """Return the slide of the request's prediction with the request's id; 404 if there is none."""
         folder, slide_id = self._folder(request), request.path_params["slide_id"]
         for slide in self._gallery.slides.values():
             # Addresses are UTF-8, names of files need not be.

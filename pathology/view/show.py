@@ -130,6 +130,7 @@ def _heatmap_of(slide: SlideStore, folder: Path) -> HeatmapFile:
 
 
 def _channel_of(file: HeatmapFile, name: str | None) -> HeatmapChannel:
+    """Return the channel with this name, or the first one; refuse names that the file does not have."""
     channels = {channel.name: channel for channel in file.channels}
     if name is None:
         return file.channels[0]

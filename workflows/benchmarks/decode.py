@@ -93,6 +93,7 @@ def compare(path: Path, region_px: int, rounds: int, threads: int) -> dict[str, 
 
 
 def _check_equal(source: SlideSource, path: Path, box: Box) -> None:
+    """Stop if OpenSlide returns other pixels than ``source`` in a corner of the box."""
     corner = Box(box.y0, min(box.y1, box.y0 + 2048), box.x0, min(box.x1, box.x0 + 2048))
     # Readers that decode differently could not be compared.
     slow = OpenSlideSource(path)

@@ -200,6 +200,7 @@ def drawn_truth(slide: ArchiveSlide, shape: tuple[int, ...]) -> tuple[NDArray[np
 
 
 def _auroc_of_cells(scores: NDArray[np.floating], positive: NDArray[np.bool_]) -> dict[str, float]:
+    """Return the area under the ROC curve of a heatmap's cells, and how many of them are positive."""
     from scipy.stats import rankdata
 
     ranks, n = rankdata(scores), int(positive.sum())

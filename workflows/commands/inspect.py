@@ -153,6 +153,7 @@ def _require_stored(path: Path) -> None:
 
 
 def _save(picture: npt.NDArray[np.uint8], png: Path) -> None:
+    """Write a picture as PNG; refuse a path that cannot be written."""
     from pathology.ingest.thumbnail import save_png
 
     try:

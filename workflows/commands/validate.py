@@ -362,6 +362,7 @@ def _report(
 
 
 def _print_metrics(metrics: Mapping[str, Any]) -> None:
+    """Print a line for each metric, with their values below each other."""
     from workflows.training.recorder import format_metrics
 
     texts = format_metrics(metrics)

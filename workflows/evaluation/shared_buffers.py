@@ -58,6 +58,7 @@ class SharedBuffers:
 
 
 def _private_file() -> int:
+    """Return the descriptor of an empty file that only this process and its children can reach."""
     if hasattr(os, "memfd_create"):
         # A name for /proc only: the file is in no folder, and vanishes with its last descriptor.
         return os.memfd_create("hyfi-weights")

@@ -133,6 +133,7 @@ class ValidationClient:
             self._send(self._unsent.pop(0))
 
     def _send(self, snapshot: Snapshot) -> None:
+        """Start sending a snapshot to the validators; it counts as in flight until its metrics arrive."""
         work = {"kind": "validate", "step": snapshot.step, "bytes": snapshot.flat.numel()}
         # Announced first, so that the validator can post its receive into shared memory.
         self._sending.append((self._world.send_object(work, self._leader, WORK_TAG), None))

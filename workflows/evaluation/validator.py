@@ -114,6 +114,7 @@ class ValidationService:
     # -- validator 0
 
     def _run_leader(self, is_over: Callable[[], bool]) -> None:
+        """Receive messages and advance the child until the service is over; pause while nothing happens."""
         backoff = Backoff()
         while not is_over():
             # `|`, not `or`: both must run in every round.

@@ -68,6 +68,7 @@ def _predicted(config: Mapping[str, Any]) -> str:
 
 
 def _model(source: ExportSource, checkpoint: Path) -> list[tuple[str, str]]:
+    """Return the (name, text) rows about the model and its weights."""
     config = source.config
     rows = [
         ("predicts", _predicted(config)),
@@ -84,6 +85,7 @@ def _model(source: ExportSource, checkpoint: Path) -> list[tuple[str, str]]:
 
 
 def _images(source: ExportSource) -> list[tuple[str, str]]:
+    """Return the (name, text) rows about the model's input: features, tiles or whole images."""
     config, numbers = source.config, source.normalisation
     if config.get("features"):
         stated = config["features"]

@@ -94,6 +94,14 @@ def checked_export(
 
 
 def _difference_of(module: nn.Module, path: Path, sample: torch.Tensor, names: tuple[str, str]) -> float:
+    """Return by how much the file's outputs differ from the module's, relative to the largest; refuse too much.
+
+    Args:
+        module: The exported module.
+        path: The ONNX file.
+        sample: An input.
+        names: Of the file's input and output.
+    """
     import onnxruntime
 
     session: Any = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

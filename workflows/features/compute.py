@@ -140,6 +140,7 @@ def _encode_slide(
 
 
 def _check_finite(vectors: np.ndarray, tiles: TissueTiles, start: int) -> None:
+    """Refuse vectors that are not finite; ``start``: index of the first vector's tile among the slide's tiles."""
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
         # The first False.

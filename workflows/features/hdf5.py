@@ -92,6 +92,7 @@ def _stamp_coords(slide: TiledSlide) -> NDArray[np.float32]:
 
 
 def _stamp_attributes(slide: TiledSlide) -> dict[str, Any]:
+    """Return the attributes by which STAMP reads the file."""
     return {
         "stamp_version": STAMP_VERSION,
         "extractor": slide.encoder,

@@ -75,6 +75,7 @@ class ZarrFeatures:
 
 
 def _attributes(slide: TiledSlide) -> dict[str, Any]:
+    """Return the attributes of the group: whose tiles these are, and where."""
     return {
         "format": FORMAT,
         "slide_id": slide.slide_id,

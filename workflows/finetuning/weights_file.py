@@ -102,6 +102,7 @@ def _describe_pickle(path: Path, error: Exception) -> str:
 
 
 def _unwrapped(path: Path, value: Any) -> WeightsFile:
+    """Return the state_dict of a loaded file, also from below keys such as ``model``; refuse files without one."""
     keys: list[str] = []
     other_keys: tuple[str, ...] = ()
     for _ in range(_DEEPEST):

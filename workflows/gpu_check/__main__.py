@@ -61,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check(out: Path, minutes: float, device: str, only: str) -> int:
+    """Run the parts whose names match ``only``, and write their results after each; return the exit code."""
     import torch
 
     from data.files import write_atomically

@@ -52,6 +52,7 @@ def commands(setting: Setting, _: str) -> Iterator[Row]:
 
 
 def _run(store: Path, side_px: int, device: str) -> dict[str, object]:
+    """Return the configuration of a run of eight steps on slides of this side."""
     return {
         "data": {"store": str(store), "size_px": side_px // 2, "batch_size": 2},
         "model": {"name": "resnet10", "norm": "group"},

@@ -101,6 +101,7 @@ def _run_together(
 
 
 def _run(part: CheckPart, gpus: int, limit_s: float, options: list[str], logs: Path) -> PartResult:
+    """Run one part as a process of its own, for at most ``limit_s``; return what came of it, also if it cannot run."""
     lacking = _lacking(part, gpus)
     if lacking is not None:
         return PartResult(part.name, "not run", lacking)

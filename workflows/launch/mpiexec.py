@@ -98,6 +98,7 @@ _EXIT = re.compile(r"^=   EXIT CODE: (\d+)")
 
 
 def _forward(text: str, target: TextIO) -> None:
+    """Write a rank's output; if its reader has gone, discard what follows."""
     try:
         target.write(text)
         target.flush()

@@ -96,6 +96,7 @@ def _roc(score: Array, positive: NDArray[np.bool_], weights: Array) -> tuple[Arr
 
 
 def _precision_recall(score: Array, positive: NDArray[np.bool_], weights: Array) -> tuple[Array, Array]:
+    """Return (recall, precision) for falling thresholds of the score, from recall 0 on."""
     true_positives, false_positives = _counts(score, positive, weights)
     # A draw may lack the slides of the highest scores: precision is 0 / 0 there.
     drawn = true_positives + false_positives > 0

@@ -222,6 +222,7 @@ class TrainingLoop:
         return self._compile_s - before
 
     def _update(self, step: int) -> None:
+        """Update the weights, and their average if there is one."""
         with self._trace.span("update", "update"):
             self._engine.update_unread(self._job.config.optimizer.max_norm)
         if self._average is not None:

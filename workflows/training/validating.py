@@ -168,6 +168,7 @@ class Validating:
         return self._stop.poll_all(self._world, self._trainers)
 
     def _collect(self) -> None:
+        """Record the validators' results for steps whose checkpoints are published."""
         if self._client is not None and self._recorder is not None:
             self._results += self._client.collect()
             # In the order of steps, and only once published: recording writes the calibration into the checkpoint, and
@@ -177,6 +178,7 @@ class Validating:
                 self._recorder.validated(step, metrics, self.open_steps)
 
     def _validate_in_trainers(self, step: int) -> None:
+        """Validate the weights of a step on the trainers themselves, and record the metrics (collective)."""
         replica, position = divmod(self._trainers.rank, self._job.plan.ranks_per_replica)
         plan, images, samples = self._job.plan, self._evaluation_set.images, len(self._job.val_samples)
         share = (replica, plan.replicas)

@@ -35,6 +35,7 @@ def open_features(folder: str | os.PathLike[str]) -> dict[str, StoredFeatures]:
 
 
 def _files(folder: Path) -> list[Path]:
+    """Return the feature files of the first place in the folder that has any, sorted."""
     for subfolder, pattern in _PLACES:
         # Not hidden ones: a writer that was killed leaves its unfinished file as one.
         paths = sorted(path for path in (folder / subfolder).glob(pattern) if not path.name.startswith("."))

@@ -139,7 +139,11 @@ class Lifetimes:
         return Lifetime(self._kept(op), self._makes(op), reorders, gradients, between, of_kernel)
 
     def _between(self, op: Operator) -> dict[str, int]:
-        """Return what its weights need after the first part of a backward; nothing if they are not apart."""
+        """Return what an operator keeps between the two parts of a backward -> bytes.
+
+        The second part makes the gradients of weights in products: of the inputs and the result's cotangent. Other
+        operators have all gradients after the first part, and keep nothing.
+        """
         parameters, values = self._program.parameters, self._program.values
         if not facts_of(op).product or not any(n in parameters and len(values[n].shape) > 1 for n in op.inputs):
             return {}
@@ -271,6 +275,7 @@ class Lifetimes:
         return name
 
     def _makes(self, op: Operator) -> int:
+        """Return the bytes of the maps that an operator's backward makes: the cotangents of its inputs."""
         facts = facts_of(op)
         if facts.passes_on:
             return 0

@@ -92,6 +92,7 @@ class OmeZarrSource:
         return [OwnLevel(slide, k) for k in range(len(slide.levels))]
 
     def _of_others(self, path: Path, pick: Pick) -> list[LevelArray]:
+        """Open an image that other programs wrote; return its levels, and state its facts."""
         images, xml = images_of(path)
         finest = [ZarrLevel.finest_shape(image) for image in images]
         pictures = [picture_of(image, shape) for image, shape in zip(images, finest, strict=True)]
@@ -144,6 +145,7 @@ class OmeZarrSource:
         return lost
 
     def _note(self, level: int, absent: Sequence[Box]) -> list[Note]:
+        """Return the note, if any, that a level lacks files of its chunks; ``absent``: their boxes."""
         if not absent:
             return []
         lost = len(self._lost[level])

@@ -301,6 +301,7 @@ def _copied_bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def _memory_bytes(device: torch.device, ranks: int) -> int:
+    """Return the memory that one rank may use: its GPU's, or its share of what the machine has free."""
     import torch
 
     from hyfi_core.process_memory import available_bytes

@@ -90,6 +90,8 @@ def _square(channels: int, side_px: int, groups: int = 1, kernel: int = 3) -> La
 
 
 def _bottleneck(channels: int, inner: int, side_px: int) -> LayerCase:
+    """Return the case of two 1 x 1 convolutions, to ``inner`` channels and back."""
+
     def make(width: int) -> nn.Module:
         # The same ratio for tiny channels.
         middle = width * inner // channels

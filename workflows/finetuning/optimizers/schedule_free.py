@@ -106,6 +106,7 @@ class ScheduleFreeAdamW(ScheduleFree):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **own})
 
     def _direction(self, state: dict[str, Any], group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient over the root of its running mean square, which this updates: Adam without momentum."""
         if "exp_avg_sq" not in state:
             state["exp_avg_sq"] = torch.zeros_like(gradient)
         squares: torch.Tensor = state["exp_avg_sq"]

@@ -59,6 +59,7 @@ class EventFile:
         self._file.close()
 
     def _write(self, step: int, content: bytes) -> None:
+        """Append one record in TensorBoard's format: length, its checksum, event, its checksum."""
         time_s = _key(_WALL_TIME, _DOUBLE) + struct.pack("<d", time.time())
         event = time_s + _number(_STEP, step) + content
         length = struct.pack("<Q", len(event))
