@@ -77,10 +77,10 @@ class TileFeed:
         self.ahead = ahead
         self._loaders, self._row, self._pinned = tuple(loaders), row, pinned
         self._open: dict[Piece, tuple[int, torch.Tensor]] = {}  # requested, and not taken yet
-        self._numbers: tuple[int, ...] = ()
-        self._later: list[Piece] = []
+        self._turn_numbers: tuple[int, ...] = ()  # of the turn's samples
+        self._later: list[Piece] = []  # that the next turn needs first
         self._waiting: deque[Piece] = deque()  # to be requested, in this order
-        self._sent = 0
+        self._sent = 0  # requests so far
         # One more: a piece that was not expected is requested beside those ahead.
         hello = {"parts": [], "replica": replica, "ahead": ahead + 1, "box_bytes": BANDS * MOST_TILES * row.width}
         self._link = LoaderLink(comm, loaders, hello, watch)
@@ -98,7 +98,7 @@ class TileFeed:
             chunks: Chunks that the engine is expected to encode first.
             later: Pieces that the next turn is expected to need first, see `pieces`.
         """
-        self._numbers, self._later = tuple(numbers), list(later)
+        self._turn_numbers, self._later = tuple(numbers), list(later)
         self._expect(pieces(chunks, numbers))
 
     def read(
@@ -118,7 +118,7 @@ class TileFeed:
             waited: Called for each chunk with the seconds spent waiting for it.
             last: Whether the next turn follows: its tiles are requested after these.
         """
-        self._expect(pieces(chunks, self._numbers) + (self._later if last else []))
+        self._expect(pieces(chunks, self._turn_numbers) + (self._later if last else []))
         return self._taken(chunks, like, waited)
 
     def kept_bytes(self, slides: Sequence[TileSource]) -> int:
@@ -135,7 +135,7 @@ class TileFeed:
         """Yield each chunk with its tiles; ``waited`` is called with the seconds that this took."""
         for chunk in chunks:
             start_s = time.perf_counter()
-            parts = [self._take(piece) for piece in pieces([chunk], self._numbers)]
+            parts = [self._take(piece) for piece in pieces([chunk], self._turn_numbers)]
             tiles = torch.empty((0, *like[0]), dtype=like[1]) if not parts else parts[0]
             if len(parts) > 1:
                 tiles = torch.cat(parts)

@@ -98,11 +98,11 @@ class StateWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules: list[_WatchedModule] = []
-        self._empty: list[Any] = []
-        self._own: dict[int, Hashable] = {}
-        self._others: list[Hashable] = []
+        self._empty: list[Any] = []  # containers that were empty: one that has items is a change
+        self._own: dict[int, Hashable] = {}  # by id, the objects of the model itself
+        self._others: list[Hashable] = []  # what `_compared` returned for the state
         self._state: ModuleState | None = None
-        self._cached: list[tuple[torch.Tensor, int]] = []
+        self._cached: list[tuple[torch.Tensor, int]] = []  # of `compare`: tensors, and their versions then
         self.taken: ModuleState | None = None
 
     def take(self) -> ModuleState:

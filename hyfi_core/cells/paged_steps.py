@@ -100,13 +100,14 @@ class UseOrder:
 
     def __init__(self, tape: Tape) -> None:
         self.steps = {id(step): at for at, step in enumerate(tape.steps)}
-        self._takes: dict[str, list[int]] = {}
+        # Value -> places in the tape of the steps that take it, and of the one that makes it.
+        self._users: dict[str, list[int]] = {}
         self._maker: dict[str, int] = {}
         for at, step in enumerate(tape.steps):
             for name in taken_by(step):
-                self._takes.setdefault(name, []).append(at)
+                self._users.setdefault(name, []).append(at)
             self._maker.update((name, at) for name in made_by(step))
-        self._times: list[int] = []
+        self._times: list[int] = []  # of each step in forward, then in backward, from the last to the first
         waits = 0
         for index, step in enumerate((*tape.steps, *reversed(tape.steps))):
             collective = isinstance(step, OperatorStep) and isinstance(step.call, CollectiveCall)
@@ -123,7 +124,7 @@ class UseOrder:
 
     def of_value(self, name: str, after: int = -1) -> list[int]:
         """Return when a value is used in forward, after a step."""
-        return [self._times[at] for at in self._takes.get(name, ()) if at > after]
+        return [self._times[at] for at in self._users.get(name, ()) if at > after]
 
     def of_cotangent(self, name: str) -> list[int]:
         """Return when a value's cotangent is used."""

@@ -198,7 +198,7 @@ class SpillMemory:
     """Blocks of host memory; for maps of a GPU, pinned."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[SpillPlace]] = {}
+        self._free: dict[int, list[SpillPlace]] = {}  # size in bytes -> pinned blocks to use again
         self._held_bytes = 0
 
     @property

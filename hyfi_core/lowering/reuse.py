@@ -79,9 +79,9 @@ class BackwardMemory:
 
     def __init__(self, facts: TapeFacts, to_end: bool = False) -> None:
         self._facts, self._to_end = facts, to_end
-        self._count = 0
-        self._shared: set[int] = set()
-        self._deferred: Memory = _NOTHING
+        self._pieces = 0  # of memory so far: each has its number
+        self._shared: set[int] = set()  # pieces that others may hold, too
+        self._deferred: Memory = _NOTHING  # pieces that gradients of weights will still read
         self._held: dict[str, _Cotangent] = {}
         # Nobody else holds what arrives from other stages; it may be missing, hence not certain.
         for name in facts.exits:
@@ -204,8 +204,8 @@ class BackwardMemory:
         return [item.memory for item in self._held.values()]
 
     def _new(self) -> Memory:
-        self._count += 1
-        return frozenset((self._count,))
+        self._pieces += 1
+        return frozenset((self._pieces,))
 
     def _given_to_others(self, memory: Memory) -> Memory:
         self._shared |= memory

@@ -100,10 +100,10 @@ class Builder:
         self._splits.update({name: split for name, split in (entries or {}).items() if split is not None})
         self.splits: Mapping[str, Split] = MappingProxyType(self._splits)
         self.values: Mapping[str, ValueInfo] = MappingProxyType(self._values)
-        self._steps: list[Instruction | _ImageRead] = []
-        self._made: list[str] = []
-        self._gathered: list[str] = []
-        self._drawn: list[Operator] = []
+        self._steps: list[Instruction | _ImageRead] = []  # emitted so far
+        self._made: list[str] = []  # names that `fresh` gave
+        self._gathered: list[str] = []  # a line about each value that was gathered
+        self._drawn: list[Operator] = []  # operators that draw random numbers
         self._fusible: list[str] = []
         self.ahead: set[str] = set()
         self._shared: dict[str, str] = {}

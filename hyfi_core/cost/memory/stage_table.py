@@ -146,14 +146,14 @@ class TablePeak:
 
     def __init__(self, walk: _Walks, first: bool, second: TablePeak | None = None) -> None:
         self._walk, self._first, self._second = walk, first, second
-        self._of: dict[int, Table] = {}
+        self._bytes_on: dict[int, Table] = {}
 
     def bytes(self, ranks: int) -> Table:
         """Return the bytes on one of ``ranks`` ranks, of every stage."""
-        if ranks not in self._of:
+        if ranks not in self._bytes_on:
             most = self._most(ranks)
-            self._of[ranks] = most if self._second is None else np.maximum(most, self._second.bytes(ranks))
-        return self._of[ranks]
+            self._bytes_on[ranks] = most if self._second is None else np.maximum(most, self._second.bytes(ranks))
+        return self._bytes_on[ranks]
 
     def _most(self, ranks: int) -> Table:
         """Return the peak in bytes of the stage between any two places for cuts, on a grid of ``ranks``."""

@@ -120,6 +120,7 @@ class PlanBounds:
         # Without starts: the difference is what every rank of a stage does.
         self._bare = replace(machine, kernel_s=0.0)
         self._crowded = ranks > 1 and machine.devices_per_node > 1
+        # Results so far; each key begins with the number of images of a micro-batch.
         self._costs: dict[int, _PricedProgram] = {}
         self._operators: dict[tuple[int, _Mode], dict[str, _Work]] = {}
         self._whole: dict[int, _Work] = {}

@@ -109,8 +109,10 @@ class WaitBounds:
     def __init__(self, bounds: PlanBounds, request: PlanRequest, lowered: LoweredPlans) -> None:
         self._bounds, self._machine, self._lowered = bounds, request.machine, lowered
         self._crowded = request.ranks > 1 and request.machine.devices_per_node > 1
-        self._grids: dict[int, _GridWaits] = {}
+        self._grids: dict[int, _GridWaits] = {}  # by the ``id`` of the whole layouts
+        # By the ids of program and grid waits, and the seconds of a turn: each chain with its least time.
         self._seconds: dict[tuple[int, int, float], tuple[tuple[_PointwiseChain, float], ...]] = {}
+        # By the id of the program and its cuts: the operators of each stage.
         self._operators: dict[tuple[int, tuple[str, ...] | str], tuple[list[Operator], ...]] = {}
 
     def of_stages(self, program: Program, plan: ParallelPlan) -> tuple[float, ...]:

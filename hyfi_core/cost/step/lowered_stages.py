@@ -84,6 +84,7 @@ class PartlyLowered:
         self._program, self._fine, self._machine, self._known = program, fine, machine, lowered_plans
         self._pieces = lowered_plans.cutter(program).cut(() if fine.cuts == "auto" else fine.cuts)
         self.active = lowered_plans.active(program)
+        # Of each stage that has been lowered, in order.
         self._splits: list[SplitsByName] = []
         self._entries: list[Mapping[str, Any]] = []
         self._each: list[tuple[Stage, RankProgram, list[Operator]]] = []
@@ -159,6 +160,7 @@ class LoweredPlans:
     """
 
     def __init__(self) -> None:
+        # Keys have the ``id`` of a program or a stage, which is kept alive, so that no other one gets it.
         self._plans: dict[Hashable, PartlyLowered] = {}
         self._stages: dict[Hashable, tuple[DividedStage, list[Operator]]] = {}
         self._active: dict[int, tuple[Program, frozenset[str]]] = {}

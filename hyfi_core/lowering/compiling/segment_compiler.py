@@ -110,11 +110,11 @@ class SegmentCompiler:
         self.seconds = 0.0
         self.left: dict[str, int] = {}
         self._background = False
-        self._wishes: list[_Wish] = []
-        self._batch: BackgroundBatch | None = None
-        self._jobs: list[_GraphAndCalls] = []
-        self._news: list[str] = []
-        self._reported = 0
+        self._wishes: list[_Wish] = []  # for the next batch
+        self._batch: BackgroundBatch | None = None  # that child processes compile now
+        self._jobs: list[_GraphAndCalls] = []  # of this batch
+        self._news: list[str] = []  # not told yet
+        self._reported = 0  # segments of which the news has told
 
     def work_in_background(self) -> None:
         """Let child processes compile from now on, while segments run uncompiled; by default their first call compiles.
