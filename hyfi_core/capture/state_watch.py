@@ -54,19 +54,22 @@ class _Contents:
 
 
 class _WatchedModule:
-    """The attributes of a module when the state was computed."""
+    """The attributes of a module when the state was computed: constants, empty containers and all others.
+
+    Attributes:
+        empty: the containers that were empty.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._kind, self._held = module, type(module), vars(module)
-        attributes = [(name, value) for name, value in self._held.items() if name not in REGISTRIES]
         registries: list[dict[str, Any]] = [module._modules, module._buffers, module._parameters]
-        # An empty tuple cannot be filled: identity is enough.
-        self.empty = [value for _, value in attributes if is_empty(value) and not is_constant(value)]
+        attributes = [(name, value) for name, value in self._held.items() if name not in REGISTRIES]
+        # Constants, an empty tuple among them, do not change: comparing the identities in ``_contents`` is enough.
+        variable = [(name, value) for name, value in attributes if not is_constant(value)]
+        self.empty = [value for _, value in variable if is_empty(value)]
         self.empty += [registry for registry in registries if not registry]
-        self._contents = [
-            _Contents(registry) for registry in (self._held, *(registry for registry in registries if registry))
-        ]
-        self._others = [name for name, value in attributes if not is_empty(value) and not is_constant(value)]
+        self._contents = [_Contents(held) for held in (self._held, *filter(None, registries))]
+        self._others = [name for name, value in variable if not is_empty(value)]
         self._parameters = [p for p in module._parameters.values() if p is not None]
         self._trained = [p.requires_grad for p in self._parameters]
 
