@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from workflows.gpu_check.setting import CheckSizes
+from workflows.gpu_check.setting import CHANNELS_LAST, CheckSizes
 from workflows.launch.mpiexec import find
 
 Launcher = Literal["none", "mpiexec", "torchrun"]
@@ -24,8 +24,9 @@ EQUAL_PLANS: dict[str, tuple[int, Launcher]] = {
     "cells, spilled": (1, "none"),
     "recomputed": (2, "mpiexec"),
     "fused halos": (2, "mpiexec"),
+    CHANNELS_LAST: (4, "mpiexec"),
 }
-"""Plan to compare, besides grids -> (number of ranks, launcher); see ``equality``."""
+"""Plan, or kernels, to compare, besides grids -> (number of ranks, launcher); see ``equality``."""
 
 
 @dataclass(frozen=True)

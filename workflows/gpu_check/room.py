@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -31,8 +32,12 @@ def cells(setting: Setting, _: str) -> Iterator[Row]:
 
 
 def pieces(setting: Setting, side: str) -> Iterator[Row]:
-    """Time a step of a model in pieces that are recomputed one by one, against one in core where it fits."""
-    plan = replace(_ONE_RANK, interleave=setting.sizes.pieces, recompute=True)
+    """Time a step of a model in pieces that are recomputed one by one, against one in core where it fits.
+
+    Where it does not, in as few cells as the sizes of maps allow: kernels of maps of 2³¹ values and more are slow.
+    """
+    cells: Literal["auto"] | None = None if int(side) in setting.sizes.speed_px else "auto"
+    plan = replace(_ONE_RANK, interleave=setting.sizes.pieces, recompute=True, cells=cells)
     named = {f"{setting.sizes.pieces} pieces, recomputed": plan}
     yield from _against_in_core(setting, int(side), named, "pieces", int(side) in setting.sizes.speed_px)
 

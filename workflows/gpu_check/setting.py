@@ -9,6 +9,9 @@ from pathlib import Path
 
 import torch
 
+CHANNELS_LAST = "channels-last float32"
+"""Name of steps that run in the kernels of most runs, instead of in those of float64."""
+
 
 @dataclass(frozen=True)
 class CheckSizes:
