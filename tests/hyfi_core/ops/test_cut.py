@@ -131,6 +131,21 @@ def test_on_a_gpu_boxes_are_copied_in_words_and_elsewhere_as_they_are() -> None:
     assert kinds_copied("cuda") == {torch.complex128}
 
 
+@pytest.mark.parametrize("of_source", [True, False])
+def test_gradients_flow_through_a_box_that_is_copied_on_a_gpu(of_source: bool) -> None:
+    """Words have none: what is differentiated is copied as it is."""
+    with FakeGpu():
+        small = torch.ones(1, 8, 6, 6, device="cuda").to(memory_format=torch.channels_last).requires_grad_(of_source)
+        leaf = torch.zeros(1, 8, 6, 8, device="cuda").to(memory_format=torch.channels_last)
+        leaf.requires_grad_(not of_source)
+        large = leaf.clone()
+        copy_box(large[..., 1:7], small)
+        large.sum().backward()
+        gradient = small.grad if of_source else leaf.grad
+        assert gradient is not None
+        assert float(gradient.cpu().sum()) == (small.numel() if of_source else large.numel() - small.numel())
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("channels", [1, 3, 6, 12, 64])
 @pytest.mark.parametrize("left", [0, 1, 3])
