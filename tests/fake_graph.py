@@ -1,6 +1,6 @@
 """CUDA graphs on a CPU: operators are noted with their tensors, and repeated on the same memory.
 
-    with FakeGraphs(engine):
+    with fake_graphs(engine):
         engine.train_step(images, labels)        the third step is recorded, the fourth repeats it
 
 So a value that a step takes from the host, or from memory that the caller passes only once, stays what it was when the

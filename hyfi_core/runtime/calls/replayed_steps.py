@@ -91,35 +91,44 @@ class ReplayedSteps:
 
     def _record(self, make: Callable[[], list[Step]], train: Train) -> tuple[list[Step], list[Event]]:
         """Record and run a step; if it cannot be recorded, run it as it is, and record none from here on."""
-        events: list[Event] = []
         buffers = [(buffer, buffer.clone()) for buffer in self._subject.model.buffers()]
         before = [_sent(counts) for counts in self._counts]
-        trained = self._subject.bindings.parameters_once.values()
-        with self._recording() as new_graph:
-            graph = StepGraph(new_graph, [parameter for parameter in trained if parameter.requires_grad])
-            steps = make()
-            try:
-                graph.record(steps, lambda recorded: events.extend(train(recorded)))
-            except Exception as error:
-                kind = "" if isinstance(error, NotRecordableError) else f"{type(error).__name__}: "
-                reason = f"{kind}{(str(error).splitlines() or [''])[0][:200]}"
-            else:
-                sent = [_difference(_sent(c), was) for c, was in zip(self._counts, before, strict=True)]
-                self._recorded = graph, sent
-                return steps, events
-        # What has run of the step may have changed these.
+        tried = self._try_to_record(make, train)
+        if not isinstance(tried, str):
+            return tried
+        self._wanted = False
+        # What has run of the step may have changed these, and its memory is needed again.
         for buffer, value in buffers:
             buffer.copy_(value)
+        for counts, was in zip(self._counts, before, strict=True):
+            _add(counts, _difference(was, _sent(counts)))
         for parameter in self._subject.bindings.parameters_once.values():
             parameter.grad = None
-        self._wanted = False
+        _return_memory(self._subject.device)
         steps = make()
         events = train(steps)
         # Only now: if the step fails as it is, too, that is the error.
         warnings.warn(
-            f"steps are not recorded as CUDA graphs: {reason}; they run as they are, with the same results",
+            f"steps are not recorded as CUDA graphs: {tried}; they run as they are, with the same results",
             stacklevel=4,
         )
+        return steps, events
+
+    def _try_to_record(self, make: Callable[[], list[Step]], train: Train) -> tuple[list[Step], list[Event]] | str:
+        """Record and run a step; return what it read and did, or why that has failed, without holding its memory."""
+        events: list[Event] = []
+        trained = self._subject.bindings.parameters_once.values()
+        with self._recording() as new_graph:
+            graph = StepGraph(new_graph, [parameter for parameter in trained if parameter.requires_grad])
+            steps = make()
+            before = [_sent(counts) for counts in self._counts]
+            try:
+                graph.record(steps, lambda recorded: events.extend(train(recorded)))
+            except Exception as error:
+                kind = "" if isinstance(error, NotRecordableError) else f"{type(error).__name__}: "
+                return f"{kind}{(str(error).splitlines() or [''])[0][:200]}"
+        sent = [_difference(_sent(c), was) for c, was in zip(self._counts, before, strict=True)]
+        self._recorded = graph, sent
         return steps, events
 
     @contextlib.contextmanager
@@ -127,9 +136,8 @@ class ReplayedSteps:
         """Context on a stream that can be recorded; yields what creates graphs."""
         device = self._subject.device
         torch.cuda.synchronize(device)
-        gc.collect()
         # The graphs have memory of their own: what the steps before have used would stay unused beside it.
-        torch.cuda.empty_cache()
+        _return_memory(device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -169,6 +177,13 @@ def _difference(now: _Sent, before: _Sent) -> _Sent:
 def _add(counts: TrafficCounts, sent: _Sent) -> None:
     for kind, (messages, sent_bytes) in sent.items():
         counts.count(kind, messages, sent_bytes)
+
+
+def _return_memory(device: torch.device) -> None:
+    """Return memory that no tensor uses to a GPU."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _draws(lowered: LoweredModel) -> bool:

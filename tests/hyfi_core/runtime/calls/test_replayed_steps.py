@@ -235,8 +235,8 @@ def test_steps_that_cannot_be_recorded_run_as_they_are(monkeypatch: pytest.Monke
     from tests import fake_graph
 
     plain, recorded = model_of(), model_of()
-    expected, engine = engine_of(plain, {}), engine_of(recorded, {})
-    losses = [expected.train_step(*batch) for batch in batches(6)]
+    expected, engine = engine_of(plain, PLANS["cells"]), engine_of(recorded, PLANS["cells"])
+    losses = [expected.train_step(*batch) for batch in batches(3)]
     end, ended = fake_graph.FakeGraph.end, []
 
     def failing(self: fake_graph.FakeGraph) -> None:
@@ -247,7 +247,11 @@ def test_steps_that_cannot_be_recorded_run_as_they_are(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(fake_graph.FakeGraph, "end", failing)
     with fake_graphs(engine), pytest.warns(UserWarning, match="steps are not recorded as CUDA graphs: RuntimeError"):
-        assert [engine.train_step(*batch) for batch in batches(6)] == losses
+        assert [engine.train_step(*batch) for batch in batches(3)] == losses
+        assert engine.traffic() == expected.traffic()
+        assert [engine.train_step(*batch) for batch in batches(3)] == [
+            expected.train_step(*batch) for batch in batches(3)
+        ]
     assert len(ended) == 2
     assert_equal(plain, recorded)
 
