@@ -28,6 +28,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
+from torch._prims_common import suggest_memory_format
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -73,7 +75,25 @@ def batch_norm_elemt(x: Any, weight: Any, bias: Any, mean: Any, inverse: Any, ep
     return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
 
 
-_KERNELS = {"batch_norm_backward_elemt": batch_norm_backward_elemt, "batch_norm_elemt": batch_norm_elemt}
+def avg_pool2d_backward(
+    dy: Any, x: Any, kernel: Any, stride: Any, padding: Any, *settings: Any, grad_input: Any = None
+) -> Any:
+    """``aten.avg_pool2d_backward`` of CUDA, which forgets the padding of channels-last maps."""
+    call = torch.ops.aten.avg_pool2d_backward.default
+    if suggest_memory_format(x) == torch.channels_last:
+        # ``avg_pool2d_backward_out_cuda_frame_nhwc`` takes a pixel's place in the map for that in the padded map.
+        padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+        result = call(dy, padded, kernel, stride, (0, 0), *settings)[:, :, : x.shape[2], : x.shape[3]]
+    else:
+        result = call(dy, x, kernel, stride, padding, *settings)
+    return result.contiguous() if grad_input is None else grad_input.copy_(result)
+
+
+_KERNELS = {
+    "avg_pool2d_backward": avg_pool2d_backward,
+    "batch_norm_backward_elemt": batch_norm_backward_elemt,
+    "batch_norm_elemt": batch_norm_elemt,
+}
 
 
 class SynchronisationError(AssertionError):

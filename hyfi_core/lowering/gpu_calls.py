@@ -5,10 +5,10 @@
 
 Cells of one process wait for no message, so there is nothing to overlap, and the host would start twenty kernels on
 strips in the time of the copy. All ranks compute convolutions with stride and dilation on a canvas of which the padding
-is part. On an H200 (cuDNN 9.19) two columns of ranks had wrong gradients in bfloat16 and channels-last float32 where
-such a convolution, of stride 2 and dilation 2, padded by itself, also on a canvas that it padded in one axis; cells,
-whose canvases have their zeros, had right ones. That padding is the reason is inferred: such ranks have not run on a
-GPU since.
+is part. On an H200 two columns of ranks had wrong gradients in bfloat16 and channels-last float32, and such a
+convolution was taken for the reason, before CUDA's average pool was known to forget its padding (see ``ops.avg_pool``).
+That alone explains all that was seen: which plans, dtypes and formats were wrong. The canvas stays until columns have
+run on a GPU without it.
 """
 
 from __future__ import annotations

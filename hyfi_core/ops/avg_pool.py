@@ -1,10 +1,15 @@
 """Average pooling of a part, overlapped with its halo exchange.
 
 A mean is a sum divided by a count for each output. Sums are linear, so only the shape of the map is saved.
+
+CUDA's kernel of the cotangent of a channels-last map forgets the padding, and returns a wrong one in silence, in plain
+PyTorch, too (https://github.com/pytorch/pytorch/issues/188344, mended there in July 2026). Here the cotangent of a
+padded map is computed in the contiguous format, in which it is right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -107,9 +112,12 @@ class AvgPool(Banded):
     def _back(self, dy: torch.Tensor, into: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
         """Return the cotangent of the sums' input, in the memory of ``into``."""
         call = torch.ops.aten.avg_pool2d_backward.grad_input
-        # The kernel reads only the shape of its input, so that ``into`` stands for it.
-        call(dy, into, *self.steps[:2], padding, False, True, 1, grad_input=into)
-        return into
+        result = into
+        if forgets_padding(into, padding):
+            result = torch.empty_like(into, memory_format=torch.contiguous_format)
+        # The kernel reads only the shape of its input, so that the result's memory stands for it.
+        call(dy, result, *self.steps[:2], padding, False, True, 1, grad_input=result)
+        return into if result is into else into.copy_(result)
 
     def _counts(self, like: torch.Tensor) -> torch.Tensor | int:
         """Return the divisor of each sum."""
@@ -126,6 +134,31 @@ class AvgPool(Banded):
             Constant(counts(y, out.y0, out.y1, map_box.height, self.include_pad)),
             Constant(counts(x, out.x0, out.x1, map_box.width, self.include_pad)),
         )
+
+
+def forgets_padding(tensor: torch.Tensor, padding: int | Sequence[int]) -> bool:
+    """Whether the native cotangent of an average pool of this map may be wrong: see the module."""
+    padded = any(padding) if isinstance(padding, Sequence) else bool(padding)
+    # Of one channel, both formats have the same elements in the same places: the kernel looks at the strides.
+    return padded and tensor.is_cuda and tensor.dim() == 4 and tensor.stride(1) <= tensor.stride(3)
+
+
+def avg_pool2d(
+    tensor: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: int | Sequence[int] = 0,
+    *settings: Any,
+    **more: Any,
+) -> torch.Tensor:
+    """Return ``aten.avg_pool2d``, in the format of the map; its gradient is right on a GPU, too."""
+    call = torch.ops.aten.avg_pool2d.default
+    if not forgets_padding(tensor, padding):
+        return call(tensor, kernel_size, stride, padding, *settings, **more)  # type: ignore[no-any-return]
+    # A copy also of a map of one channel, which is contiguous, but has the strides of the other format.
+    plain = tensor.clone(memory_format=torch.contiguous_format)
+    result: torch.Tensor = call(plain, kernel_size, stride, padding, *settings, **more)
+    return result.contiguous(memory_format=torch.channels_last)
 
 
 def counts(window: AxisWindow, start: int, stop: int, length: int, include_pad: bool) -> list[int]:

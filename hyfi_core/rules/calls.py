@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from hyfi_core.capture.program import Operator, Ref, refs_in, substitute
+from hyfi_core.ops.avg_pool import avg_pool2d
 from hyfi_core.rules.builder import Builder, Splits
 from hyfi_core.rules.instructions import Split
+
+_RIGHT: Mapping[Any, Callable[..., Any]] = {torch.ops.aten.avg_pool2d.default: avg_pool2d}
+"""Native operators with wrong gradients on some device -> ours, with the same arguments and results."""
 
 
 def emit(
@@ -45,11 +51,11 @@ def emit_on_part(
 
 def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Return (function, inputs): the operator's call as a function of its values, with all constants bound."""
-    names = tuple(dict.fromkeys(op.inputs))
+    names, target = tuple(dict.fromkeys(op.inputs)), _RIGHT.get(op.target, op.target)
 
     def call(*tensors: Any) -> Any:
         values = dict(zip(names, tensors, strict=True))
-        return op.target(*substitute(op.args, values), **{k: substitute(v, values) for k, v in op.kwargs.items()})
+        return target(*substitute(op.args, values), **{k: substitute(v, values) for k, v in op.kwargs.items()})
 
     if any(True for _ in refs_in(tuple(op.kwargs.values()))):
         return call, names
@@ -59,7 +65,7 @@ def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
     if tuple(item.name for item in op.args[:first]) != names or any(True for _ in refs_in(constants)):
         return call, names
     # The usual operator, called at every step: its values, each once, and then constants.
-    target, kwargs = op.target, dict(op.kwargs)
+    kwargs = dict(op.kwargs)
     return lambda *tensors: target(*tensors, *constants, **kwargs), names
 
 

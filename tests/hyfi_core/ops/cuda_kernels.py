@@ -79,6 +79,11 @@ def _pooled_back(dy: Any, x: Any, *_: Any, grad_input: Any) -> bool:
     )
 
 
+def _averaged_back(dy: Any, x: Any, kernel: Any, stride: Any, padding: Any, *rest: Any, grad_input: Any) -> bool:
+    plain = suggest_memory_format(x) == torch.contiguous_format
+    return _pooled_back(dy, x, grad_input=grad_input) and (plain or not any(padding))
+
+
 def _convolved(*tensors: Any) -> bool:
     return len({one.dtype for one in tensors[:3] if isinstance(one, torch.Tensor)}) == 1
 
@@ -123,8 +128,14 @@ KERNELS: Mapping[str, Kernel] = {
         "dtype of dy is the map's; strides of the output are ignored: it is written in the map's memory format",
         _pooled_back,
     ),
+    "avg_pool2d.default": Kernel(
+        "cuda/AveragePool2d.cu", "padded maps are contiguous", "any strides; its backward: see avg_pool2d_backward"
+    ),
     "avg_pool2d_backward.grad_input": Kernel(
-        "cuda/AveragePool2d.cu", "the output as map", "the same as max_pool2d_with_indices_backward", _pooled_back
+        "cuda/AveragePool2d.cu",
+        "the output as map",
+        "the same as max_pool2d_with_indices_backward; the padding of a channels-last map is forgotten",
+        _averaged_back,
     ),
     "convolution.default": Kernel(
         "Convolution.cpp: _convolution", "slices of maps and kernels", "one dtype for map, kernel, bias", _convolved

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import hyfi_core
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.comm.waits import waited
@@ -22,6 +24,7 @@ from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Layout, plan_transfer
 from hyfi_core.plan.window import AxisWindow, Window
 from hyfi_core.rules.instructions import CollectiveCall
+from tests.fake_gpu import FakeGpu
 from tests.harness import assert_equal_to_one_process, captured_once
 
 Pair = tuple[int, int]
@@ -114,6 +117,49 @@ def test_any_setting_equals_one_process(data: st.DataObject) -> None:
         ),
         data.draw(st.sampled_from([torch.contiguous_format, torch.channels_last])),
     )
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_inner_outputs_with_padding_equal_one_process_on_a_gpu(order: torch.memory_format, channels: int) -> None:
+    """CUDA's kernel forgets the padding of channels-last maps."""
+    _, out, ops = pools((32, 36), (32, 36), (1, 2), made((3, 3), (1, 1), (1, 1)), True)
+    x = torch.randn(2, channels, 32, 36, dtype=torch.float64).requires_grad_()
+    dy = torch.randn(2, channels, 32, 36, dtype=torch.float64)
+    F.avg_pool2d(x, 3, 1, 1).backward(dy)
+    assert x.grad is not None and ops[0].own is not None and any(ops[0].own.padding)
+    with FakeGpu():
+
+        def body(comm: Communicator) -> Any:
+            have, part = ops[comm.rank].halo.transfer.have.slices(), out.parts[comm.rank].slices()
+            own = x.detach()[:, :, *have].to("cuda").clone(memory_format=order)
+            _, saved = waited(ops[comm.rank].forward(comm, (own,)))
+            back = waited(ops[comm.rank].backward(comm, saved, (dy[:, :, *part].to("cuda"),)))[0]
+            assert back is not None
+            return back.cpu()
+
+        found = torch.cat(run_ranks(2, body), 3)
+    torch.testing.assert_close(found, x.grad, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_padded_pools_of_one_rank_on_a_gpu_equal_the_cpu(channels: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, channels, 3, padding=1), nn.AvgPool2d(3, 1, 1), nn.ReLU(), nn.Conv2d(channels, 2, 3)),
+        *(nn.AvgPool2d((3, 5), 2, (0, 2), count_include_pad=False), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    ).to(torch.float64, memory_format=torch.channels_last)
+    shape, labels, reference = (2, 3, 16, 18), torch.tensor([0, 1]), copy.deepcopy(model)
+    images = torch.randn(shape, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    captured_once(model, shape, torch.float64)  # export knows only real devices
+    F.cross_entropy(reference(images), labels).backward()
+    with FakeGpu():
+        plan = hyfi_core.ParallelPlan(grids=((1, 1),))
+        engine = hyfi_core.parallelize(model.to("cuda"), shape, plan, AloneCommunicator(), verify=False)
+        engine.accumulate(images, labels)
+        gradients = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    for gradient, parameter in zip(gradients, reference.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-11)
 
 
 class Pools(nn.Sequential):
