@@ -207,7 +207,7 @@ class BatchNorm(AsyncBackward, Recomputable):
             return torch.empty_like(own)
         inverse, *sums_and_count = numbers
         scale = None if weight is None else weight.to(mean.dtype)
-        dy = _in_format_of(dy, own)
+        dy, own = _in_one_format(dy, own)
         return torch.batch_norm_backward_elemt(dy, own, mean, inverse, scale, *sums_and_count)
 
     def _of_kernel(self, mean: torch.Tensor, variance: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -304,14 +304,13 @@ def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         yield top, min(height, rows - top)
 
 
-def _in_format_of(dy: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return a cotangent in the memory format of its map: CUDA's kernel takes the map for one in the cotangent's."""
-    if dy.dim() not in _CHANNELS_LAST:
-        return dy
-    channels_last = _CHANNELS_LAST[dy.dim()]
+def _in_one_format(dy: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cotangent and map in the map's memory format: CUDA's kernel takes the map for one in the cotangent's."""
+    channels_last = _CHANNELS_LAST.get(own.dim(), torch.contiguous_format)
     if own.is_contiguous(memory_format=channels_last):
-        return dy.contiguous(memory_format=channels_last)
-    return dy.contiguous() if dy.is_contiguous(memory_format=channels_last) else dy
+        return dy.contiguous(memory_format=channels_last), own
+    # A map with gaps has neither format, and a cotangent of one channel or pixel, or of features, has both.
+    return dy.contiguous() if dy.is_contiguous(memory_format=channels_last) else dy, own.contiguous()
 
 
 def _in_plain_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,9 @@ def copy_box(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def in_words(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return views of both as rows of the largest words that fit; None without such words, or without gaps."""
     alike = target.shape == source.shape and target.dtype == source.dtype and target.device == source.device
-    if not alike or target.dim() != 4 or not target.numel():
+    # Memory of a view that is conjugated or negated when it is read has other bits.
+    lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source))
+    if not alike or lazy or target.dim() != 4 or not target.numel():
         return None
     # Both without gaps: one copy of memory.
     if target.stride() == source.stride() and (

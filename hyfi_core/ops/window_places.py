@@ -56,11 +56,13 @@ class WindowPlaces:
 
     def wide(self, indices: torch.Tensor) -> torch.Tensor:
         """Return indices in windows as flat indices; the inverse of ``narrow``."""
-        (dy, dx), (_, columns) = self.dilation, self.kernel
+        (dy, dx), (rows, columns) = self.dilation, self.kernel
         # Few passes over eight bytes: first + dx · (index − row · columns) + dy · width · row.
-        row = indices.div(columns, rounding_mode="floor")
         flat = torch.empty_like(indices, dtype=torch.int64)
         torch.add(self._first(indices), indices, alpha=dx, out=flat)
+        if rows == 1:  # of up to 256 columns, a number that would be 0 in a byte
+            return flat
+        row = indices.div(columns, rounding_mode="floor")
         return flat.add_(row, alpha=dy * self.width - columns * dx)
 
     def _first(self, like: torch.Tensor) -> torch.Tensor:

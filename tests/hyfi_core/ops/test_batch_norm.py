@@ -25,6 +25,10 @@ from tests.harness import assert_equal_to_one_process, captured_once, run_copies
 ROWS = (0, 3, 3, 7)  # the second rank owns nothing
 
 
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
 @pytest.mark.parametrize("offset", [0.0, 1e3, 1e5, -1e7])
 def test_statistics_do_not_cancel_far_from_zero(offset: float) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -259,6 +263,27 @@ def test_what_the_kernel_of_cuda_takes_gives_the_same_cotangent(
     monkeypatch.setattr(batch_norm, "_MOST_PIXELS", 32)  # three numbers for 70 pixels
     for ours, theirs in zip(run_ranks(3, body), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [random(3, 2, 4, 5)[:, :1], random(3, 4, 5, 2).permute(0, 3, 1, 2)[:, 1:], random(3, 6).mT],
+    ids=["a channel", "a channel, channels-last", "features"],
+)
+def test_the_kernel_of_cuda_takes_no_map_with_gaps(monkeypatch: Any, x: torch.Tensor) -> None:
+    """Its cotangent, dense, is in both formats at once."""
+    dy = random(*x.shape)
+
+    def back() -> Any:
+        norm = BatchNorm(x.numel() // x.shape[1], 1e-5)
+        _, saved = waited(norm.forward(AloneCommunicator(), (x, None, None)))  # type: ignore[arg-type]
+        return waited(norm.backward(AloneCommunicator(), saved, (dy, None, None)))
+
+    assert not x.is_contiguous()
+    expected = back()
+    monkeypatch.setattr(torch, "batch_norm_backward_elemt", batch_norm_backward_elemt)
+    monkeypatch.setattr(BatchNorm, "_has_kernel", lambda self, own: True)
+    torch.testing.assert_close(back(), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

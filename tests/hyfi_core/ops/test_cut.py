@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,6 +107,14 @@ def test_words_are_as_large_as_rows_and_places_allow(channels: int, left: int, s
     assert in_words(small, small.clone()) is None  # no gaps: memory is copied as a whole
     assert in_words(small, small.float()) is None
     assert channels == 1 or in_words(small, small.contiguous()) is None
+
+
+@pytest.mark.parametrize("of_target", [True, False])
+@pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view])
+def test_views_that_are_changed_when_they_are_read_are_not_copied_in_words(lazy: Any, of_target: bool) -> None:
+    target, source = (torch.zeros(1, 2, 4, 8 + gap, dtype=torch.complex64)[..., :8] for gap in (2, 4))
+    assert in_words(target, source) is not None
+    assert in_words(*((lazy(target), source) if of_target else (target, lazy(source)))) is None
 
 
 def test_on_a_gpu_boxes_are_copied_in_words_and_elsewhere_as_they_are() -> None:
