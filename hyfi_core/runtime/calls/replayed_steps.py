@@ -140,26 +140,39 @@ class ReplayedSteps:
         _return_memory(device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            yield lambda: CudaGraph(pool)
-        torch.cuda.current_stream(device).wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield lambda: CudaGraph(pool)
+        finally:
+            # Also after an interrupt: the next step reads what the graphs so far have written.
+            torch.cuda.current_stream(device).wait_stream(stream)
 
     def _key_of(self) -> Hashable:
         """Return what is equal for steps that repeat each other; None if a step must not be repeated."""
-        if torch.is_autocast_enabled(self._subject.device.type):
+        # Anomalies are looked for by the host, between kernels.
+        if torch.is_autocast_enabled(self._subject.device.type) or torch.is_anomaly_enabled():
             return None
         compiler, bindings = self._subject.compiler, self._subject.bindings
         trained = bindings.parameters_once.values()
-        memory = [tensor.data_ptr() for tensor in (*trained, *bindings.buffers.values())]
-        flags = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.backends.cudnn.deterministic,
-            torch.backends.cudnn.enabled,
-            torch.backends.cudnn.allow_tf32,
-            torch.backends.cuda.matmul.allow_tf32,
-        )
+        tensors = (*trained, *bindings.buffers.values())
+        memory = tuple([(tensor.data_ptr(), tensor.stride(), tensor.dtype) for tensor in tensors])
         segments = 0 if compiler is None else compiler.segments
-        return segments, flags, tuple(memory), tuple([parameter.requires_grad for parameter in trained])
+        return segments, _arithmetic(), memory, tuple([parameter.requires_grad for parameter in trained])
+
+
+def _arithmetic() -> Hashable:
+    """Return the settings of torch by which kernels are chosen."""
+    convolution, product = torch.backends.cudnn, torch.backends.cuda.matmul
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        convolution.deterministic,
+        convolution.enabled,
+        # From torch 2.9, ``allow_tf32`` raises where these have been set one by one.
+        getattr(getattr(convolution, "conv", None), "fp32_precision", None) or convolution.allow_tf32,
+        getattr(product, "fp32_precision", None) or product.allow_tf32,
+        product.allow_fp16_reduced_precision_reduction,
+        product.allow_bf16_reduced_precision_reduction,
+    )
 
 
 _Sent = Mapping[str, tuple[int, int]]

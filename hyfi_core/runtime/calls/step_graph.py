@@ -8,6 +8,9 @@ reading the image and computing the loss happen between graphs, in every step, a
 the graphs read them. All else of a step is computed from these and from weights and buffers, which keep their memory.
 
 A recorded step is also executed: each graph runs as soon as it is recorded, so that the loss sees its output.
+
+What graphs compute has the same memory in each step. The loss gets copies of outputs, which it may keep; gradients are
+those of the last step only, as with several ranks: who compares them with earlier ones copies them.
 """
 
 from __future__ import annotations
@@ -176,12 +179,14 @@ class StepGraph:
     def _cotangents(self, number: int, step: Step, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
         self._end()
         before = self._marks()
-        cotangents = step.loss.cotangents(microbatch, _detached(leaves), first)
+        of_loss = step.loss.cotangents(microbatch, _copies(leaves), first)
+        # Copies, too: a loss may keep its argument, whose ``grad`` is that of its own step.
+        cotangents = [None if cotangent is None else cotangent.clone() for cotangent in of_loss]
         if self._marks() != before:
             raise NotRecordableError("the loss uses parameters of the model by itself")
 
         def again(steps: Sequence[Step]) -> None:
-            given = steps[number].loss.cotangents(microbatch, _detached(leaves), first)
+            given = steps[number].loss.cotangents(microbatch, _copies(leaves), first)
             for to, cotangent in zip(cotangents, given, strict=True):
                 _put(to, cotangent)
 
@@ -206,9 +211,16 @@ class _RecordedLoss(StepLoss):
         return self._compute(microbatch, leaves, first)
 
 
-def _detached(leaves: Leaves) -> Leaves:
-    """Return the leaves as tensors of their own: a loss makes them require gradients, which they then keep."""
-    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+def _copies(leaves: Leaves) -> Leaves:
+    """Return copies of the leaves: a loss may keep them, and the next step overwrites the memory of graphs.
+
+    A tensor that is several leaves is one copy, whose gradient is then that of all of them, as in a step as it is.
+    """
+    copies: dict[int, torch.Tensor] = {}
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().clone()
+    return [copies[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def _put(to: torch.Tensor | None, cotangent: torch.Tensor | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -91,6 +91,57 @@ def test_losses_may_differ_from_step_to_step() -> None:
     assert_equal(plain, recorded)
 
 
+def test_losses_may_keep_what_they_are_given() -> None:
+    """Outputs of earlier steps stay as they are, such as those from which a metric is computed after an epoch."""
+
+    class Keeping:
+        def __init__(self) -> None:
+            self.kept: list[torch.Tensor] = []
+
+        def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            self.kept.append(output)
+            return F.cross_entropy(output, labels)
+
+    plain, recorded = Keeping(), Keeping()
+    expected = engine_of(model_of(), {}, loss=plain, loss_over="microbatch")
+    engine = engine_of(model_of(), {}, loss=recorded, loss_over="microbatch")
+    for batch in batches(6):
+        expected.train_step(*batch)
+    with fake_graphs(engine) as graphs:
+        for batch in batches(6):
+            engine.train_step(*batch)
+    assert graphs and len(plain.kept) == 6
+    for a, b in zip(plain.kept, recorded.kept, strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert torch.equal(a, b) and torch.equal(a.grad, b.grad)
+
+
+class Twice(nn.Module):
+    """Returns its logits twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.Linear(4, 3)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(F.relu(self.norm(self.conv(images))).mean((2, 3)))
+        return logits, logits
+
+
+def test_an_output_that_is_returned_twice_has_the_gradients_of_both() -> None:
+    def loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs[0], labels) + outputs[1].square().mean()
+
+    plain, recorded = Twice().double().train(), Twice().double().train()
+    expected, engine = (engine_of(model, {}, loss=loss, loss_over="microbatch") for model in (plain, recorded))
+    losses = [expected.train_step(*batch) for batch in batches(6)]
+    with fake_graphs(engine) as graphs:
+        assert [engine.train_step(*batch) for batch in batches(6)] == losses
+    assert graphs
+    assert_equal(plain, recorded)
+
+
 def test_gradients_accumulate_and_are_clipped() -> None:
     plain, recorded = model_of(), model_of()
     expected, engine = engine_of(plain, {}), engine_of(recorded, {})
@@ -144,7 +195,21 @@ def test_predictions_free_the_memory() -> None:
     assert counts[:3] == [0, 0, counts[2]] and counts[5] == counts[2] and counts[6] == 2 * counts[2] == counts[7]
 
 
-@pytest.mark.parametrize("change", ["weights", "memory", "frozen", "smaller batch", "autocast"])
+CHANGES = ["weights", "memory", "format", "frozen", "smaller batch", "autocast", "anomaly", "tf32 of convolutions"]
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """Settings of torch are afterwards as before."""
+    convolution = getattr(torch.backends.cudnn, "conv", None)
+    before = None if convolution is None else convolution.fp32_precision
+    yield
+    if convolution is not None:
+        convolution.fp32_precision = before
+
+
+@pytest.mark.usefixtures("precision")
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_is_recorded_again(change: str) -> None:
     """Loaded weights keep their memory, so that graphs read them; anything else makes a step another one."""
     plain, recorded = model_of(), model_of()
@@ -157,11 +222,20 @@ def test_what_is_recorded_again(change: str) -> None:
             if number == 5 and change == "memory":
                 for parameter in model.parameters():
                     parameter.data = parameter.data.clone()
+            if number == 5 and change == "format":  # in the same memory
+                weight = model.fc.weight  # type: ignore[union-attr]
+                weight.data = weight.data.copy_(weight.t().contiguous().view_as(weight)).view(weight.shape[::-1]).t()
+            if change == "tf32 of convolutions":
+                if not hasattr(torch.backends.cudnn, "conv"):
+                    pytest.skip("before torch 2.9, convolutions have no setting of their own")
+                torch.backends.cudnn.conv.fp32_precision = "ieee" if number >= 5 else "tf32"
             if number == 5 and change == "frozen":
                 model.conv1.weight.requires_grad_(False)  # type: ignore[union-attr]
             if number == 5 and change == "smaller batch":
                 images, labels = images[:1], labels[:1]
-            with torch.autocast("cpu", torch.bfloat16, enabled=number == 5 and change == "autocast"):
+            now = change if number == 5 else ""
+            anomalies = torch.autograd.set_detect_anomaly(now == "anomaly")  # type: ignore[no-untyped-call]
+            with torch.autocast("cpu", torch.bfloat16, enabled=now == "autocast"), anomalies:
                 losses.append(of.train_step(images, labels))
         return losses
 
