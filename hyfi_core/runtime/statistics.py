@@ -16,9 +16,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from hyfi_core.capture.program import Program
 from hyfi_core.capture.released import device_of
 from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.errors import RequestError
+from hyfi_core.rules.batch_norm import has_live_statistics
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.lowered_model import HostedStage, LoweredModel
 
@@ -88,7 +90,9 @@ class FoldedStatistics:
         self._comm = comm
         self._microbatches = microbatches
         self._added: dict[tuple[str, int], torch.Tensor] = {}
+        self._calls: dict[str, int] = {}
         for stage in hosted.values():
+            self._calls |= _calls(stage.ranked.program)
             for name in stage.ranked.program.mutations:
                 self._check(name)
 
@@ -125,7 +129,8 @@ class FoldedStatistics:
         path, _, key = name.rpartition(".")
         module = self._modules[path]
         is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
-        if not is_norm or key not in ("running_mean", "running_var", "num_batches_tracked"):
+        is_known = name in self._calls or (is_norm and module.momentum is None and key != "num_batches_tracked")
+        if not is_norm or not is_known or key not in ("running_mean", "running_var", "num_batches_tracked"):
             raise RequestError(
                 f"buffer {name!r} of {type(module).__name__} changes in training, but its updates have no defined "
                 f"order in a schedule of two directions; use a schedule of one direction, or keep such buffers in "
@@ -175,21 +180,47 @@ class FoldedStatistics:
         for microbatch in range(self._microbatches):
             if counters:
                 torch._foreach_add_(*self._pairs(counters, microbatch))
-            for momentum in dict.fromkeys(module.momentum for module in modules.values()):
-                of = [name for name, module in modules.items() if module.momentum == momentum]
+            kinds: dict[tuple[float | None, int], list[str]] = {}
+            for name, module in modules.items():
+                kinds.setdefault((module.momentum, self._calls.get(name, 0)), []).append(name)
+            for (momentum, calls), of in kinds.items():
                 if momentum is not None:
                     running, added = self._pairs(of, microbatch)
-                    torch._foreach_mul_(running, 1.0 - momentum)
+                    # Each call of a norm multiplies what was there before.
+                    torch._foreach_mul_(running, (1.0 - momentum) ** calls)
                     torch._foreach_add_(running, added)
                     continue
                 for name in of:
-                    # Without momentum, a forward from a counter of zero has the factor 1: it contributes the mean.
-                    factor = 1.0 / float(self._buffers[f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")])
+                    # Without momentum, forwards from a counter of zero contribute the mean of their calls.
+                    counter = _counter_of(name)
+                    factor = self._calls[counter] / float(self._buffers[counter])
                     self._buffers[name].mul_(1.0 - factor).add_(self._added[name, microbatch] * factor)
 
     def _pairs(self, names: Sequence[str], microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the buffers of these names, and a micro-batch's contributions to them."""
         return [self._buffers[name] for name in names], [self._added[name, microbatch] for name in names]
+
+
+def _counter_of(name: str) -> str:
+    """Return the name of the counter of a running statistic's norm."""
+    return f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")
+
+
+def _calls(program: Program) -> dict[str, int]:
+    """Return buffer -> how often a forward changes it: once for each call of its norm.
+
+    Cumulative averages, which are computed by other operators, are missing: their calls are those of the counter.
+    """
+    makers = {output: op for op in program.operators for output in op.outputs if output is not None}
+    calls = {}
+    for name, value in program.mutations.items():
+        count = 0
+        while (op := makers.get(value)) is not None and (op.text == "aten.add.Tensor" or has_live_statistics(op)):
+            # Both have a new value in the place in which they take the old one.
+            value, count = op.args[op.outputs.index(value)].name, count + 1
+        if value in program.buffers:
+            calls[name] = count
+    return calls
 
 
 def unsaved_buffers(model: nn.Module, lowered: LoweredModel) -> set[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from copy import deepcopy
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
+from tests.steps import assert_plan_equals_one_process
 
 
 def test_running_statistics_are_stored_by_two_calls_for_all_norms() -> None:
@@ -28,3 +30,24 @@ def test_running_statistics_are_stored_by_two_calls_for_all_norms() -> None:
     expected = dict(plain.named_buffers())
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer, expected[name], rtol=0, atol=1e-14)
+
+
+class CallsItsNormTwice(nn.Module):
+    """One norm after each of two convolutions, and one that is called once."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum))
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=momentum)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        first = self.norm(self.conv(torch.tanh(self.enter(images))))
+        return self.head(self.norm(self.conv(torch.tanh(first))).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_two_directions_fold_each_call_of_a_norm(momentum: float | None) -> None:
+    plan = hyfi_core.ParallelPlan(((1, 1), (1, 1)), cuts=("enter",), microbatches=2, schedule="gems_master")
+    assert_plan_equals_one_process(CallsItsNormTwice(momentum), (2, 3, 12, 10), plan)
