@@ -169,7 +169,15 @@ KERNELS: Mapping[str, Kernel] = {
 
 
 WRONG = 0.1
-"""Relative error of a convolution in bfloat16 that is not rounding."""
+"""Relative error of a result in bfloat16 that is not rounding."""
+_COMPARED: Mapping[str, Callable[..., Any]] = {
+    "aten.convolution.default": torch.ops.aten.convolution.default,
+    "aten.convolution_backward.default": torch.ops.aten.convolution_backward.default,
+    "aten.avg_pool2d_backward.default": torch.ops.aten.avg_pool2d_backward.default,
+    "aten.avg_pool2d_backward.grad_input": torch.ops.aten.avg_pool2d_backward.default,
+    "aten.max_pool2d_with_indices_backward.grad_input": torch.ops.aten.max_pool2d_with_indices_backward.default,
+}
+"""Convolutions and pools -> their operators without memory for the result."""
 
 
 class CheckedCalls(TorchDispatchMode):
@@ -187,8 +195,8 @@ class CheckedCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class ComparedConvolutions(TorchDispatchMode):
-    """Compares convolutions and their gradients on a GPU with float64 on the CPU.
+class ComparedCalls(TorchDispatchMode):
+    """Compares convolutions, their cotangents and those of pools on a GPU with float64 on the CPU.
 
     Attributes:
         wrong: descriptions of those that differ.
@@ -200,8 +208,9 @@ class ComparedConvolutions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if str(func) in ("aten.convolution.default", "aten.convolution_backward.default"):
-            exact = func(*(one.cpu().double() if isinstance(one, torch.Tensor) else one for one in args))
+        if str(func) in _COMPARED:
+            # Of the map that a pool's cotangent has overwritten, only the shape is read.
+            exact = _COMPARED[str(func)](*(_wide(one) if isinstance(one, torch.Tensor) else one for one in args))
             pairs = zip(tree_leaves(found), tree_leaves(exact), strict=True)
             errors = [
                 float((one.cpu().double() - other).norm() / other.norm().clamp(min=1e-9))
@@ -211,6 +220,10 @@ class ComparedConvolutions(TorchDispatchMode):
             if any(error > WRONG for error in errors):
                 self.wrong.append(f"{func}: relative errors {errors} of {_said(args)}")
         return found
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().double() if tensor.is_floating_point() else tensor.cpu()
 
 
 def _said(args: Any) -> list[Any]:

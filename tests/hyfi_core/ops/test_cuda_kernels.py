@@ -23,7 +23,8 @@ from hyfi_core.ops.redistribute import is_channels_last
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.window import AxisWindow, Window
 from tests.harness import run_copies
-from tests.hyfi_core.ops.cuda_kernels import KERNELS, CheckedCalls, ComparedConvolutions
+from tests.hyfi_core.ops import cuda_kernels
+from tests.hyfi_core.ops.cuda_kernels import KERNELS, CheckedCalls, ComparedCalls
 
 SHAPE = (2, 3, 26, 22)
 ON_A_GPU = {"batch_norm_backward_elemt.default", "batch_norm_elemt.default"}  # a CPU has no such kernels
@@ -71,9 +72,9 @@ def step(
     kind: torch.dtype,
     device: str,
     order: torch.memory_format,
-    compared: ComparedConvolutions | None = None,
+    compared: ComparedCalls | None = None,
 ) -> Any:
-    """Return (gradients of a step, calls) of one rank; with ``compared``, wrong convolutions of all are noted there."""
+    """Return (gradients of a step, calls) of one rank; with ``compared``, wrong calls of all are noted there."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(SHAPE, dtype=torch.float64, generator=generator).to(device, kind)
     labels = torch.tensor([0, 1], device=device)
@@ -90,6 +91,11 @@ def step(
     return body(AloneCommunicator(), model)
 
 
+def as_on_a_gpu() -> Any:
+    """Context in which padded average pools are computed on a CPU as on a GPU."""
+    return mock.patch.object(avg_pool, "forgets_padding", lambda x, padding: any(padding) and is_channels_last(x))
+
+
 def reference() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     model, images = network().double(), torch.randn(SHAPE, dtype=torch.float64, generator=generator)
@@ -101,8 +107,7 @@ def reference() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
 def test_calls_of_a_step_are_accepted_by_cuda(kind: torch.dtype, order: torch.memory_format, plan: str) -> None:
-    # As on a GPU.
-    with mock.patch.object(avg_pool, "forgets_padding", lambda x, padding: any(padding) and is_channels_last(x)):
+    with as_on_a_gpu():
         _, calls = step(PLANS[plan], kind, "cpu", order)
     checked = {name for name, kernel in KERNELS.items() if kernel.accepts is not None}
     assert plan == "fused" or checked - ON_A_GPU <= set(calls)
@@ -132,6 +137,17 @@ def test_a_pool_of_swapped_rows_and_columns_is_accepted_by_cuda(over: bool) -> N
     assert found is not None and leaf.grad is not None and torch.equal(found, leaf.grad)
 
 
+def test_convolutions_and_pools_that_are_wrong_are_named() -> None:
+    compared = ComparedCalls()
+    with as_on_a_gpu():
+        step(PLANS["columns"], torch.bfloat16, "cpu", torch.channels_last, compared)
+    assert compared.wrong == []
+    other = {"aten.avg_pool2d_backward.grad_input": lambda dy, x, *settings: torch.ones_like(x)}
+    with as_on_a_gpu(), mock.patch.dict(cuda_kernels._COMPARED, other):  # type: ignore[arg-type]
+        step(PLANS["columns"], torch.bfloat16, "cpu", torch.channels_last, compared)
+    assert compared.wrong and all("avg_pool2d_backward" in line for line in compared.wrong)
+
+
 def test_the_table_has_every_operator_that_is_called_by_name() -> None:
     sources = Path(hyfi_core.__file__).parent.rglob("*.py")
     named = (
@@ -158,9 +174,9 @@ def test_steps_on_a_gpu_equal_float64_on_a_cpu(kind: torch.dtype, order: torch.m
         if errors[name] > TOLERANCES[kind] * max(gradient.norm(), 0.1 * everything)
     ]
     if wrong:  # said with the calls that are, so that one run on a GPU is enough
-        compared = ComparedConvolutions()
+        compared = ComparedCalls()
         step(PLANS[plan], kind, "cuda", order, compared)
-        raise AssertionError(f"gradients {wrong} are wrong; convolutions that are:\n" + "\n".join(compared.wrong))
+        raise AssertionError(f"gradients {wrong} are wrong; calls that are:\n" + "\n".join(compared.wrong))
 
 
 @pytest.mark.cuda
