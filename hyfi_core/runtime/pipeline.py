@@ -248,8 +248,10 @@ class Pipeline:
             real = self._groups[key], self._copies[key], self._peers
             recorder, copies, peers = (RecordingCommunicator(c, log, self._spills) for c in real)
             # A copy: the forward removes values from its own dict as soon as no step needs them.
+            buffers = _changing(stage, values)
+            flight.memory.stay(buffers)
             left_out = stage.ranked.program.image if step.reads_again else None
-            flight.again = ({name: value for name, value in values.items() if name != left_out}, log)
+            flight.again = ({name: value for name, value in values.items() if name != left_out} | buffers, log)
             first = recording(log, self._spills)
             executor = Executor(stage.tape, recorder, copies, flight.memory, peers, first)
         tape = executor.forward(values, record=trains and not recomputes)
@@ -341,6 +343,12 @@ class Pipeline:
         return {
             item.name: cotangent for item, cotangent in zip(outputs, cotangents, strict=True) if cotangent is not None
         }
+
+
+def _changing(stage: HostedStage, values: LocalValues) -> LocalValues:
+    """Return copies of the buffers that forwards change, before another micro-batch's has changed them."""
+    program = stage.ranked.program
+    return {value: values[value].clone() for value, name in program.buffers.items() if name in program.mutations}
 
 
 def _peer(action: Action) -> int:

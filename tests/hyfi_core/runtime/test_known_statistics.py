@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyfi_core
@@ -128,3 +129,26 @@ def test_a_running_mean_that_the_forward_reads_is_that_of_its_own_run(grid: tupl
     plan = ParallelPlan((grid,), microbatches=2, schedule="gpipe", recompute=True)
     torch.manual_seed(0)
     assert_plan_equals_one_process(ReadsItsAverage(), SHAPE, plan)
+
+
+class ReadsItsAverageBefore(nn.Module):
+    """Scales its map by the running mean that its norm has before, and by a weight that power iteration normalises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = spectral_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4)
+        self.leave = nn.Sequential(nn.Conv2d(4, 2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        assert self.norm.running_mean is not None
+        before = self.norm.running_mean.clone().view(1, -1, 1, 1)
+        return self.leave(torch.tanh(self.norm(self.enter(x))) * (1 + before))
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("more", [{}, {"cells": (2, 1)}], ids=["ranks", "cells"])
+def test_buffers_that_a_forward_reads_are_those_of_its_first_run(grid: tuple[int, int], more: dict[str, Any]) -> None:
+    """Forwards of other micro-batches have changed them before it is computed again."""
+    plan = ParallelPlan((grid,), microbatches=2, schedule="gpipe", recompute=True, **more)
+    torch.manual_seed(0)
+    assert_plan_equals_one_process(ReadsItsAverageBefore(), SHAPE, plan, strict=not more or grid == (1, 1))
