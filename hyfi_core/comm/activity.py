@@ -71,7 +71,12 @@ class Activity:
 
     @contextmanager
     def waiting(self, describe: Callable[[], str], nbytes: int = 0) -> Iterator[None]:
-        """Record a wait during the body."""
+        """Record a wait during the body.
+
+        Args:
+            describe: returns what is waited for, called only if somebody asks.
+            nbytes: of the messages that it waits for.
+        """
         self.wait = wait = Wait(describe, time.monotonic(), nbytes=nbytes)
         try:
             yield

@@ -86,6 +86,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         variance: torch.Tensor,
         inverse: torch.Tensor,
     ) -> torch.Tensor:
+        """Return the map, normalised by known statistics; ``inverse`` is 1/σ, of ``variance`` and epsilon."""
         if not own.numel():
             return torch.empty_like(own)
         # The native kernel takes a 16-bit map with all else in float32, or everything in one dtype.
@@ -273,7 +274,17 @@ class BatchNorm(AsyncBackward, Recomputable):
     def _terms(
         self, weight: torch.Tensor | None, mean: torch.Tensor, variance: torch.Tensor, means: torch.Tensor, dims: int
     ) -> tuple[torch.Tensor, ...]:
-        """Return gain, slope and shift, in a shape that broadcasts with the map."""
+        """Return gain, slope and shift, in a shape that broadcasts with the map: dx = gain · dy + slope · x + shift.
+
+        So it is on owned pixels; on other computed copies it is gain · dy.
+
+        Args:
+            weight: of the norm.
+            mean: of the map.
+            variance: likewise.
+            means: (mean of dy, mean of dy · x̂) over the map, for each channel.
+            dims: of the map's tensor.
+        """
         # In float64, for each channel once: rounded only when it is applied to pixels.
         inverse = (variance.double() + self.eps).rsqrt()
         gain = inverse if weight is None else inverse * weight.double()

@@ -325,6 +325,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def _native_back(
         self, dy: torch.Tensor, tensor: torch.Tensor, kernel: torch.Tensor, padding: tuple[int, int], mask: OutputMask
     ) -> Any:
+        """Return the cotangents of ``tensor``, kernel and bias, by PyTorch's call; None where ``mask`` has False."""
         stride, dilation = self._stride_dilation
         pads, size = self._pads(tensor, padding), tensor.shape[2:]
         if pads:

@@ -131,18 +131,23 @@ def gather_explanation(
         of_processes.parts, Boxes.same(layout.map, of_processes.parts.grid), layout.map, stage.rank
     )
 
-    def joined_map(maps: Sequence[torch.Tensor]) -> torch.Tensor:
-        joined = maps[0] if len(maps) == 1 else maps[0].new_empty((*maps[0].shape[:2], *own.shape))
-        for part, values in zip(parts if len(maps) > 1 else (), maps, strict=False):
+    def of_process(maps: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len(maps) == 1:
+            return maps[0]
+        joined = maps[0].new_empty((*maps[0].shape[:2], *own.shape))
+        for part, values in zip(parts, maps, strict=True):
             rows, columns = part.box.relative_to(own).slices()
             joined[:, :, rows, columns] = values
-        return waited(Redistribute(transfer).forward(stage, (joined.contiguous(),)))[0][0]
+        return joined
+
+    def whole(maps: Sequence[torch.Tensor]) -> torch.Tensor:
+        return waited(Redistribute(transfer).forward(stage, (of_process(maps).contiguous(),)))[0][0]
 
     positions = [part.explanation.positions for part in parts if part.explanation.positions is not None]
     return Explanation(
         parts[0].explanation.logits,
-        joined_map([part.explanation.contributions for part in parts]),
-        joined_map(positions) if len(positions) == len(parts) else None,
+        whole([part.explanation.contributions for part in parts]),
+        whole(positions) if len(positions) == len(parts) else None,
     )
 
 

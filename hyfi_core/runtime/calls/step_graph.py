@@ -160,6 +160,7 @@ class StepGraph:
         return replace(step, part=part, loss=loss)
 
     def _image(self, number: int, step: Step, key: Key, microbatch: int) -> torch.Tensor | None:
+        """End a graph, read the image, and begin the next graph, which reads it from the memory that is returned."""
         self._end()
         given = step.part(key, microbatch)
         # A copy: the caller may change or free its memory, and passes other memory in the next step.
@@ -177,6 +178,7 @@ class StepGraph:
         return image
 
     def _cotangents(self, number: int, step: Step, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
+        """End a graph, compute the loss of its output, and begin the next, which reads the cotangents returned."""
         self._end()
         before = self._marks()
         of_loss = step.loss.cotangents(microbatch, _copies(leaves), first)
