@@ -103,7 +103,8 @@ class ReplayedSteps:
         for counts, was in zip(self._counts, before, strict=True):
             _add(counts, _difference(was, _sent(counts)))
         for parameter in self._subject.bindings.parameters_once.values():
-            parameter.grad = None
+            if parameter.requires_grad:  # what the caller keeps at others is not of this step
+                parameter.grad = None
         _return_memory(self._subject.device)
         steps = make()
         events = train(steps)

@@ -330,6 +330,27 @@ def test_steps_that_cannot_be_recorded_run_as_they_are(monkeypatch: pytest.Monke
     assert_equal(plain, recorded)
 
 
+def test_a_failed_attempt_leaves_gradients_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may keep something at a frozen parameter; see ``test_steps_that_cannot_be_recorded…``."""
+    from tests import fake_graph
+
+    model = model_of()
+    frozen = model.get_parameter("bn1.bias").requires_grad_(False)
+    engine = engine_of(model, {})
+    end = fake_graph.FakeGraph.end
+
+    def failing(self: fake_graph.FakeGraph) -> None:
+        end(self)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(fake_graph.FakeGraph, "end", failing)
+    with fake_graphs(engine), pytest.warns(UserWarning, match="ZeroDivisionError"):
+        for batch in batches(3):
+            frozen.grad = kept = torch.ones_like(frozen)
+            engine.accumulate(*batch)
+            assert frozen.grad is kept
+
+
 def test_errors_of_the_loss_are_its_own() -> None:
     calls = []
 
