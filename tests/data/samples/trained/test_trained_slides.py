@@ -23,6 +23,13 @@ def test_a_file_is_found_under_any_name_and_a_case_in_any_slide() -> None:
     assert not known.has("new", "", OTHER)
 
 
+def test_a_checkpoint_of_an_earlier_version_is_understood() -> None:
+    """Its digests are compared with those of this version: of another length, none would be recognised."""
+    written = {"slides": ["4267092274023cec:aaaaaaaaaaaaaaaa"], "cases": ["148de9c5a7a44d19"]}
+    known = TrainedSlides.of_json(written)
+    assert known.has("slide-1", "", "") and known.has("renamed", "", FILE) and known.has("new", "p", OTHER)
+
+
 def test_a_name_alone_counts_only_while_a_file_is_unknown() -> None:
     assert not trained(("1", FILE)).has("1", "", OTHER)  # many archives have a slide 1
     assert trained(("1", FILE)).has("1", "", "")
