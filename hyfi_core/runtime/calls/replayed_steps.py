@@ -95,7 +95,9 @@ class ReplayedSteps:
         before = [_sent(counts) for counts in self._counts]
         tried = self._try_to_record(make, train)
         if not isinstance(tried, str):
-            return tried
+            graph, steps, events = tried
+            self._recorded = graph, [_difference(_sent(c), was) for c, was in zip(self._counts, before, strict=True)]
+            return steps, events
         self._wanted = False
         # What has run of the step may have changed these, and its memory is needed again.
         for buffer, value in buffers:
@@ -115,22 +117,21 @@ class ReplayedSteps:
         )
         return steps, events
 
-    def _try_to_record(self, make: Callable[[], list[Step]], train: Train) -> tuple[list[Step], list[Event]] | str:
-        """Record and run a step; return what it read and did, or why that has failed, without holding its memory."""
+    def _try_to_record(
+        self, make: Callable[[], list[Step]], train: Train
+    ) -> tuple[StepGraph, list[Step], list[Event]] | str:
+        """Record and run a step; return it, what it read and did, or why it failed, without holding its memory."""
         events: list[Event] = []
         trained = self._subject.bindings.parameters_once.values()
         with self._recording() as new_graph:
             graph = StepGraph(new_graph, [parameter for parameter in trained if parameter.requires_grad])
             steps = make()
-            before = [_sent(counts) for counts in self._counts]
             try:
                 graph.record(steps, lambda recorded: events.extend(train(recorded)))
             except Exception as error:
                 kind = "" if isinstance(error, NotRecordableError) else f"{type(error).__name__}: "
                 return f"{kind}{(str(error).splitlines() or [''])[0][:200]}"
-        sent = [_difference(_sent(c), was) for c, was in zip(self._counts, before, strict=True)]
-        self._recorded = graph, sent
-        return steps, events
+        return graph, steps, events
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[Callable[[], Graph]]:

@@ -122,11 +122,9 @@ class StepGraph:
         for part in self._parts:
             part(steps)
         for parameter, gradient in zip(self._parameters, self.gradients, strict=True):
-            # A loss that did not when it was recorded may use parameters by itself now.
-            of_loss = parameter.grad
-            parameter.grad = gradient if of_loss is None or gradient is None else gradient + of_loss
-            if gradient is None:
-                parameter.grad = of_loss
+            if gradient is not None:
+                # A loss that did not when it was recorded may use parameters by itself now.
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
     def _begin(self) -> None:
         self._graph = self._new_graph()

@@ -15,7 +15,7 @@ import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.models.resnet import resnet10
 from hyfi_core.runtime.engine import Engine
-from tests.fake_graph import fake_graphs
+from tests.fake_graph import FakeGraph, fake_graphs
 
 SIDE = 40
 PLANS = {
@@ -60,13 +60,19 @@ def assert_equal(first: nn.Module, second: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
+def assert_same_losses(expected: Engine, engine: Engine, given: list[Any]) -> list[FakeGraph]:
+    """Take the steps of both engines; return the graphs that the second one has recorded."""
+    losses = [expected.train_step(*batch) for batch in given]
+    with fake_graphs(engine) as graphs:
+        assert [engine.train_step(*batch) for batch in given] == losses
+    return graphs
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_repeated_steps_are_the_same(name: str) -> None:
     plain, recorded = model_of(), model_of()
     expected, engine = engine_of(plain, PLANS[name]), engine_of(recorded, PLANS[name])
-    losses = [expected.train_step(*batch) for batch in batches(7)]
-    with fake_graphs(engine) as graphs:
-        assert [engine.train_step(*batch) for batch in batches(7)] == losses
+    graphs = assert_same_losses(expected, engine, batches(7))
     assert graphs and all(graph.replays == 5 for graph in graphs)
     assert_equal(plain, recorded)
     assert engine.traffic() == expected.traffic()
@@ -84,9 +90,7 @@ def test_losses_may_differ_from_step_to_step() -> None:
 
     plain, recorded = model_of(), model_of()
     expected, engine = engine_of(plain, {}, loss=Annealed()), engine_of(recorded, {}, loss=Annealed())
-    losses = [expected.train_step(*batch) for batch in batches(6)]
-    with fake_graphs(engine) as graphs:
-        assert [engine.train_step(*batch) for batch in batches(6)] == losses
+    graphs = assert_same_losses(expected, engine, batches(6))
     assert graphs
     assert_equal(plain, recorded)
 
@@ -135,9 +139,7 @@ def test_an_output_that_is_returned_twice_has_the_gradients_of_both() -> None:
 
     plain, recorded = Twice().double().train(), Twice().double().train()
     expected, engine = (engine_of(model, {}, loss=loss, loss_over="microbatch") for model in (plain, recorded))
-    losses = [expected.train_step(*batch) for batch in batches(6)]
-    with fake_graphs(engine) as graphs:
-        assert [engine.train_step(*batch) for batch in batches(6)] == losses
+    graphs = assert_same_losses(expected, engine, batches(6))
     assert graphs
     assert_equal(plain, recorded)
 
@@ -170,9 +172,7 @@ def test_images_that_are_read_in_part() -> None:
         (lambda box, images=images: images[:, :, box.y0 : box.y1, box.x0 : box.x1], labels)
         for images, labels in batches(6)
     ]
-    losses = [expected.train_step(*batch) for batch in given]
-    with fake_graphs(engine) as graphs:
-        assert [engine.train_step(*batch) for batch in given] == losses
+    graphs = assert_same_losses(expected, engine, given)
     assert graphs
     assert_equal(plain, recorded)
 
@@ -373,9 +373,7 @@ def test_the_users_hooks_run_in_every_step() -> None:
     for model in (plain, recorded):
         model.fc.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[union-attr]
     expected, engine = engine_of(plain, {}), engine_of(recorded, {})
-    losses = [expected.train_step(*batch) for batch in batches(6)]
-    with fake_graphs(engine) as graphs:
-        assert [engine.train_step(*batch) for batch in batches(6)] == losses
+    graphs = assert_same_losses(expected, engine, batches(6))
     assert graphs
     assert_equal(plain, recorded)
 
