@@ -66,7 +66,9 @@ StainReference = Annotated[
         help="A slide of the store, a stored slide, or a picture of tissue; default: the method's published colours.",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace features of another encoder or other settings.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace features of another encoder, other settings or another file.")
+]
 _MOST_WORKERS = 8
 
 

@@ -12,10 +12,7 @@ from workflows.features.request import FeatureRequest
 from workflows.paths import require_writable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from data.samples.colours.stain_normalisation import StainNormalisation
-    from data.store.slide_store import StoreLevel
     from workflows.encoders.tile_encoder import TileEncoder
     from workflows.features.compute import FeatureReport
 
@@ -41,12 +38,12 @@ def run(request: FeatureRequest, as_json: bool) -> int:
     from workflows.launch.owner import FolderOwner
 
     store = location(request.store)
-    slides = _slides(store, request)
+    sources = _sources(store, request)
     encoder = _encoder(request)
     stain = stain_normalisation(request.stain, request.stain_reference, store, "--stain-reference")  # type: ignore[arg-type]
     folder = FeatureFolder(request.out, request.form, _settings(request, encoder, stain))
     # Before the lock and anything written: a folder of other settings is refused.
-    folder.check(slides, request.overwrite)
+    folder.check(sources, request.overwrite)
     require_writable(request.out)
     console.say(str(encoder))
     if encoder.untrained:
@@ -59,8 +56,8 @@ def run(request: FeatureRequest, as_json: bool) -> int:
     task = EncodingRun(store, encoder, folder, request.tiling, request.precision, request.batch, request.workers, stain)
     report = FeatureReport()
     try:
-        with console.progress(len(slides), "features") as bar:
-            encode_slides(task, slides, report, bar.advance, console.warn)
+        with console.progress(len(sources), "features") as bar:
+            encode_slides(task, list(sources), report, bar.advance, console.warn)
     finally:
         # Also after an error: the table lists what is there. Before the release, as another process may write after it.
         table = folder.write_table()
@@ -69,8 +66,8 @@ def run(request: FeatureRequest, as_json: bool) -> int:
     return SOME_FAILED if report.failed else DONE
 
 
-def _slides(store: Path, request: FeatureRequest) -> list[str]:
-    """Return the slides of this part.
+def _sources(store: Path, request: FeatureRequest) -> dict[str, str | None]:
+    """Return the slides of this part, each with the SHA-256 of the file that it was ingested from, if known.
 
     Raises:
         RequestError: There is no store, it has no finished slides, or its slides are not of the tiles' resolution.
@@ -91,13 +88,14 @@ def _slides(store: Path, request: FeatureRequest) -> list[str]:
     if not names:
         raise RequestError(f"{store}: no slide of this store is done; run `hyfi ingest` first")
 
-    def levels_of(name: str) -> Sequence[StoreLevel]:
+    def opened(name: str) -> SlideStore | None:
         try:
-            return SlideStore.open(slide_path(store, name), check_files=False).levels
+            return SlideStore.open(slide_path(store, name), check_files=False)
         except StoreError:
-            return ()  # encode_slides names it as failed
+            return None  # encode_slides names it as failed
 
-    levels_by_name = {name: levels for name, levels in zip(names, each(levels_of, names, store), strict=True) if levels}
+    slides = {name: slide for name, slide in zip(names, each(opened, names, store), strict=True) if slide}
+    levels_by_name = {name: slide.levels for name, slide in slides.items() if slide.levels}
     # Slides that cannot be opened are left out here: they fail one by one, not all.
     for name, levels in levels_by_name.items():
         plane_of(levels, request.tiling.mpp, name)
@@ -110,7 +108,10 @@ def _slides(store: Path, request: FeatureRequest) -> list[str]:
                 f"{store}: its slides have different resolutions ({least}: {finest[least]:g} µm/px, {most}: "
                 f"{finest[most]:g} µm/px); give that of the tiles, as in --mpp {finest[most]:g}"
             )
-    return sorted(part_of_names(names, *request.part))
+    return {
+        name: slides[name].attributes.get("sha256") if name in slides else None
+        for name in sorted(part_of_names(names, *request.part))
+    }
 
 
 def _encoder(request: FeatureRequest) -> TileEncoder:

@@ -135,7 +135,8 @@ def _encode_slide(
         # Before the record: a slide counts as done only with its files.
         file.publish()
     lacks_colours = run.stain is not None and colours is None
-    run.folder.note_done(slide.slide_id, tiles.digest(), len(tiles), AS_SCANNED if lacks_colours else "")
+    note = AS_SCANNED if lacks_colours else ""
+    run.folder.note_done(slide.slide_id, slide.attributes.get("sha256"), tiles.digest(), len(tiles), note)
     return not lacks_colours
 
 

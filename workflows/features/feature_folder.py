@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,16 @@ class FeatureFolder:
         # As read back from the file: tuples become lists, so both can be compared.
         self._settings = json.loads(json.dumps(settings))
 
-    def check(self, slide_ids: Sequence[str], overwrite: bool) -> None:
+    def check(self, sources: Mapping[str, str | None], overwrite: bool) -> None:
         """Check that the folder may be written; writes nothing.
 
+        Args:
+            sources: For each slide, the SHA-256 of the file that it was ingested from; None: not known.
+            overwrite: Whether features of other settings, or of other files with the same slide ids, may be replaced.
+
         Raises:
-            RequestError: It is a file, has features of other settings, or files that ``hyfi features`` did not write.
+            RequestError: It is a file, has features of other settings, or files that ``hyfi features`` did not write;
+                or features of a slide that has the id of one of these, but another source.
         """
         if self.path.exists() and not self.path.is_dir():
             raise RequestError(f"{self.path} is a file; choose a folder for the features")
@@ -61,10 +66,18 @@ class FeatureFolder:
                 f"{self.path} has features made with another {difference}; choose another --out, or use --overwrite to "
                 f"start over"
             )
-        for slide_id in slide_ids:
+        for slide_id, source in sources.items():
             for name in files_of(slide_id, self.form):
                 if (self.path / name).exists() and not self._sidecar(slide_id).exists() and before is None:
                     raise RequestError(f"{self.path / name} was not written by hyfi features; choose another --out")
+            stated = read_json_object(self._sidecar(slide_id)).get("source_sha256")
+            # Two labs may both have a slide "1": its features must not silently replace those of the other.
+            if not overwrite and stated and source and stated != source:
+                raise RequestError(
+                    f"{self.path} has features of {slide_id} from another file (SHA-256 {_short(stated)}; now "
+                    f"{_short(source)}): another slide of the same name, or a new scan; choose another --out, or use "
+                    "--overwrite to replace them"
+                )
 
     def begin(self) -> None:
         """Create the folder and write `RUN_FILE`; features of other settings are removed first.
@@ -106,13 +119,22 @@ class FeatureFolder:
                 return f"damaged: {path}: {error.strerror or error}"
         return None
 
-    def note_done(self, slide_id: str, tiles: str, count: int, note: str = "") -> None:
-        """Write a slide's sidecar after its files; ``note`` is for its row of the table."""
+    def note_done(self, slide_id: str, source: str | None, tiles: str, count: int, note: str = "") -> None:
+        """Write a slide's sidecar after its files.
+
+        Args:
+            slide_id: The slide.
+            source: SHA-256 of the file that it was ingested from; None: not known.
+            tiles: Digest of its tiles.
+            count: Number of its tiles.
+            note: For the column ``reason`` of its row of the table.
+        """
         files = {
             name: {"sha256": digest_of(self.path / name), "stamp": _stamp(self.path / name)}
             for name in files_of(slide_id, self.form)
         }
         record = {"slide_id": slide_id, "status": DONE, "tiles": count, "tiles_sha256": tiles, "files": files}
+        record |= {"source_sha256": source} if source else {}
         record |= {"reason": note} if note else {}
         write_json_atomically(self._sidecar(slide_id), record)
 

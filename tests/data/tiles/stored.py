@@ -15,8 +15,8 @@ AFFINE = [[2.5, 0.0, 40.0], [0.0, 2.5, 7.0]]
 SOURCE = {"mpp": [0.4, 0.4], "objective_power": None, "bounds": {"y0": 40, "y1": 2793, "x0": 7, "x1": 10760}}
 
 
-def write_slide(store: Path, slide_id: str, mask: np.ndarray, seed: int = 7) -> SlideStore:
-    """Write a slide of noise in two files, with a mask of 8 µm per pixel."""
+def write_slide(store: Path, slide_id: str, mask: np.ndarray, seed: int = 7, source: str | None = None) -> SlideStore:
+    """Write a slide of noise in two files, with a mask of 8 µm per pixel; ``source``: digest of its file."""
     rng = np.random.default_rng(seed)
     with SlideWriter(store, slide_id, pyramid_levels(SIZES, 1.0)) as writer:
         for k, size in enumerate(SIZES):
@@ -24,5 +24,5 @@ def write_slide(store: Path, slide_id: str, mask: np.ndarray, seed: int = 7) -> 
             for x in range(0, pixels.shape[2], 4096):
                 writer.write(k, 0, x, pixels[:, :, x : x + 4096])
         writer.write_tissue(mask, 8.0)
-        writer.publish({"kind": "resampled", "affine": AFFINE, "source": SOURCE})
+        writer.publish({"kind": "resampled", "affine": AFFINE, "source": SOURCE, "sha256": source})
     return SlideStore.open(slide_path(store, slide_id))

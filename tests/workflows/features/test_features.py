@@ -171,6 +171,26 @@ def test_a_slide_that_was_ingested_again_is_named(tmp_path: Path, hyfi_here: Hyf
         assert ("a: out of date: the slide was ingested again" in done.stderr) == (seed == 2)
 
 
+def test_features_of_another_store_are_not_replaced_by_those_of_a_slide_of_the_same_name(
+    tmp_path: Path, hyfi_here: Hyfi
+) -> None:
+    mask = np.ones((138, 538), bool)
+    for number, name in enumerate(("one", "two")):
+        (tmp_path / name).mkdir()
+        write_slide(tmp_path / name, "a", mask, number, source=str(number) * 64)
+        SlideRecord(slide_id="a", source_path="", status="done").save(tmp_path / name)
+        merge_manifest(tmp_path / name)
+    assert hyfi_here("features", "one", *PLAIN, "--out", "out").returncode == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    refused = hyfi_here("features", "two", *PLAIN, "--out", "out")
+    assert (
+        refused.returncode == 2 and "out has features of a from another file (SHA-256 000000000000…" in refused.stderr
+    )
+    assert before == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert hyfi_here("features", "two", *PLAIN, "--out", "out", "--overwrite").returncode == 0
+    assert np.allclose(trident_reads(tmp_path / "out" / "a.h5")[2], expected(tmp_path / "two", "a", Tiling(96))[1])
+
+
 def test_features_of_two_encoders_are_never_mixed(store: Path, tmp_path: Path, hyfi_here: Hyfi) -> None:
     command = ("features", store, *PLAIN, "--out", "out")
     hyfi_here(*command)
