@@ -33,6 +33,8 @@ FLAG_MEANINGS = {
     "truncated": "the file is truncated, but the level that was read is complete",
     "tissue_given": "the tissue outline was given by the user, not detected",
     "upsampled": "the scan is slightly coarser than the model's resolution and was upsampled",
+    "black": "part of the slide is exactly black: it was not scanned, or its uncompressed "
+    "file was not copied completely",
     "blur": "parts of the tissue are out of focus",
     "pen": "there are pen marks on the glass",
     "bad_tiles": "some tiles of the file cannot be decoded and were replaced by white",

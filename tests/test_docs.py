@@ -21,7 +21,7 @@ import yaml
 import data
 import pathology
 from pathology.pages import FLAG_MEANINGS
-from pathology.tissue.quality import BLURRED_SHARE, PEN_SHARE
+from pathology.tissue.quality import BLACK_SHARE, BLURRED_SHARE, PEN_SHARE
 from tests.conftest import ROOT, Hyfi
 from tests.patience import PATIENCE_S
 from tests.workflows.archive import make_store
@@ -172,6 +172,7 @@ def test_flags_and_metrics_are_all_explained() -> None:
     }
     assert (
         f"more than {BLURRED_SHARE:.0%}".replace("%", " %") in flags
+        and f"more than {BLACK_SHARE:.0%}".replace("%", " %") in flags
         and f"more than {PEN_SHARE:.1%}".replace("%", " %") in flags
     )
     assert f"middle {LEVEL:.0%}".replace("%", " %") in metrics and f"{DRAWS:,} bootstrap draws" in metrics

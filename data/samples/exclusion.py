@@ -12,6 +12,7 @@ from hyfi_core.errors import RequestError
 
 SLIDE_FLAGS = (
     "bad_tiles",
+    "black",
     "blur",
     "chunks_absent",
     "colour",

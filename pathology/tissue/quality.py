@@ -22,6 +22,8 @@ BLURRED_SHARE = 0.08
 """Slides with a larger fraction of their tissue out of focus have the flag ``blur``."""
 PEN_SHARE = 0.002
 """Slides with a larger fraction of their area under ink have the flag ``pen``."""
+BLACK_SHARE = 0.01
+"""Slides with a larger fraction of exactly black pixels in the overview have the flag ``black``."""
 _DARK = 64
 _FEWEST_COLOURS = 50
 """Pixels of tissue below which its colours are not judged."""
@@ -72,6 +74,7 @@ class Quality:
             "no_tissue": not self.masks.tissue.any(),
             "pen": self._pen_share > PEN_SHARE,
             "blur": self.blur.share > BLURRED_SHARE,
+            "black": bool((self.overview.max(0) == 0).mean() > BLACK_SHARE),
             "colour": has_unlikely_colours(self.overview[:, self.masks.tissue]) or has_dark_ground(self.overview),
         }
 

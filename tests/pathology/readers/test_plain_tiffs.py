@@ -205,3 +205,15 @@ def test_a_file_cut_behind_its_finest_level_is_read_and_flagged(
 def test_whole_slides_are_not_called_truncated(real_slides: Path) -> None:
     assert not [path.name for path in real_slides.glob("*.svs") if is_truncated(path)]
     assert is_truncated(real_slides / "odd" / "truncated.svs")
+
+
+def test_a_copy_of_an_uncompressed_slide_that_was_not_finished_has_a_flag(tmp_path: Path) -> None:
+    """A copy with its whole size from the start has zeros where nothing arrived, and uncompressed zeros are pixels."""
+    pixels = np.full((1024, 1024, 3), 235, np.uint8)
+    pixels[300:900, 200:800] = (180, 90, 150)
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, pixels, photometric="rgb", tile=(256, 256), resolution=(10000, 10000), resolutionunit=3)
+    whole = path.read_bytes()
+    assert "black" not in ingest_slide(path, tmp_path / "whole", IngestOptions(native=True)).flags
+    path.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
+    assert "black" in ingest_slide(path, tmp_path / "half", IngestOptions(native=True)).flags
