@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,21 @@ settings.register_profile("any load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any load")
 
 Hyfi = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector waits while tests are collected: it would go through what is imported repeatedly.
+
+    Afterwards it works less often than by default: captures make many objects, which die without it.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
