@@ -3,8 +3,9 @@
     a < b       a <= b          x + y     x - y         not x       x             f(y)    (nothing)
     a and b     a or b          min(x)    max(x)        3           4             True    False
 
-Docstrings, annotations and messages of errors are left as they are: no test needs to notice them. So is the -1 of a
-reshape: NumPy takes any negative number for the side that it computes, and torch refuses all but -1.
+Docstrings, annotations and messages of errors are left as they are: no test needs to notice them. So is what changes
+nothing for certain: the -1 of a reshape, as NumPy takes any negative number for the side that it computes, and torch
+refuses all but -1; and defaults of functions whose body is ``...``, as those of a protocol, which nothing calls.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _places(tree: ast.Module) -> Iterator[tuple[ast.stmt, ast.AST, str]]:
 
 def _of_statement(statement: ast.stmt) -> Iterator[ast.AST]:
     """Yield the nodes of a statement, without those of statements in it, annotations and what it raises."""
-    if isinstance(statement, (ast.Raise, ast.Import, ast.ImportFrom, ast.ClassDef, ast.Assert)):
+    if isinstance(statement, (ast.Raise, ast.Import, ast.ImportFrom, ast.ClassDef, ast.Assert)) or _is_stub(statement):
         return
     left: list[ast.AST] = [statement]
     while left:
@@ -126,6 +127,18 @@ def _of_statement(statement: ast.stmt) -> Iterator[ast.AST]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "reshape":
                 children = [child for child in children if ast.unparse(child) != "-1"]
             left += [c for c in children if isinstance(c, ast.AST) and not isinstance(c, (ast.stmt, ast.JoinedStr))]
+
+
+def _is_stub(statement: ast.stmt) -> bool:
+    """Whether a statement is a function that has no body but a docstring and ``...``."""
+    if not isinstance(statement, ast.FunctionDef):
+        return False
+    *documented, last = (part.value.value if _is_constant(part) else None for part in statement.body)  # type: ignore[attr-defined]
+    return last is ... and all(isinstance(text, str) for text in documented)
+
+
+def _is_constant(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _kinds(node: ast.AST) -> Iterator[str]:

@@ -26,6 +26,12 @@ def f(x: int = 3) -> bool:
     if x is None:
         raise ValueError(f"{x + 1}")
     return min(x // 2, x) in zip(x.reshape(-1, a), strict=True)
+
+class Read(Protocol):
+    def of(self, level: int = 0) -> int:
+        """Text 3."""
+        ...
+    def at(self, level: int = 5) -> int: ...
 '''
 
 
