@@ -27,3 +27,18 @@ def test_nothing_is_overwritten_unless_asked() -> None:
                 asked |= {f"{name}.{field.name}": field.default for field in fields}
     assert len(asked) >= 5
     assert all(default in (False, dataclasses.MISSING) for default in asked.values()), asked
+
+
+def test_operators_with_cotangents_in_new_memory_say_so() -> None:
+    """Whoever does not say so has them copied, where they could be overwritten."""
+    say_so = set()
+    for found in pkgutil.iter_modules(ops.__path__):
+        module = importlib.import_module(f"hyfi_core.ops.{found.name}")
+        kinds = [
+            kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__
+        ]
+        say_so |= {kind.__name__ for kind in kinds if vars(kind).get("own_cotangents") is True}
+    assert say_so == {
+        *("AvgPool", "BatchNorm", "Convolution", "FirstMaximum", "MaxOverSpace", "MaxPool", "PlaneExchange"),
+        *("Relu", "SumOverRanks", "WholeMaxPool"),
+    }

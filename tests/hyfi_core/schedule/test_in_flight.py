@@ -14,7 +14,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import TO_INPUTS, TO_WEIGHTS, Verb
 from hyfi_core.schedule.generate import generate
-from hyfi_core.schedule.in_flight import Moment, fullest_moments, microbatches_in_flight, recomputes
+from hyfi_core.schedule.in_flight import Moment, _sizes, fullest_moments, microbatches_in_flight, recomputes
 
 SHAPES = [(1, 3), (2, 2), (2, 8), (3, 6), (4, 4), (4, 16), (8, 8)]
 """Stages D and micro-batches N."""
@@ -108,3 +108,26 @@ def test_every_moment_of_every_rank_is_covered(schedule: str, grids: list[tuple[
             done |= {key} if action.verb in TO_WEIGHTS else set()
         assert set(fullest) <= set(seen)
         assert not any(one.covers(other) for one in fullest for other in fullest if one is not other)
+
+
+def test_few_ranks_stand_for_all_wherever_their_number_does_not_matter() -> None:
+    """One rank a grid, unless there are two directions and grids of other sizes at the other end."""
+    for grids, directions, wanted in (
+        (((1, 2), (1, 1)), 1, (1, 1)),
+        (((1, 2), (1, 1)), 2, (2, 1)),
+        (((1, 2), (1, 1), (1, 2)), 2, (1, 1, 1)),
+        (((2, 1), (1, 3), (1, 2), (1, 1)), 2, (2, 3, 2, 1)),
+        (((1, 2),), 2, (1,)),
+    ):
+        schedule = "chimera" if directions == 2 else "1f1b"
+        assert _sizes(ParallelPlan(grids, microbatches=2, schedule=schedule)) == wanted  # type: ignore[arg-type]
+
+
+def test_a_moment_covers_those_that_need_no_more() -> None:
+    small = [Moment(r, (w,), (g,), b) for r in (0, 1) for w in (0, 1) for g in (False, True) for b in ((0,), (1,))]
+    for one in small:
+        for other in small:
+            more = one.waiting >= other.waiting and one.gradients >= other.gradients and one.between >= other.between
+            assert one.covers(other) == (one.running == other.running and more)
+    assert [Moment(0, (2, 3), (False, True), b).in_flight(1) for b in ((), (0, 4))] == [3, 7]
+    assert Moment(1, (2, 3), (False, True)).in_flight(1) == 4
