@@ -64,7 +64,7 @@ def _lines(rows: Sequence[Sequence[str]], marks: Mapping[int, str]) -> str:
     """Return a table with a line for each rank; ``marks``: what follows the line of a rank."""
     if marks:
         # Of long rows, the ends: that is where the ranks have stopped.
-        rows = [row[-_COLUMNS:] if len(row) > _COLUMNS else row for row in rows]
+        rows = [row[-_COLUMNS:] for row in rows]
     width = max((len(text) for row in rows for text in row), default=0)
     digits = len(str(max(len(rows) - 1, 0)))
     lines = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data.csv_table import read_table
 from data.samples import dataset as dataset_module
 from data.samples.augment import Augment, Variation
 from data.samples.colours import reinhard, slide_colours
@@ -19,12 +21,13 @@ from data.samples.colours.reinhard import LabStatistics
 from data.samples.colours.slide_colours import glass_of, stains_of
 from data.samples.colours.stain_normalisation import as_scanned_text
 from data.samples.coverage import check_coverage
-from data.samples.dataset import SlideDataset, SlideRef
+from data.samples.dataset import SlideDataset, SlideRef, select_slides
 from data.samples.label_sets import load_label_sets
-from data.samples.labels import load_labels, named_entries
+from data.samples.labels import Labels, load_labels, named_entries
 from data.samples.numbers import load_numbers
 from data.samples.pack import Shelves, components, corners_of, overlapping, place_all, place_most
 from data.samples.splits import load_splits
+from data.samples.strata import fixed_groups, strata_of
 from data.samples.survival_times import load_survival
 from data.samples.trained import trained_range
 from data.samples.trained.trained_range import SlideFigures, StainRange, TrainedRange
@@ -246,3 +249,31 @@ def test_three_words_of_yes_and_no_are_no_column_of_one_label(tmp_path: Path) ->
         path.write_text("slide_id,x\n" + "".join(f"s{k},{value}\n" for k, value in enumerate(values)))
         with pytest.raises(RequestError, match=words):
             load_label_sets(path, ["x"])
+
+
+def test_columns_that_a_table_has_not_are_named_with_what_they_are_for(tmp_path: Path) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text("slide_id,x,y\na,1,1\nb,0,0\n")
+    table = read_table(path, "labels")
+    tried: list[tuple[Callable[[], Any], str]] = [
+        (lambda: load_label_sets(path, ["x", "z"]), "a label of each slide: data.target"),
+        (lambda: load_labels(path, "z"), "the class of each slide: data.target"),
+        (lambda: load_numbers(path, "z"), "the number of each slide: data.target"),
+        (lambda: load_survival(path, "z", "y"), "the time of each slide: the first of data.target"),
+        (lambda: load_survival(path, "x", "z"), "whether the time ended with the event: the second of data.target"),
+        (lambda: load_splits(path, column="z"), "train, val or test: data.split_column"),
+        (lambda: strata_of(table, ["x", "z"]), "--stratify"),
+        (lambda: fixed_groups(table, ["a", "b"], "z=1"), "--fixed-test"),
+    ]
+    for load, purpose in tried:
+        with pytest.raises(RequestError, match=re.escape(f"no column 'z' ({purpose}")):
+            load()
+
+
+def test_slides_of_one_case_of_the_labels_are_in_one_split_even_those_that_the_store_lacks() -> None:
+    rows = [{"status": "done", "slide_id": name, "case_id": ""} for name in "ab"]
+    splits = {"a": "train", "b": "val"}
+    assert [slide.slide_id for slide in select_slides(rows, None, splits, "val")] == ["b"]
+    known = Labels("x", "slide_id", ("p", "q"), {"a": 0, "b": 1, "t": 1}, cases={"a": "c", "t": "c"})
+    with pytest.raises(RequestError, match="case c is in two splits"):
+        select_slides(rows, known, {**splits, "t": "test"})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.comm.waits import waited
-from hyfi_core.ops.max_pool import MaxPool
+from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Layout, plan_transfer
 from hyfi_core.plan.window import AxisWindow, Window
@@ -52,6 +52,8 @@ def check(size: Any, grid: Any, kernel: int, stride: int, padding: int, order: t
             (found,), saved = waited(ops[comm.rank].forward(comm, (own,)))
             back = waited(ops[comm.rank].backward(comm, saved, (dy[:, :, *theirs],)))[0]
             check_remade(comm, ops[comm.rank], own, dy[:, :, *theirs], back)
+            (unused,) = waited(ops[comm.rank].backward(comm, saved, (None,)))
+            assert unused is not None and unused.shape == own.shape and not unused.any()
             return found, back
 
         for rank, (found, back) in enumerate(run_ranks(len(ops), body, strict=True)):
@@ -98,3 +100,19 @@ def test_any_setting_equals_one_process(data: st.DataObject) -> None:
         data.draw(st.integers(0, kernel // 2)),
         torch.contiguous_format,
     )
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_pool_of_a_whole_map_equals_autograd(over: bool) -> None:
+    window = Window(AxisWindow(3, 2, 1), AxisWindow(2, 1, 0))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 3, (2, 3, 7, 9), generator=generator).double().requires_grad_()
+    wanted = F.max_pool2d(x, (3, 2), (2, 1), (1, 0))
+    dy = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
+    wanted.backward(dy)
+    for cotangent in (dy, None):
+        image = x.detach().clone()
+        (found,), saved = WholeMaxPool(window, over).forward((image,))
+        (back,) = WholeMaxPool(window, over).backward(saved, (cotangent,))
+        assert torch.equal(found, wanted) and back is not None and (back.data_ptr() == image.data_ptr()) == over
+        torch.testing.assert_close(back, x.grad if cotangent is not None else torch.zeros_like(x), rtol=0, atol=1e-13)

@@ -49,3 +49,11 @@ def test_a_bubble_is_the_time_without_forward_and_backward() -> None:
     assert bubble(events) == pytest.approx(1 - 6 / 8)
     with pytest.raises(ValueError, match="without forward and backward"):
         bubble(events[3:])
+
+
+def test_a_rank_that_only_computes_has_a_lane_for_messages_too() -> None:
+    """So that the ranks of a trace look alike; one for data only where there are any."""
+    for more, lanes in (([], ["compute", "communication"]), (["data"], ["compute", "communication", "data"])):
+        events = [TraceEvent(0, "F0.s0.d0", 0.0, 1.0, "F"), *(TraceEvent(0, "batch", 0.0, 1.0, kind) for kind in more)]
+        rows = [row for row in to_chrome(events)["traceEvents"] if row["name"] == "thread_name"]
+        assert [(row["tid"], row["args"]["name"]) for row in rows] == list(enumerate(lanes))
