@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.errors import StoreError
 from data.samples.augment import Augment
 from data.samples.dataset import COVERAGE_COLUMNS, SlideDataset, SlideRef, check_coverage, select_slides, write_coverage
 from data.samples.labels import load_labels
@@ -255,6 +256,10 @@ def test_a_true_store_gives_the_same_pixels(tmp_path):
     for epoch in (None, 0, 1):
         box = Box(17, 290, 100, 384)
         assert np.array_equal(stored.read(0, box, epoch), memory.read(0, box, epoch))
+    stored.check_files()
+    max((tmp_path / "s0.zarr").rglob("*"), key=lambda path: path.stat().st_size * path.is_file()).unlink()
+    with pytest.raises(StoreError):
+        SlideDataset(tmp_path, [SlideRef("s0")], size_px=384, mpp=1.0).check_files()
 
 
 def test_slides_with_the_same_content_in_two_splits_are_refused():

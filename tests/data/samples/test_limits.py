@@ -19,7 +19,7 @@ from data.samples.colours import reinhard, slide_colours
 from data.samples.colours.density_mix import density_table, mixed_densities, value_table
 from data.samples.colours.reinhard import LabStatistics
 from data.samples.colours.slide_colours import glass_of, stains_of
-from data.samples.colours.stain_normalisation import as_scanned_text
+from data.samples.colours.stain_normalisation import StainNormalisation, as_scanned_text
 from data.samples.coverage import check_coverage
 from data.samples.dataset import SlideDataset, SlideRef, select_slides
 from data.samples.label_sets import load_label_sets
@@ -277,3 +277,82 @@ def test_slides_of_one_case_of_the_labels_are_in_one_split_even_those_that_the_s
     known = Labels("x", "slide_id", ("p", "q"), {"a": 0, "b": 1, "t": 1}, cases={"a": "c", "t": "c"})
     with pytest.raises(RequestError, match="case c is in two splits"):
         select_slides(rows, known, {**splits, "t": "test"})
+
+
+class Pixels(Plain):
+    """Random pixels of 512 x 512; two pieces of tissue far apart."""
+
+    def __init__(self) -> None:
+        super().__init__((1.0, 1.0))
+        self.levels = (StoreLevel(512, 512, (1.0, 1.0), "0"),)
+        self.pixels = np.random.default_rng(0).integers(0, 255, (3, 512, 512), dtype=np.uint8)
+
+    def tissue(self, mpp_um: float | None = None) -> tuple[np.ndarray, tuple[float, float]]:
+        mask = np.zeros((64, 64), bool)
+        mask[2:12, 2:12] = mask[40:60, 40:60] = True
+        return mask, (8.0, 8.0)
+
+    def read(self, box: Box, level: int = 0, threads: int = 1, out: np.ndarray | None = None) -> np.ndarray:
+        assert out is not None
+        out[...] = self.pixels[(slice(None), *box.slices())]
+        return out
+
+
+@pytest.mark.parametrize("side", [512, 128])
+def test_views_together_show_all_tissue_of_a_slide(side: int) -> None:
+    source = Pixels()
+    slides = SlideDataset(Path(), [SlideRef("s")], size_px=side, mpp=1.0, opener=lambda _: source, align_px=32)  # type: ignore[arg-type, return-value]
+    view = slides.view(0)
+    one, several = slides.whole_views(0, several=False), slides.whole_views(0, several=True)
+    assert len(one) == 1 and one[0].coverage == 1.0 and sum(part.coverage for part in several) == pytest.approx(1.0)
+    if side == 512:
+        assert one == several == (view,)
+    else:
+        assert view.flags == ("cropped",) and one[0].size_px == slides.coverage(0).fits_size_px
+        assert len(several) > 1 and {part.size_px for part in several} == {(side, side)}
+        grid = TissueGrid.under(*source.tissue(), (512, 512), (1.0, 1.0))
+        assert several == make_views(grid, (side, side), "pack", 32)
+    out = np.zeros((3, 100, 90), np.uint8)
+    slides.read_plain_into(0, Box(10, 110, 20, 110), out)
+    assert np.array_equal(out, slides.read_plain(0, Box(10, 110, 20, 110)))
+    normalised = SlideDataset(Path(), [SlideRef("s")], size_px=side, mpp=1.0, opener=lambda _: source, align_px=32)  # type: ignore[arg-type, return-value]
+    normalised._colour_maps[0], normalised.stain = (lambda pixels: 255 - pixels), StainNormalisation.of("macenko")  # type: ignore[assignment]
+    normalised.read_plain_into(0, Box(10, 110, 20, 110), out)
+    assert np.array_equal(out, 255 - slides.read_plain(0, Box(10, 110, 20, 110)))
+
+
+def test_a_window_beyond_the_level_is_left_out() -> None:
+    """A mask may reach a little further than the level, by rounding."""
+
+    class Slide:
+        levels = (StoreLevel(64, 64, (1.0, 1.0), "0"),)
+
+        def read(self, box: Box, level: int = 0) -> np.ndarray:
+            return np.zeros((3, *box.shape), np.uint8)
+
+        def tissue(self) -> tuple[np.ndarray, tuple[float, float]]:
+            mask = np.zeros((40, 40), bool)
+            mask[2, 2] = mask[39, 39] = True
+            return mask, (8.0, 8.0)
+
+    assert [window.shape for window in slide_colours.tissue_windows(Slide())] == [(3, 64)]
+
+
+def test_a_size_that_shows_less_than_a_smaller_one_is_passed_over() -> None:
+    """Of two slides, one is shown by sizes of 128 and from 256 on, the other from 192 on."""
+
+    class Slides(Halves):
+        def coverage_at(self, index: int, size_px: tuple[int, int]) -> float:
+            return float(size_px[0] >= 192 if index else size_px[0] == 128 or size_px[0] >= 256)
+
+        def coverage(self, index: int) -> Any:
+            return dataset_module.Coverage(f"s{index}", "", 0.5, 9, (), 0, (320, 320), 2.5)
+
+    with pytest.raises(RequestError, match=r"data.size_px=\[256,256\] shows enough of every slide"):
+        check_coverage(Slides(2), 0.9)  # type: ignore[arg-type]
+
+
+def test_rows_without_a_name_and_without_a_value_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text("slide_id,x\na,1\n,\nb,0\n")
+    assert list(load_labels(path, "x").indices) == ["a", "b"]

@@ -210,3 +210,12 @@ def test_exchange_between_planes(channels_last: bool) -> None:
     pairs = run_ranks(3, body, strict=True)
     forward, backward = sum(p[0] for p in pairs), sum(p[1] for p in pairs)
     assert abs(forward - backward) <= 1e-12 * max(1.0, abs(forward))
+
+
+def test_the_largest_exchange_is_what_a_plane_sends_to_all_or_receives() -> None:
+    def largest(*values: tuple[int, int, tuple[int, ...]]) -> int:
+        planes = tuple(PlaneValue(str(n), (n,), torch.float32, owner, takers) for n, owner, takers in values)
+        return PlaneExchange(planes, 0, torch.device("cpu")).largest_bytes
+
+    assert largest((5, 0, (1, 2)), (7, 1, (0,)), (1, 2, (0,))) == 4 * 10, "the first plane sends five numbers to two"
+    assert largest((5, 0, (1,)), (7, 1, (0,)), (4, 2, (0, 1))) == 4 * 11, "the first plane receives from two"

@@ -57,7 +57,9 @@ def in_parts(x: torch.Tensor, w: torch.Tensor, b: Any, y: torch.Tensor, grid: An
 
     def body(comm: Communicator) -> Any:
         op, mine, theirs = ops[comm.rank], have.parts[comm.rank].slices(), out.parts[comm.rank].slices()
-        outputs, saved = waited(op.forward(comm, (x[:, :, *mine].contiguous(memory_format=order), w, b)))
+        inputs = (x[:, :, *mine].contiguous(memory_format=order), w, b)
+        outputs, saved = waited(op.forward(comm, inputs))
+        assert torch.equal(op.recompute(inputs, saved), outputs[0])
         return outputs[0], waited(op.backward(comm, saved, (y[:, :, *theirs],), (True, True, b is not None)))
 
     result, back = torch.zeros_like(y), torch.zeros_like(x)
@@ -271,3 +273,9 @@ def test_a_cotangent_that_is_missing_is_zero_in_all_channels(apart: bool) -> Non
         return [(found.shape == given.shape, bool(found.any())) for found, given in zip(back, inputs, strict=True)]
 
     assert run_ranks(2, body) == [[(True, False)] * 3] * 2
+
+
+def test_operations_of_a_value_are_two_for_each_weight() -> None:
+    how: Settings = {"kernel": (3, 5), "stride": (1, 1), "padding": (1, 2), "dilation": (1, 1), "groups": 1}
+    _, _, ops = operators((16, 20), (1, 2), how, True)
+    assert ops[0].flops_of_value(((2, 4, 16, 10), (6, 4, 3, 5), (6,))) == 2 * 4 * 15

@@ -303,3 +303,14 @@ def test_the_first_part_of_a_backward_sends_and_the_second_is_before_the_reducti
 def test_weights_out_of_order_are_told(rank: int, old: str, new: str, told: str) -> None:
     schedule, placement = in_two()
     assert told in message(edited(schedule, rank, old, new), placement)
+
+
+def test_a_rank_that_waits_for_its_own_message_is_told_so() -> None:
+    placement = Placement.of(ParallelPlan(((1, 1),), microbatches=1, interleave=2))
+    actions = "RECV_F0.s1.d0<s0 F0.s1.d0 F0.s0.d0 SEND_F0.s0.d0>s1 B0.s1.d0 SEND_B0.s1.d0>s0 RECV_B0.s0.d0<s1 B0.s0.d0"
+    schedule = Schedule.from_text(f"schedule s\n0: {actions} REDUCE.s1 REDUCE.s0\n")
+    with pytest.raises(ScheduleError, match="deadlock") as told:
+        simulate(schedule, placement, [(0, 1)])
+    (blame,) = told.value.blames
+    assert (blame.rank, blame.index) == (0, 1)
+    assert blame.why == "waits for rank 0 to send for RECV_F0.s1.d0<s0; it is at F0.s1.d0"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+from data.samples.dataset import SlideDataset, SlideRef
+from data.samples.trained.trained_notes import TrainedNotes
 from data.samples.trained.trained_slides import TrainedSlides, _digest, _entry, source_sha256
+from data.store.slide_store import StoreLevel
 
 FILE, OTHER = "a" * 64, "b" * 64
 
@@ -55,3 +58,28 @@ def test_a_slide_has_the_digest_of_its_file_if_that_is_known() -> None:
 
 def test_names_do_not_leave_in_a_checkpoint() -> None:
     assert "patient" not in json.dumps(trained(("patient-7-slide", FILE), cases=("patient-7",)).to_json())
+
+
+class Stored:
+    """A slide of 2 mm by 1 mm, or of another height, with the digest of its file."""
+
+    def __init__(self, sha256: str, height_px: int = 2000) -> None:
+        self.attributes = {"sha256": sha256, "source": {"mpp": (0.5, 0.5)}}
+        self.levels = (StoreLevel(height_px, 1000, (1.0, 1.0), "0"),)
+
+
+def dataset_of(*slides: Stored, names: str, cases: str) -> SlideDataset:
+    refs = [SlideRef(name, case.strip()) for name, case in zip(names, cases, strict=True)]
+    return SlideDataset(".", refs, size_px=64, mpp=1.0, opener=lambda path: slides[names.index(path.stem)])  # type: ignore[arg-type, return-value]
+
+
+def test_slides_of_training_and_those_far_from_them_are_noted() -> None:
+    known = TrainedSlides.of(dataset_of(Stored(FILE), Stored(""), names="ab", cases="p "))
+    assert known.slides == {_entry("a", FILE), _entry("b", "")} and known.cases == {_digest("p")}
+    assert known.ranges.numbers == {"area_mm2": (2.0, 2.0), "source_mpp": (0.5, 0.5)}
+    others = dataset_of(Stored(FILE), Stored(OTHER), Stored(OTHER, 8000), Stored("c" * 64), names="xyzv", cases="  qp")
+    notes = TrainedNotes.of({"trained_on": known.to_json()}, others)
+    assert notes.trained == ("x", "v") and list(notes.outside) == ["z"]
+    assert notes.reason("z") == "outside_training: 4 times the area of the largest training slide"
+    assert [notes.flags(name) for name in "xyz"] == [("trained_on",), (), ("outside_training",)]
+    assert notes.reason("x") == "" and TrainedNotes.of({}, others) == TrainedNotes()
