@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hyfi_core.rules.batch_norm import NativeBatchNorm
 from tests.harness import assert_answers_equal_one_process
 
 Tensor = torch.Tensor
@@ -36,6 +37,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tokens by two indices": lambda y: tokens(y)[torch.tensor([0, 1]), torch.tensor([3, 30])],
     "channels merged with rows, by a table": lambda y: y.reshape(2, 36, 6) * table(36, 6),
     "channels merged with rows, by rows": lambda y: y.reshape(2, 36, 6) + table(36, 1),
+    "normalised by known statistics": lambda y: F.batch_norm(
+        y, table(6), table(6).abs() + 0.5, table(6), training=False
+    ),
     "padded with a value": lambda y: F.pad(y, (1, 2, 0, 1), "constant", 1.5),
     "the largest along a negative dim": lambda y: y.topk(2)[0] + y.topk(2, -1, False)[0],
     "spread with another correction": lambda y: y.var((2, 3), correction=0) + y.std((1, 2, 3), correction=2)[:, None],
@@ -54,3 +58,21 @@ def test_they_equal_one_process(grid: tuple[int, int]) -> None:
 
 def test_those_that_are_gathered_equal_one_process() -> None:
     assert_answers_equal_one_process(GATHERED, SHAPE, (2, 2), gathers=True)
+
+
+@pytest.mark.parametrize(("has_weight", "has_bias"), [(True, True), (True, False), (False, False)])
+def test_a_norm_that_declares_what_it_changes_computes_the_same(has_weight: bool, has_bias: bool) -> None:
+    norm = NativeBatchNorm(has_weight, has_bias, 0.2, 0.01)
+    affine = [table(6) + 2] * has_weight + [table(6)] * has_bias
+    x, mean, variance = table(3, 6, 4, 5), table(6), table(6).abs()
+    result, *_, new_mean, new_variance = norm.traceable(x, mean, variance, *affine)
+    assert torch.equal(mean, table(6)) and torch.equal(variance, table(6).abs()), "they are not changed in place"
+    wanted = norm(x, mean, variance, *affine)
+    for found, other in zip((result, new_mean, new_variance), (wanted[0], *wanted[3:]), strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-12)
+    exact = F.batch_norm(
+        x, mean := table(6), variance := table(6).abs(), affine[0] if has_weight else None,
+        affine[-1] if has_bias else None, True, 0.2, 0.01,
+    )  # fmt: skip
+    torch.testing.assert_close(result, exact, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.stack([new_mean, new_variance]), torch.stack([mean, variance]))
