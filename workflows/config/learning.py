@@ -57,6 +57,11 @@ _BETAS = {"lion": (0.9, 0.99)}
 
 
 def _known_optimizer(name: Any) -> Any:
+    """Return a name in the spelling of the resolved configuration; other values as they are.
+
+    Raises:
+        ValueError: It is the name of an optimizer for which a class is to be given.
+    """
     plain = name.lower().replace("_", "").replace("-", "") if isinstance(name, str) else ""
     if plain in _CLASSES:
         raise ValueError(f"given {name!r}; give its class: {_CLASSES[plain]}")
@@ -149,7 +154,7 @@ class LrScheduleConfig(Section):
     )
     warmup_steps: Count = Field(0, description="a whole number ≥ 0: steps of linear warm-up at the start")
     end_factor: Share = Field(
-        0.0, description="a number from 0 to 1: last rate / rate after the warm-up (cosine, linear)"
+        0.0, description="a number from 0 to 1: rate at the end of the run / rate after the warm-up (cosine, linear)"
     )
     every_steps: Positive | None = Field(
         None, description="a whole number ≥ 1: steps between two drops (step, which needs it)"

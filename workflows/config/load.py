@@ -38,6 +38,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "run.memory_format",
         "run.compile",
         "run.compile_cache",
+        "run.cuda_graphs",
         "run.deterministic",
         "run.checkpoint_every_steps",
         "run.keep",
@@ -144,6 +145,7 @@ def asks_for_plan(path: Path, overrides: Sequence[str] = ()) -> bool:
 
 
 def _read_with_overrides(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the tree of a YAML file with the overrides in it; nothing is checked yet."""
     tree = _read(path)
     for override in overrides:
         _override(tree, override)
@@ -237,10 +239,13 @@ def _check(tree: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        # A union of types gives one fault for each type: keep one line for each key.
-        faults = list({tuple(_locate(fault["loc"])[1]): _describe(fault, tree) for fault in error.errors()}.values())
-    lines = "\n".join(f"  {fault}" for fault in faults)
-    raise RequestError(f"{source}: {len(faults)} wrong setting{'s' if len(faults) > 1 else ''}\n{lines}")
+        lines_by_key: dict[tuple[str, ...], str] = {}
+        for fault in error.errors():
+            _, names = _locate(fault["loc"])
+            # A union of types gives one fault for each type: keep the last for each key.
+            lines_by_key[tuple(names)] = _describe(fault, tree)
+    lines = "\n".join(f"  {line}" for line in lines_by_key.values())
+    raise RequestError(f"{source}: {len(lines_by_key)} wrong setting{'s' if len(lines_by_key) > 1 else ''}\n{lines}")
 
 
 def _describe(fault: Any, tree: Mapping[str, Any]) -> str:
@@ -280,8 +285,9 @@ def _locate(loc: Sequence[int | str]) -> tuple[type[BaseModel], list[str]]:
         if isinstance(name, int):  # of a list of sections, whose keys follow
             continue
         inner = _section(model, name)
-        if inner is None:
+        if inner is None:  # a plain value: what follows in `loc` are indices and types inside it
             break
+        # The last key of a fault is a key of the section around it, also if it is a section itself.
         if name is not loc[-1]:
             model = inner
     return model, names

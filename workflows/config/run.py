@@ -11,7 +11,8 @@ from hyfi_core.errors import RequestError
 from workflows.config.data import DataConfig, ModelConfig
 from workflows.config.learning import LrScheduleConfig, OptimizerConfig, ValidationConfig
 from workflows.config.ranks import PlanConfig, RolesConfig, with_design
-from workflows.config.section import Count, Positive, Section, Switch, UserPath
+from workflows.config.section import AutoOrOff, Count, Positive, Section, Switch, UserPath
+from workflows.config.tasks import LOWER_IS_BETTER
 from workflows.config.tiles import AggregatorConfig, without_meaning
 
 OnNonfinite = Literal["stop", "skip", "continue"]
@@ -63,7 +64,7 @@ class RunConfig(Section):
         "run.deterministic, the first step compiles; operators that cannot be compiled run as they are, with a "
         "warning; affects speed and rounding only",
     )
-    cuda_graphs: Literal["auto", "off"] = Field(
+    cuda_graphs: AutoOrOff = Field(
         "auto",
         description="auto or off: whether equal steps are recorded as CUDA graphs and repeated; auto: with one trainer "
         "on a GPU, unless plan.spill is given or the model draws random numbers; the same results, in less time of "
@@ -218,6 +219,8 @@ class Config(Section):
             object.__setattr__(self, "validation", chosen)
         own = [name.rpartition(":")[2] for name in self.validation.metrics]
         taken = {"loss", "slides", "case", "intervals", "calibration", "step", "kind", *task.metrics}
+        # Also of other tasks: by these names the lowest value would be the best, but of own metrics the highest is.
+        taken |= LOWER_IS_BETTER
         wrong = [name for name in own if name in taken or own.count(name) > 1]
         if wrong:
             raise ValueError(f"validation.metrics: {wrong[0]} is the name of another metric; rename the function")
@@ -273,8 +276,8 @@ def _check_sharing(config: Config) -> None:
     Raises:
         ValueError: Keys are not compatible; the message has the key, what was given and what is allowed.
     """
-    plan, roles, batch = config.plan, config.roles, config.data.batch_size
-    replica_ranks, rounds, known = plan.ranks // plan.replicas, plan.microbatches, not isinstance(roles.spare, str)
+    plan, roles, batch, microbatches = config.plan, config.roles, config.data.batch_size, config.plan.microbatches
+    replica_ranks, count_is_known = plan.ranks // plan.replicas, not isinstance(roles.spare, str)
     replicas = config.trainers // replica_ranks
     if config.trainers % replica_ranks:
         raise ValueError(
@@ -286,18 +289,18 @@ def _check_sharing(config: Config) -> None:
             "over each replica this changes the result; allowed: with plan.sync_batch_norm=true, or with "
             "model.norm=group or frozen"
         )
-    if batch % rounds or batch < replicas * rounds:
+    if batch % microbatches or batch < replicas * microbatches:
         raise ValueError(
-            f"data.batch_size: given {batch}; allowed: a multiple of plan.microbatches = {rounds}, from "
-            f"{replicas * rounds}: each of {replicas} replicas takes at least one slide of each micro-batch"
+            f"data.batch_size: given {batch}; allowed: a multiple of plan.microbatches = {microbatches}, from "
+            f"{replicas * microbatches}: each of {replicas} replicas takes at least one slide of each micro-batch"
         )
     shares = roles.shares or ()
     # Each share is divided into the same number of micro-batches: replicas run them in step.
-    wrong = sum(shares) != batch or any(share % rounds for share in shares) or (known and len(shares) != replicas)
-    if shares and wrong:
+    uneven = any(share % microbatches for share in shares)
+    if shares and (uneven or sum(shares) != batch or (count_is_known and len(shares) != replicas)):
         raise ValueError(
-            f"roles.shares: given {list(shares)}; allowed: a multiple of plan.microbatches = {rounds} for each of "
-            f"{replicas if known else 'the'} replicas, together data.batch_size = {batch}"
+            f"roles.shares: given {list(shares)}; allowed: a multiple of plan.microbatches = {microbatches} for each "
+            f"of {replicas if count_is_known else 'the'} replicas, together data.batch_size = {batch}"
         )
 
 

@@ -30,11 +30,12 @@ def _pair(value: Any) -> Any:
 
 
 def _switch(value: Any) -> Any:
-    """YAML reads ``on`` and ``off`` as true and false."""
+    """Return ``on`` or ``off`` for true or false, as which YAML reads these words."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 Switch = Annotated[Literal["auto", "off", "on"], BeforeValidator(_switch)]
+AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(_switch)]
 UserPath = Annotated[Path, BeforeValidator(_user_path)]
 Size = Annotated[tuple[Positive, Positive], BeforeValidator(_pair)]
 
@@ -47,9 +48,11 @@ class Section(BaseModel):
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """Return the section that a field holds, optional or not; None if the field holds a plain value."""
-    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType] or [field.annotation]
-    kind = kinds[0]
-    return kind if len(kinds) == 1 and isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    # `Section | None` has arguments, `Section` alone has none.
+    types = [one for one in get_args(field.annotation) if one is not NoneType] or [field.annotation]
+    if len(types) == 1 and isinstance(types[0], type) and issubclass(types[0], BaseModel):
+        return types[0]
+    return None
 
 
 def element_section_of(field: FieldInfo) -> type[BaseModel] | None:

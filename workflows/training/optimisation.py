@@ -67,11 +67,11 @@ def describe_updates(config: OptimizerConfig, batch: int) -> str:
 
 
 def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
-    r"""Return the function from a step to the factor of the learning rate; it has no state to save.
+    r"""Return the function from a step, counted from 0, to the factor of the learning rate; it has no state to save.
 
     ::
 
-        factor 1 |   /‾‾\             cosine, linear: from 1 down to end_factor at the last step
+        factor 1 |   /‾‾\             cosine, linear: from 1 down to end_factor, which step `steps` would have
                  |  /    ‾‾\__        step: × gamma every every_steps
                0 | /          ‾‾      constant: 1
                   └─┬───────────┬─ step

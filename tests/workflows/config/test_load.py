@@ -175,6 +175,15 @@ def test_a_run_goes_on_only_with_what_may_change(path: Path) -> None:
     assert "run.epochs: the run has" not in str(caught.value)
 
 
+def test_a_run_that_ran_out_of_memory_goes_on_without_cuda_graphs(path: Path) -> None:
+    """YAML reads off as false, which was refused; and the key changes no result, but was refused as one that does."""
+    without = load_config(path, ["run.cuda_graphs=off"])
+    assert without.run.cuda_graphs == "off"
+    refuse_changes(load_config(path), without)
+    with pytest.raises(RequestError, match="given True; allowed: auto or off"):
+        load_config(path, ["run.cuda_graphs=on"])
+
+
 def test_keys_that_may_change_exist(path: Path) -> None:
     every = load_config(path).model_dump()
     assert {key for key in MAY_CHANGE_ON_RESUME if key.split(".")[1] not in every[key.split(".")[0]]} == set()

@@ -102,6 +102,8 @@ def test_a_predicted_number_is_in_the_units_of_its_labels() -> None:
         (f"data.loss={HERE}:fails", "fails for outputs .* ValueError: of course"),
         (f"validation.metrics=[{HERE}:two_numbers]", "returns a tuple; it must return one number"),
         (f"validation.metrics=[{HERE}:accuracy]", "accuracy is the name of another metric"),
+        # It was accepted, and the checkpoint with the lowest value was the best.
+        (f"validation.metrics=[{HERE}:brier]", "brier is the name of another metric"),
         ("validation.metric=mae", "allowed for task multiclass: .*loss, furthest"),
         ("data.class_weights=balanced", "a loss of your own weights the classes itself"),
         ("data.loss=spread", "allowed for task multiclass: cross_entropy, or package.module:function"),
