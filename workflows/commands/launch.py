@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Literal
 
@@ -59,28 +60,28 @@ def run(
     Raises:
         RequestError: The configuration or the request is not valid, or Slurm refuses the job.
     """
-    settings, site = load_config(config, overrides), Site.load(options.site)
-    count = _ranks(by, settings, ranks, options.resources)
+    settings, site, nodes = load_config(config, overrides), Site.load(options.site), options.resources.nodes
+    rank_count = _ranks(by, settings, ranks, options.resources)
     path = options.path or Path(f"{config.stem}.{'sbatch' if by == 'slurm' else 'sh'}")
     words = ["train", str(config), *overrides]
-    more: dict[str, str] = {}
+    variables: dict[str, str] = {}  # of this launcher's template
     if by == "mpiexec":
-        more["hosts"] = f" -ppn {-(-count // options.resources.nodes)}" if options.resources.nodes > 1 else ""
+        variables["hosts"] = f" -ppn {ceil(rank_count / nodes)}" if nodes > 1 else ""
     if by == "torchrun":
-        if count % options.resources.nodes:
+        if rank_count % nodes:
             raise RequestError(
-                f"--nodes {options.resources.nodes}: torchrun needs the same number of ranks on each node; the run has "
-                f"{count} ranks"
+                f"--nodes {nodes}: torchrun needs the same number of ranks on each node; the run has {rank_count} ranks"
             )
-        nodes = options.resources.nodes
-        more["rendezvous"] = ' --rdzv-backend=c10d --rdzv-endpoint="$HEAD_NODE:29400"' if nodes > 1 else " --standalone"
-    start = f"start it with {'sbatch' if by == 'slurm' else 'bash'} {path}"
-    if by == "torchrun" and options.resources.nodes > 1:
-        start = (
-            f"start it on each of the {options.resources.nodes} nodes with HEAD_NODE=NODE bash {path}, where NODE is "
-            "the same node's name on all of them"
+        several = ' --rdzv-backend=c10d --rdzv-endpoint="$HEAD_NODE:29400"'
+        variables["rendezvous"] = several if nodes > 1 else " --standalone"
+    how_to_start = f"start it with {'sbatch' if by == 'slurm' else 'bash'} {path}"
+    if by == "torchrun" and nodes > 1:
+        how_to_start = (
+            f"start it on each of the {nodes} nodes with HEAD_NODE=NODE bash {path}, where NODE is the same node's "
+            "name on all of them"
         )
-    return _write(path, script_of(by, path, words, count, options.resources, site, **more), options, start)
+    text = script_of(by, path, words, rank_count, options.resources, site, **variables)
+    return _write(path, text, options, how_to_start)
 
 
 def _ranks(by: By, settings: Config, ranks: int | None, resources: Resources) -> int:
@@ -149,14 +150,15 @@ def _run_folds(words: list[str], options: ScriptOptions) -> int:
     from workflows.cross_validation.fold_runs import FoldRuns
     from workflows.launch.resumption import Resumption
 
-    rest, given = _without_options(words[1:], ("--folds", "--fold-column"))
-    if "--folds" not in given or not rest or any(word.startswith("-") for word in rest if word != "--resume"):
+    arguments, values = _without_options(words[1:], ("--folds", "--fold-column"))
+    resumes, arguments = "--resume" in arguments, [word for word in arguments if word != "--resume"]
+    if "--folds" not in values or not arguments or any(word.startswith("-") for word in arguments):
         raise RequestError(
             f"slurm-array: given {' '.join(words)!r}; allowed: train CONFIG.yaml [section.key=value] --folds all"
         )
-    config, *overrides = [word for word in rest if word != "--resume"]
-    resumption = Resumption.of("--resume" in rest, source=None, accepts_changes=False)
-    runs = FoldRuns(Path(config), tuple(overrides), None, resumption, given["--folds"], given.get("--fold-column"))
+    config, *overrides = arguments
+    resumption = Resumption.of(resumes, source=None, accepts_changes=False)
+    runs = FoldRuns(Path(config), tuple(overrides), None, resumption, values["--folds"], values.get("--fold-column"))
     runs.check()
     runs.write_splits()  # now, because jobs that start at the same time would each find an incomplete folder
     column = [] if runs.column is None else ["--fold-column", runs.column]
@@ -168,18 +170,21 @@ def _run_folds(words: list[str], options: ScriptOptions) -> int:
 
 
 def _without_options(words: list[str], names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Return the words without the options ``names``, which take a value, and the values by name."""
-    rest: list[str] = []
-    given: dict[str, str] = {}
+    """Return the words without the options ``names``, which take a value, and these values by the option's name.
+
+    An option whose value is missing stays among the words.
+    """
+    other_words: list[str] = []
+    values: dict[str, str] = {}
     # `--folds=all` as `--folds all`; overrides such as `run.steps=9` stay whole.
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while words:
         word = words.pop(0)
         if word in names and words:
-            given[word] = words.pop(0)
+            values[word] = words.pop(0)
         else:
-            rest.append(word)
-    return rest, given
+            other_words.append(word)
+    return other_words, values
 
 
 def _write_array(words: list[str], array: str, part: str, about: str, options: ScriptOptions) -> int:
@@ -195,7 +200,7 @@ def _write_array(words: list[str], array: str, part: str, about: str, options: S
     return _write(path, text, options, f"start it with sbatch {path}")
 
 
-def _write(path: Path, text: str, options: ScriptOptions, start: str) -> int:
+def _write(path: Path, text: str, options: ScriptOptions, how_to_start: str) -> int:
     """Write the script, and submit it if requested; return the exit code."""
     require_writable(path)
     # Kept, to undo the write if Slurm refuses the job.
@@ -204,7 +209,7 @@ def _write(path: Path, text: str, options: ScriptOptions, start: str) -> int:
     mode = path.stat().st_mode
     path.chmod(mode | (mode & 0o444) >> 2)  # as chmod +x: whoever may read it may run it
     job = _submitted(path, before) if options.submit else None
-    say(f"{path}: submitted as job {job}" if job else f"{path}: {start}")
+    say(f"{path}: submitted as job {job}" if job else f"{path}: {how_to_start}")
     reason = why_it_cannot_start(job) if job else None
     if reason is not None:
         warn(f"hyfi: job {job} does not start as it is: {reason}; `scancel {job}` removes it")

@@ -119,6 +119,7 @@ class Parent:
 
 
 def _how(code: int) -> str:
+    """Return how a process ended, from the code of `subprocess`: ``exit code 1`` or ``signal 9 (SIGKILL)``."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):

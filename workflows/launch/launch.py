@@ -56,10 +56,12 @@ FAILED = "hyfi: rank {rank} failed, all ranks stop:\n{error}"
 def own_rank() -> int:
     """Return this process's rank from the environment; 0 without a launcher."""
     launcher = inside_launcher()
-    # torchrun's alone: the others are those of a launcher around it, or left over. Else PMI's names first: in a job
-    # script, mpiexec's ranks all inherit the script's SLURM_PROCID.
+    if launcher is None:
+        return 0
+    # Under torchrun its own name alone: the others are those of a launcher around it, or left over. Else PMI's names
+    # first: in a job script, mpiexec's ranks all inherit the script's SLURM_PROCID.
     of_mpi = () if launcher == "torchrun" else ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-    return next((int(os.environ[name]) for name in (*of_mpi, "RANK") if name in os.environ), 0) if launcher else 0
+    return next((int(os.environ[name]) for name in (*of_mpi, "RANK") if name in os.environ), 0)
 
 
 def launch(argv: Sequence[str], ranks: int, run: Path | None = None) -> int:
@@ -157,7 +159,7 @@ class _LaunchMonitor:
     def __init__(self, process: subprocess.Popen[bytes], status: RunStatus, ranks: int, run: Path | None) -> None:
         self._process, self._status, self._ranks, self._run = process, status, ranks, run
         self._stops = 0
-        self._begin_s, self._told, self._given_up = time.monotonic(), False, False
+        self._begin_s, self._told_of_wait, self._given_up = time.monotonic(), False, False
         self._exits = ExitOrder()
         self._kills_before = kernel_kills()
 
@@ -201,16 +203,16 @@ class _LaunchMonitor:
             return
         waited_s, limit_s = time.monotonic() - self._begin_s, time_limit_s()
         late = bool(limit_s) and waited_s >= limit_s
-        if waited_s >= notice_s() and not self._told:
-            self._told = True
-            warn(f"hyfi: no rank has begun after {waited_s:.3g} s; waiting for {self._shown()}")
+        if waited_s >= notice_s() and not self._told_of_wait:
+            self._told_of_wait = True
+            warn(f"hyfi: no rank has begun after {waited_s:.3g} s; waiting for {self._starter_text()}")
         if late:
             warn(f"hyfi: no rank has begun within {limit_s:g} s ({LIMIT_VARIABLE}); all are stopped", "ERROR")
         if late or self._stops:
             self._given_up = bool(self._stops)
             kill_session(self._process.pid)
 
-    def _shown(self) -> str:
+    def _starter_text(self) -> str:
         command = self._process.args if isinstance(self._process.args, list) else []
         starter = " ".join(str(word) for word in command[:3])
         return f"`{starter} …`, process {self._process.pid}; try `{starter} hostname`, which must end at once"
@@ -280,7 +282,8 @@ class _LaunchMonitor:
                 f"the ranks have ended, {describe_room()}: {advice_on_room()}"
             )
         if kernel_kills() > self._kills_before:
-            warn(f"hyfi: this machine ran out of memory and its kernel killed a process; {self._advice()}")
+            advice = self._status.advice or GENERAL_ADVICE
+            warn(f"hyfi: this machine ran out of memory and its kernel killed a process; {advice}")
         return FAULT
 
     def _tell_death(self, ranks: Sequence[int], text: str) -> None:
@@ -288,9 +291,6 @@ class _LaunchMonitor:
         if self._run is not None:
             for rank in ranks:
                 rank_log.append_error(self._run, rank, text)
-
-    def _advice(self) -> str:
-        return self._status.advice or GENERAL_ADVICE
 
 
 def run_as_rank(body: Callable[[], int]) -> int:

@@ -125,10 +125,14 @@ def crowded(hosts: Sequence[Host]) -> list[str]:
 
 def short_of_cores(ranks: Sequence[tuple[int, int]]) -> list[str]:
     """Return a warning if ranks have more threads than cores; it names the worst. ``ranks``: (threads, cores)."""
-    texts = {rank: describe_excess_threads(*counts) for rank, counts in enumerate(ranks)}
-    short = [rank for rank, text in texts.items() if text is not None]
-    if not short:
+    texts: dict[int, str] = {}
+    excess: dict[int, float] = {}
+    for rank, (threads, cores) in enumerate(ranks):
+        text = describe_excess_threads(threads, cores)
+        if text is not None:
+            texts[rank], excess[rank] = text, threads / cores
+    if not texts:
         return []
-    worst = max(short, key=lambda rank: ranks[rank][0] / ranks[rank][1])
-    more = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
+    worst = max(excess, key=excess.__getitem__)
+    more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
     return [f"rank {worst}{more} has {texts[worst]}"]

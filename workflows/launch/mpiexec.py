@@ -139,18 +139,18 @@ class Output:
 
     def _pump(self, source: IO[bytes], target: TextIO) -> None:
         """Copy the output of all ranks line by line, without the process manager's own."""
-        blank = False  # an empty line is held back: the banner starts with one
+        holds_empty_line = False  # held back: the banner starts with one
         for raw in source:
             # Bytes of any encoding pass; the output of a rank must not end the launcher.
             line = raw.decode("utf-8", errors="replace").rstrip("\n")
-            if self._is_noise(line):
-                blank = False
+            if self._is_of_manager(line):
+                holds_empty_line = False
                 continue
-            _forward(("\n" if blank else "") + (f"{line}\n" if line else ""), target)
-            blank = line == ""
-        _forward("\n" if blank else "", target)
+            _forward(("\n" if holds_empty_line else "") + (f"{line}\n" if line else ""), target)
+            holds_empty_line = line == ""
+        _forward("\n" if holds_empty_line else "", target)
 
-    def _is_noise(self, line: str) -> bool:
+    def _is_of_manager(self, line: str) -> bool:
         """Whether a line is of the process manager, not of a rank; notes what it says of a death."""
         if _BANNER.match(line) is None and _MANAGER.match(line) is None:
             return False

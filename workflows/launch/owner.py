@@ -140,6 +140,7 @@ def describe_owner(owner: dict[str, Any] | None) -> str:
 
 
 def _parse(text: str) -> dict[str, Any]:
+    """Return the entry of an owner; empty if it is not written completely."""
     try:
         document = json.loads(text)
     except json.JSONDecodeError:

@@ -89,8 +89,8 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def _report_stalled(stall: Stall) -> None:
     """Report stalled ranks to this project's own launcher, which ends all ranks, or to the user."""
-    advice = _how_to_continue()
-    text = f"{stall.text}\n{advice}" if advice else stall.text
+    how_to_continue = _how_to_continue()
+    text = f"{stall.text}\n{how_to_continue}" if how_to_continue else stall.text
     status = RunStatus.from_environment()
     # Before this rank is killed, too: the script that started it returns this code.
     leave_exit_code(FAULT)

@@ -13,8 +13,13 @@ from pathlib import Path
 
 def session_members(session: int) -> list[int]:
     """Return the ids of a session's live processes (without zombies)."""
-    # A zombie cannot be killed, only be waited for by its parent: counting it, `kill_session` would never be done.
-    return [pid for pid in _pids() if _state_and_session(pid)[1:] == (session,) and _state_and_session(pid)[0] != "Z"]
+    members = []
+    for pid in _pids():
+        state, session_of_pid = _state_and_session(pid)
+        # A zombie cannot be killed, only be waited for by its parent: counting it, `kill_session` would never be done.
+        if session_of_pid == session and state != "Z":
+            members.append(pid)
+    return members
 
 
 def kill_session(session: int, seconds: float = 2.0) -> None:

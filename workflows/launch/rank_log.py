@@ -114,7 +114,7 @@ class RankLog(logging.Handler):
         super().close()
 
     def _written(self, level: str, text: str, shown: bool) -> str:
-        """Return lines in the form of the log, after they were written there."""
+        """Write lines to the log, or hold them back, and return them in its form; ``shown``: the terminal has them."""
         head = f"{_time_text()} {self._head(level)}"
         marked = "".join(f"{head}{line}\n" for line in without_password(text).splitlines() or [""])
         # `logging.Handler` has a lock: lines of threads are not mixed.

@@ -68,10 +68,11 @@ class Site:
         Raises:
             RequestError: It is missing, not YAML, or has an unknown key or a value of the wrong type.
         """
-        is_given, path = path is not None, path or Path("site.yaml")
-        # The default file may be missing; a given one may not.
-        if not is_given and not path.exists():
-            return cls()
+        if path is None:
+            path = Path("site.yaml")
+            # The default file may be missing; a given one may not.
+            if not path.exists():
+                return cls()
         try:
             document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -81,10 +82,10 @@ class Site:
                 f"{path}: given {type(document).__name__}; allowed: a mapping with the keys {', '.join(_keys(cls))}"
             )
         for key, value in document.items():
-            default = getattr(cls(), str(key), Site)
-            # Fields without a default, or with None, are text.
-            kind = list if isinstance(default, list) else int if isinstance(default, int) else str
-            if key not in _keys(cls) or not isinstance(value, kind):
+            default = getattr(cls(), str(key), None)
+            # Fields whose default is None are text.
+            expected_type = str if default is None else type(default)
+            if key not in _keys(cls) or not isinstance(value, expected_type):
                 raise RequestError(
                     f"{path}: {key}: given {value!r}; allowed: {', '.join(_keys(cls))} "
                     "(modules, setup, sbatch and role_sbatch are lists, signal_s is a number, the others are text)"

@@ -14,7 +14,10 @@ from hyfi_core.errors import RequestError
 from tests.conftest import Hyfi
 from tests.patience import PATIENCE_S
 from tests.workflows.archive import make_config
+from workflows.commands.launch import ScriptOptions, run
 from workflows.launch.scripts import Resources, Site, _seconds_of, script_of
+
+OPEN_MPI = "--bind-to none -x HYFI_EXIT_FILE -x OMP_NUM_THREADS "
 
 
 def test_a_site_and_the_options_meet_in_the_script(tmp_path: Path) -> None:
@@ -62,6 +65,34 @@ def test_nodes_for_roles_are_the_second_part_of_a_heterogeneous_job() -> None:
     assert "gpus" not in others and "constraint" not in trainers
     assert "srun --mpi=pmi2 --kill-on-bad-exit=1 --het-group=0,1 " in others
     assert others.count('mkdir -p "$scratch"') == 2 and 'export TMPDIR="$scratch"' in others
+
+
+@pytest.mark.parametrize(
+    ("version", "several", "one"),
+    [
+        ("HYDRA build details:", "-ppn 2 ", ""),
+        ("mpiexec (OpenRTE) 4.1.4", f"--map-by ppr:2:node {OPEN_MPI}", OPEN_MPI),
+        ("mpiexec (Open MPI) 5.0.3", f"--map-by ppr:2:node {OPEN_MPI}", OPEN_MPI),
+    ],
+)
+def test_the_script_around_mpiexec_speaks_to_each_mpi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, several: str, one: str
+) -> None:
+    """Open MPI 4's mpiexec was not recognised, and none of Open MPI's knows -ppn."""
+    program = tmp_path / "mpiexec"
+    program.write_text(f"#!/bin/bash\n[[ $1 == --version ]] && echo '{version}' || printf '%s\\n' \"$*\"\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        "data: {store: s, size_px: 64}\nrun: {dir: r, steps: 1}\nplan: {grids: [[1, 3]]}\n"
+    )
+    for nodes, words in ((2, several), (1, one)):
+        options = ScriptOptions(Resources(nodes), path=tmp_path / "run.sh")
+        (tmp_path / "site.yaml").write_text("program: 'true'")
+        assert run("mpiexec", Path("run.yaml"), [], None, options) == 0
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", "run.sh"], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert (done.returncode, done.stdout) == (0, f"-n 3 {words}true train run.yaml --resume\n"), done.stderr
 
 
 @pytest.mark.parametrize(
