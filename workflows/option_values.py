@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from hyfi_core.errors import RequestError
@@ -63,14 +64,17 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 
 
 def parse_fractions(text: str | None) -> list[float] | None:
-    """Return the numbers of ``--fractions 0.7,0.1,0.2``; None if it was left out.
+    """Return the numbers of ``--fractions 0.7,0.1,0.2``, in this order; None if it was left out.
 
     Raises:
-        RequestError: ``text`` has something else than numbers.
+        RequestError: ``text`` has something else than finite numbers.
     """
     if text is None:
         return None
     try:
-        return [float(word) for word in text.split(",")]
+        fractions = [float(word) for word in text.split(",")]
     except ValueError:
-        raise RequestError(f"--fractions {text}: use the shares of train, val and test, as in 0.7,0.1,0.2") from None
+        fractions = [math.nan]
+    if not all(map(math.isfinite, fractions)):  # `float` reads nan and inf, too
+        raise RequestError(f"--fractions {text}: use the shares of train, val and test, as in 0.7,0.1,0.2")
+    return fractions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hyfi_core.errors import RequestError
-from workflows.option_values import parse_cells
+from workflows.option_values import parse_cells, parse_fractions
 
 
 def test_cells_and_what_limits_their_memory() -> None:
@@ -29,3 +29,11 @@ def test_cells_and_what_limits_their_memory() -> None:
 def test_options_that_do_not_fit_together(given: tuple[str | None, ...], cause: str) -> None:
     with pytest.raises(RequestError, match=cause):
         parse_cells(*given)
+
+
+@pytest.mark.parametrize("text", ["0.7,nan,0.3", "inf,1,1", "0.7;0.3"])
+def test_fractions_that_are_no_numbers_are_refused(text: str) -> None:
+    """With nan, a split was left out in silence; with an infinity, all shares were equal to nothing."""
+    assert parse_fractions("0.7,0.1,0.2") == [0.7, 0.1, 0.2]
+    with pytest.raises(RequestError, match=f"--fractions {text}: use the shares"):
+        parse_fractions(text)

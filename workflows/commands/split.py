@@ -59,15 +59,16 @@ class SplitOptions:
             return {str(fold): 1.0 for fold in range(folds)}
         if self.repeats > 1:
             raise RequestError(f"--repeats {self.repeats}: needs --folds, which are drawn several times")
-        found = self.fractions
-        if found is None:
+        fractions = self.fractions
+        if fractions is None:
             return {name: share for name, share in SHARES.items() if self.fixed_test is None or name != TEST}
-        if len(found) != len(SPLITS) or min(found) < 0 or not found[0] > 0 or max(found[1:]) == 0:
-            given = ",".join(f"{share:g}" for share in found)
+        if len(fractions) != len(SPLITS) or min(fractions) < 0 or not fractions[0] > 0 or max(fractions[1:]) == 0:
+            given = ",".join(f"{share:g}" for share in fractions)
             raise RequestError(f"--fractions: given {given}; allowed: those of train, val and test, as in 0.7,0.1,0.2")
-        if self.fixed_test is not None and found[2] > 0:
+        shares = dict(zip(SPLITS, fractions, strict=True))
+        if self.fixed_test is not None and shares[TEST] > 0:
             raise RequestError(f"--fractions: --fixed-test {self.fixed_test} is the test set; its share must be 0")
-        return {name: share for name, share in zip(SPLITS, found, strict=True) if share > 0}
+        return {name: share for name, share in shares.items() if share > 0}
 
 
 def run(
@@ -113,23 +114,32 @@ def run(
     shares = options.shares(folds)
     table = read_table(labels, "labels", used=(group, *_columns(stratify)), id_column=options.id_column)
     chosen, note = _stratified_by(table, stratify)
-    rows = [] if store is None else load_manifest(location(store))
     words = MISSING if missing is None else tuple(missing.split(","))
-    table, notes = _in_one_way(table, rows, group, chosen, merge_alike, words)
+    stored = _stored_rows(store, merge_alike, words)
+    table, notes = _in_one_way(table, stored, group, chosen, merge_alike, words)
     groups = _groups(table, group)
     notes = [*note, *notes, *_ungrouped(table, group)]
-    groups, same = _with_same_content(table, groups, rows or table.rows)
+    groups, same = _with_same_content(table, groups, stored or table.rows)
     strata = strata_of(table, chosen) if chosen else [""] * len(table.rows)
     # A class that cannot be in every part is an error only if the user asked for balance by exactly it.
     strict = stratify is not None and len(chosen) == 1 and not is_numbers([row[chosen[0]] for row in table.rows])
     fixed = fixed_groups(table, groups, options.fixed_test)
-    rest = [(name, stratum) for name, stratum in zip(groups, strata, strict=True) if name not in fixed]
+    divided = [(name, stratum) for name, stratum in zip(groups, strata, strict=True) if name not in fixed]
     try:
-        parts = [_drawn(rest, shares, seed + repeat, strict) for repeat in range(options.repeats)]
+        parts = [_drawn(divided, shares, seed + repeat, strict) for repeat in range(options.repeats)]
     except RequestError as error:
         raise RequestError(f"{labels}: {error} (groups: {group})") from error
     _write_and_report(table, out, group, groups, parts, folds, strata, shares, [*notes, *same], as_json)
     return 0
+
+
+def _stored_rows(store: Path | None, merge: bool, missing: tuple[str, ...]) -> list[dict[str, str]]:
+    """Return the rows of a store's manifest with each case written in one way; none without a store.
+
+    The rows of the table are matched with them by this one spelling.
+    """
+    rows = [] if store is None else load_manifest(location(store))
+    return cases_in_one_way(rows, "store", merge=merge, missing=missing)
 
 
 def _write_and_report(
@@ -145,8 +155,8 @@ def _write_and_report(
     as_json: bool,
 ) -> None:
     """Write the parts of all groups, one mapping for each repeat; groups without one are the test set."""
-    others = TEST if folds is None else ""
-    drawn = [[part.get(name, others) for name in groups] for part in parts]
+    fixed_part = TEST if folds is None else ""  # a row of the fixed test set is in no fold
+    drawn = [[part.get(name, fixed_part) for name in groups] for part in parts]
     _write(table, out, group, drawn, folds)
     for text in notes:
         console.warn(f"note: {text}")
@@ -176,16 +186,28 @@ def _stratified_by(table: Table, stratify: str | None) -> tuple[list[str], list[
 
 
 def _in_one_way(
-    table: Table, rows: list[dict[str, str]], group: str, stratify: Sequence[str], merge: bool, missing: tuple[str, ...]
+    table: Table,
+    stored: Sequence[Mapping[str, str]],
+    group: str,
+    stratify: Sequence[str],
+    merge: bool,
+    missing: tuple[str, ...],
 ) -> tuple[Table, list[str]]:
-    """Return the table with one spelling of every name and the cases that ``rows`` of a store have, and notes.
+    """Return the table with one spelling of every name and with the cases of a store, and notes for the user.
+
+    Args:
+        table: The labels.
+        stored: Rows of the store's manifest, with each case written in one way; empty without a store.
+        group: Column of the groups.
+        stratify: Columns that are balanced.
+        merge: Whether several spellings of one name are joined.
+        missing: Words that mean that a value is missing.
 
     Raises:
         RequestError: A column is missing, or a name has several spellings and ``merge`` is off.
     """
-    named = with_one_name_each(table, rows, merge=merge, missing=missing)
-    rows_with_cases = cases_in_one_way(rows, "store", merge=merge, missing=missing)
-    with_cases, own_notes = _with_cases_of(named.table, rows_with_cases)
+    named = with_one_name_each(table, stored, merge=merge, missing=missing)
+    with_cases, own_notes = _with_cases_of(named.table, stored)
     named = replace(named, table=with_cases, notes=(*named.notes, *own_notes))
     for column in stratify:
         named.table.require(column, "--stratify")
@@ -254,14 +276,21 @@ def _ungrouped(table: Table, group: str) -> list[str]:
 def _with_same_content(
     table: Table, groups: Sequence[str], rows: Sequence[Mapping[str, str]]
 ) -> tuple[list[str], list[str]]:
-    """Return the groups, joined where slides have the same content, and a sentence for each such content."""
+    """Return each row's group, joined where slides have the same content, and a sentence for each such content.
+
+    Args:
+        table: The labels, a row for each slide or case.
+        groups: The group of each row.
+        rows: Slides with their digests: rows of the store's manifest, or of a table that has these columns itself.
+    """
+    # Name of a group -> the name that it has now: that of the first group that it was joined with.
     key, joined, notes = table.key, {name: name for name in groups}, []
     group_of = {row[key]: name for row, name in zip(table.rows, groups, strict=True)}
-    item_of = {row["slide_id"]: row.get(key, "") for row in rows if row.get("slide_id")}
+    key_of_slide = {row["slide_id"]: row.get(key, "") for row in rows if row.get("slide_id")}
     for same in same_content(rows):
-        content_groups = list(
-            dict.fromkeys(joined[group_of[item_of[s]]] for s in same.slides if item_of[s] in group_of)
-        )
+        keys = [key_of_slide[slide] for slide in same.slides]
+        # Slides that the table does not have are in no group.
+        content_groups = list(dict.fromkeys(joined[group_of[row_key]] for row_key in keys if row_key in group_of))
         if content_groups and not same.scenes:
             notes.append(f"{same.text}: {', '.join(same.slides)}")
         # All names that were joined before move along: A = B and B = C make one group.
@@ -289,9 +318,11 @@ def _write(table: Table, out: Path, group: str, drawn: Sequence[Sequence[str]], 
     for row, part, *more in zip(table.rows, *drawn, strict=True):
         named = {"split": part} if folds is None else {"fold": part}
         for fold in range(folds or 0):
-            # No fold: a row of the fixed test set.
-            named[f"split_{fold}"] = TEST if not part else "val" if part == str(fold) else "train"
-        named |= {f"repeat_{repeat}": other for repeat, other in enumerate(more, 1)}
+            if not part:  # no fold: a row of the fixed test set
+                named[f"split_{fold}"] = TEST
+            else:
+                named[f"split_{fold}"] = "val" if part == str(fold) else "train"
+        named |= {f"repeat_{repeat}": repeated_fold for repeat, repeated_fold in enumerate(more, 1)}
         # A table may have several rows of one key; they are in one group, and so alike.
         rows[row[table.key]] = {column: row[column] for column in keys} | named
     try:

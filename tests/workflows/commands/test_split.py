@@ -209,6 +209,22 @@ def test_the_same_content_stays_in_one_split(hyfi_here, tmp_path, key):
         assert [i for i in range(20) if splits[f"s{i}"] != splits[f"s{i + 20}"]] == []
 
 
+def test_the_same_content_stays_in_one_split_however_the_store_writes_its_cases(tmp_path):
+    """Slides b0 of case C0, which the store also writes c0, and d0 of case D0 are equal byte by byte."""
+    stored = [
+        line
+        for i in range(20)
+        for line in (f"a{i},C{i},done,{99 + i:064x}", f"b{i},c{i},done,{i:064x}", f"d{i},D{i},done,{i:064x}")
+    ]
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "manifest.csv").write_text("slide_id,case_id,status,source_sha256\n" + "\n".join(stored))
+    labels, out = tmp_path / "labels.csv", tmp_path / "splits.csv"
+    labels.write_text("case_id,label\n" + "".join(f"C{i},x\nD{i},y\n" for i in range(20)))
+    run(labels, out, None, "case_id", None, 0, store=tmp_path / "store", merge_alike=True)
+    splits = {row["case_id"]: row["split"] for row in rows_of(out)}
+    assert len(splits) == 40 and [i for i in range(20) if splits[f"C{i}"] != splits[f"D{i}"]] == []
+
+
 def test_missing_words_are_no_case_and_no_class(hyfi_here, tmp_path):
     """Fifteen slides of unknown cases are no giant case, and NA is no class to balance."""
     rows = [f"s{i},{'unknown' if i % 2 else f'c{i}'},{('x', 'y', 'NA')[i % 3]}" for i in range(30)]
