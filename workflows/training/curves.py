@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from data.files import write_atomically
@@ -88,10 +89,10 @@ def _points(records: Iterable[Mapping[str, Any]], name: str) -> tuple[Point, ...
     """Return the defined (step, value); long curves are reduced to ``_MAX_POINTS`` means over consecutive steps."""
     points = [(float(r["step"]), float(r[name])) for r in records if isinstance(r.get(name), (int, float))]
     points = [point for point in points if math.isfinite(point[1])]
-    # `or 1`: without points, a step of 0 would be no range.
-    run = -(-len(points) // _MAX_POINTS) or 1
-    groups = [points[start : start + run] for start in range(0, len(points), run)]
-    return tuple((sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups)
+    # Points of one mean; at least 1, because without points a step of 0 would be no range.
+    size = max(1, math.ceil(len(points) / _MAX_POINTS))
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return tuple((fmean(step for step, _ in group), fmean(value for _, value in group)) for group in groups)
 
 
 def _summary(train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]]) -> str:
@@ -138,6 +139,7 @@ def _chart(name: str, curves: Sequence[RunCurve]) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of an axis: the lowest and the highest value; around a constant, some room on both sides."""
     low, high = min(values), max(values)
     margin = max(0.5, abs(high) / 10)  # 0.5 vanishes when added to a large float
     return (low, high) if high > low else (low - margin, high + margin)

@@ -61,9 +61,13 @@ def _in_order(engine: Engine) -> list[InputPart]:
     """Return the boxes of a turn in the order in which cells read them: micro-batch after micro-batch."""
     plan = engine.plan
     # Each direction of a pipeline takes half of the micro-batches, with boxes of its own.
-    rounds = plan.microbatches // plan.directions
-    sizes = [(part, (part.stop - part.first) // rounds) for part in engine.input_parts]
-    return [part.microbatch(k * size, size) for k in range(rounds) for part, size in sizes]
+    microbatches = plan.microbatches // plan.directions
+    ordered = []
+    for number in range(microbatches):
+        for part in engine.input_parts:
+            samples = (part.stop - part.first) // microbatches  # of a micro-batch
+            ordered.append(part.microbatch(number * samples, samples))
+    return ordered
 
 
 def preparation(job: TrainingJob) -> Callable[[torch.Tensor], torch.Tensor]:

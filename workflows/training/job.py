@@ -74,10 +74,10 @@ class TrainingJob:
     @cached_property
     def layout(self) -> BatchLayout:
         """How the stream of samples is divided into batches."""
-        replicas, rounds = self.plan.replicas, self.plan.microbatches
+        replicas, microbatches = self.plan.replicas, self.plan.microbatches
         if self.plan.shares is None:
             return BatchLayout.uniform(self.config.data.batch_size // replicas, replicas)
-        return BatchLayout(tuple(share // rounds for share in self.plan.shares), rounds)
+        return BatchLayout(tuple(share // microbatches for share in self.plan.shares), microbatches)
 
     @cached_property
     def stream(self) -> SampleStream:
@@ -151,7 +151,7 @@ class TrainingJob:
 
     def warnings(self) -> list[str]:
         """Return warnings about slides, sampling and frozen parts, for the user."""
-        train, val = ([_label(one) for one in some.samples] for some in (self.train_samples, self.val_samples))
+        train, val = (list(map(_label, split.samples)) for split in (self.train_samples, self.val_samples))
         warnings = self.task.warnings(train, val)
         warnings += [] if self.task.own_loss else self.task.batch_warnings(self.config.data.batch_size)
         if self.config.data.sampling == "balanced" and self.config.data.class_weights == "balanced":
@@ -290,9 +290,9 @@ def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Seq
         task.check_batch(data.batch_size)
     task.check_validation([_label(sample) for sample in val])
     batch, evaluated = targets[: data.batch_size], [_label(sample) for sample in val] or targets
-    for one, some in task.with_labels(targets):
-        if is_own(one):
-            try_task(one, some[:_TRIED])
+    for single, labels_of_it in task.with_labels(targets):  # one by one, if there are several targets
+        if is_own(single):
+            try_task(single, labels_of_it[:_TRIED])
     task.try_own(batch, evaluated)
     return task
 

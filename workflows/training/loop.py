@@ -206,12 +206,12 @@ class TrainingLoop:
         if self._recorder is not None and news is not None:
             say(f"step {step}: {news}")
         # After the step's time is taken: what comparing costs is counted in the next step, as `_late_s`.
-        late = self._compare(step)
+        comparison = self._compare(step)
         if self._recorder is not None:
-            split = {f"{kind}_seconds": spent[kind] for kind in spent if kind != "wait"}
+            times = {f"{kind}_seconds": spent[kind] for kind in spent if kind != "wait"}
             wrong = {} if numbers.wrong is None else {"nonfinite": numbers.wrong, "skipped": skipped}
-            kind = self._inputs.step_record(self._engine)
-            self._recorder.trained(step, loss, lr, seconds, waited_s, {**split, **kind, **late, **wrong})
+            of_inputs = self._inputs.step_record(self._engine)
+            self._recorder.trained(step, loss, lr, seconds, waited_s, {**times, **of_inputs, **comparison, **wrong})
         if numbers.wrong is not None:
             self._report_nonfinite(step, numbers, lr)
 

@@ -58,7 +58,8 @@ def _written_bytes(plan: ParallelPlan, placement: Placement, stages: Sequence[Me
     written: dict[int, int] = defaultdict(int)
     for stage, forecast in enumerate(stages):
         # Both directions of a stage hold its weights; each replica holds them again. They share the writing.
-        holders = sorted({rank for way in range(placement.directions) for rank in placement.group(stage, way)})
+        groups = (placement.group(stage, direction) for direction in range(placement.directions))
+        holders = sorted({rank for group in groups for rank in group})
         copies = [first + rank for first in range(0, plan.ranks, placement.size) for rank in holders]
         writers = sharing(forecast.weight_bytes, copies)
         for rank in writers:
@@ -71,15 +72,17 @@ def describe_memory(trainer_bytes: Sequence[int], pools: Sequence[MemoryPool], k
     totals = {pool.name: sum(trainer_bytes[rank] for rank in pool.trainers) for pool in pools}
     # Not the pool with the largest total: a small host may be full earlier.
     fullest = max(pools, key=lambda pool: totals[pool.name] / max(1, pool.free_bytes))
+    most, least = max(trainer_bytes), min(trainer_bytes)
     # A range only if ranks differ by more than the forecast is accurate.
-    spread = f"{_gb(min(trainer_bytes))} to " * (max(trainer_bytes) > 1.1 * min(trainer_bytes))
+    smallest = f"{_gb(least)} to " if most > 1.1 * least else ""
     return (
-        f"{kind}: about {spread}{_gb(max(trainer_bytes))} GB for each trainer, {_gb(totals[fullest.name])} GB of "
-        f"{_gb(fullest.free_bytes)} GB free on {fullest.name}{_by(fullest)}"
+        f"{kind}: about {smallest}{_gb(most)} GB for each trainer, {_gb(totals[fullest.name])} GB of "
+        f"{_gb(fullest.free_bytes)} GB free on {fullest.name}{_limit_text(fullest)}"
     )
 
 
-def _by(pool: MemoryPool) -> str:
+def _limit_text(pool: MemoryPool) -> str:
+    """Return what limits a pool, in brackets; empty if that is its size."""
     return f" ({pool.limit})" if pool.limit else ""
 
 
@@ -117,23 +120,26 @@ def check_room(
         )
         raise RequestError(
             f"memory: the trainers on {pool.name} ({len(pool.trainers)}) need at least {_gb(total)} GB, but "
-            f"{_gb(pool.free_bytes)} GB are free{_by(pool)}; {advice}"
+            f"{_gb(pool.free_bytes)} GB are free{_limit_text(pool)}; {advice}"
         )
 
 
 def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
     """Return plans that need less memory and give the same result, by their change on the command line.
 
+    They are in the order in which to try them.
+
     Args:
         plan: The run's plan.
         batch: Images in a replica's batch.
     """
     cheaper = {}
-    group = len(plan.grids) if plan.interleave > 1 else 1  # interleaved stages of several grids need whole groups
-    # Only divisors of the batch, as micro-batches have equal sizes.
-    counts = [n for n in range(plan.microbatches + 1, batch + 1) if batch % n == 0 and n % group == 0]
-    for count in counts if plan.schedule in ("1f1b", "sequential") and plan.shares is None else []:
-        cheaper[f"plan.microbatches={count}"] = replace(plan, microbatches=count)
+    if plan.schedule in ("1f1b", "sequential") and plan.shares is None:
+        group = len(plan.grids) if plan.interleave > 1 else 1  # interleaved stages of several grids need whole groups
+        for count in range(plan.microbatches + 1, batch + 1):
+            # Only divisors of the batch, as micro-batches have equal sizes.
+            if batch % count == 0 and count % group == 0:
+                cheaper[f"plan.microbatches={count}"] = replace(plan, microbatches=count)
     if plan.recompute is False and plan.stages > 1:
         cheaper |= {
             f"{change} plan.recompute=true": replace(changed, recompute=True) for change, changed in cheaper.items()
@@ -172,11 +178,11 @@ def check_memory(job: TrainingJob, roles: Roles, device: str, programs: ModelPro
         return []
     ranks = [RankPlace(**fields) for fields in places]
     hosts, gpus = hosts_of(ranks), gpus_of(ranks)
-    slow = [*crowded(hosts), *short_of_cores(threads)]
+    core_warnings = [*crowded(hosts), *short_of_cores(threads)]
     if job.plan.tiles is not None:
-        return slow  # chunks of tiles limit memory
+        return core_warnings  # chunks of tiles limit memory
     if job.plan.cells is not None:
-        return [describe_unchecked(job.plan), *slow]
+        return [describe_unchecked(job.plan), *core_warnings]
     # From here on only rank 0: captures and forecasts take seconds, and all ranks' would be equal.
     memories = [host.memory for host in hosts]
     forecast = _Forecaster(job, bool(gpus), programs)
@@ -186,7 +192,7 @@ def check_memory(job: TrainingJob, roles: Roles, device: str, programs: ModelPro
     cheaper = {} if fits(trainer_bytes, pools) else cheaper_plans(job.plan, _largest_batch(job))
     check_room(trainer_bytes, pools, forecast.of_changes(cheaper))
     lines = [describe_memory(forecast.host_bytes(job.plan), memories, "host memory")] if gpus else []
-    return [describe_memory(forecast.device_bytes(job.plan), pools), *lines, *slow]
+    return [describe_memory(forecast.device_bytes(job.plan), pools), *lines, *core_warnings]
 
 
 def describe_unchecked(plan: ParallelPlan) -> str:

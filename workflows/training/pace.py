@@ -16,6 +16,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.apportion import apportion
 from workflows.config.ranks import RolesConfig
+from workflows.console import counted
 from workflows.training import start
 from workflows.training.feeding import BatchImages, make_feed, preparation
 from workflows.training.job import TrainingJob
@@ -73,20 +74,19 @@ def measured(trainers: Communicator, replica: int, turn: Callable[[int], None]) 
         turn(number)
         seconds.append(time.perf_counter() - start_s)
     medians = trainers.broadcast_object(trainers.gather_objects((replica, statistics.median(seconds))))
-    # A replica is as fast as its slowest rank, which the others wait for.
-    count = 1 + max(index for index, _ in medians)
-    return tuple(max(seconds_taken for index, seconds_taken in medians if index == number) for number in range(count))
+    slowest_s: dict[int, float] = {}
+    for of_replica, median_s in medians:
+        # A replica is as fast as its slowest rank, which the others wait for.
+        slowest_s[of_replica] = max(median_s, slowest_s.get(of_replica, 0.0))
+    return tuple(slowest_s[number] for number in sorted(slowest_s))
 
 
 def describe_pace(job: TrainingJob) -> str:
     """Return the measured times as one line of text; empty if they were not measured."""
     if job.pace_s is None:
         return ""
-    rounds, paces = job.plan.microbatches, ", ".join(f"{pace_s:.3g}" for pace_s in job.pace_s)
-    return (
-        f"replicas take {paces} s for {rounds} slide{'s' * (rounds > 1)}, so batches are divided in proportion to "
-        f"speed\n"
-    )
+    slides, paces = job.plan.microbatches, ", ".join(f"{pace_s:.3g}" for pace_s in job.pace_s)
+    return f"replicas take {paces} s for {counted(slides, 'slide')}, so batches are divided in proportion to speed\n"
 
 
 def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
@@ -108,9 +108,9 @@ def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
 
 def _single_replica_job(job: TrainingJob) -> TrainingJob:
     """Return the job of one replica whose micro-batches are single slides."""
-    config, rounds = job.config, job.plan.microbatches
+    config = job.config
     changed = {
-        "data": config.data.model_copy(update={"batch_size": rounds}),
+        "data": config.data.model_copy(update={"batch_size": job.plan.microbatches}),
         "plan": config.plan.model_copy(update={"replicas": 1, "sync_batch_norm": False}),
         # No loaders or validators: this rank reads for itself, so that its own speed is measured.
         "roles": RolesConfig(),

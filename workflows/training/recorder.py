@@ -177,6 +177,7 @@ class Recorder:
             self._board = _TensorBoard(self.folder.folder / "tensorboard", self.last)
 
     def _update_last(self) -> None:
+        """Set ``last`` from the validations that are recorded so far."""
         self.last = last_step(
             self._log.validations(), self._job.config.validation.metric, self._job.config.run.early_stop
         )
@@ -199,10 +200,11 @@ class Recorder:
         """Return saved steps whose validation is missing because the run was stopped before it."""
         validated = self._log.validations()
         saved = [step for step in saved_steps(self.folder.checkpoints) if step <= self._start]
+        # A stop on request saves after any step: such a checkpoint must not hide one that is to be validated.
+        to_validate = [step for step in saved if self._job.validates_after(step) and step not in validated]
         if self._job.config.validation.policy == "latest":  # earlier ones were skipped on purpose
-            # Only the latest: that is the one this policy would validate now.
-            saved = [step for step in saved if step > max(validated, default=0)][-1:]
-        return [step for step in saved if self._job.validates_after(step) and step not in validated]
+            return [step for step in to_validate if step > max(validated, default=0)][-1:]
+        return to_validate
 
     def close(self) -> None:
         """Write the curves, sync everything to disk and close."""

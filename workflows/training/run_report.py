@@ -60,8 +60,10 @@ def report(job: TrainingJob, recorder: Recorder, stopped: bool, failure: str | N
         as_json: Whether to print the result as one JSON object, too.
     """
     folder = job.config.run.dir
-    state = "failed" if failure is not None else "stopped" if stopped else "done"
-    outcome = {"stopped": "stopped on request; --resume continues it"}.get(state, state)
+    state = "stopped" if stopped else "done"
+    if failure is not None:  # a failed run counts as stopped, too
+        state = "failed"
+    outcome = "stopped on request; --resume continues it" if state == "stopped" else state
     recorder.folder.write_state(state, job.steps, recorder.loading, failure)
     recorder.end_loggers(state)
     if recorder.last is not None and not stopped:

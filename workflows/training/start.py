@@ -99,13 +99,15 @@ class Roles:
         # Every rank calls every `split`, also those of groups that it does not belong to: they are collective.
         ordered = world.split(0, chosen.order.index(world.rank))
         assert ordered is not None
-        first, second = len(chosen.trainers), len(chosen.trainers) + len(chosen.loaders)
-        ranks = range(first), range(first, second), range(second, world.size)
-        trainers = ordered.split(0 if ordered.rank in ranks[0] else None, ordered.rank)
-        validators = ordered.split(0 if ordered.rank in ranks[2] else None, ordered.rank)
-        in_order = RankRoles(*(tuple(group) for group in ranks))
-        serving = loaders_of([hosts[rank] for rank in chosen.order], in_order) if ranks[1] else {}
-        return cls(ordered, trainers, validators, *ranks, serving, world.rank)
+        first_loader = len(chosen.trainers)
+        first_validator = first_loader + len(chosen.loaders)
+        trainer_ranks, loader_ranks = range(first_loader), range(first_loader, first_validator)
+        validator_ranks = range(first_validator, world.size)
+        trainers = ordered.split(0 if ordered.rank in trainer_ranks else None, ordered.rank)
+        validators = ordered.split(0 if ordered.rank in validator_ranks else None, ordered.rank)
+        in_order = RankRoles(tuple(trainer_ranks), tuple(loader_ranks), tuple(validator_ranks))
+        serving = loaders_of([hosts[rank] for rank in chosen.order], in_order) if loader_ranks else {}
+        return cls(ordered, trainers, validators, trainer_ranks, loader_ranks, validator_ranks, serving, world.rank)
 
     def describe(self) -> str:
         """Return this rank's role and its number in that role: ``trainer 3``."""
@@ -234,7 +236,8 @@ def device_of(request: DeviceRequest, roles: Roles) -> str:
         RequestError: On all ranks, if ``cuda`` is requested and a node has too few GPUs for its trainers.
     """
     gpus = gpus_seen(roles.world)
-    trainers, validators = ([gpus[rank] for rank in ranks] for ranks in (roles.trainer_ranks, roles.validator_ranks))
+    trainers = [gpus[rank] for rank in roles.trainer_ranks]
+    validators = [gpus[rank] for rank in roles.validator_ranks]
     names = dict(zip(roles.trainer_ranks, assign_devices(request, trainers), strict=True))
     # Ranks of loaders stay on the CPU: they have no entry.
     names |= dict(zip(roles.validator_ranks, spare_devices(request, trainers, validators), strict=True))

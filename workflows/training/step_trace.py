@@ -86,8 +86,10 @@ class StepTrace:
         self._engine.record_spans(None)
         mine = self._named + [(kind, kind, begin, end) for kind, begin, end in self._spans]
         placed = [(name, kind, begin - origin_s, end - origin_s) for name, kind, begin, end in mine]
-        every = self._trainers.gather_objects((socket.gethostname(), placed))
-        if every is not None:
-            events = [TraceEvent(r, n, b, e, kind) for r, (_, of_rank) in enumerate(every) for n, kind, b, e in of_rank]
-            names = {rank: f"rank {rank} on {host}" for rank, (host, _) in enumerate(every)}
+        gathered = self._trainers.gather_objects((socket.gethostname(), placed))
+        if gathered is not None:
+            events, names = [], {}
+            for rank, (host, spans) in enumerate(gathered):
+                names[rank] = f"rank {rank} on {host}"
+                events += [TraceEvent(rank, name, begin_s, end_s, kind) for name, kind, begin_s, end_s in spans]
             write_atomically(self._path, to_json(events, names).encode())

@@ -173,22 +173,26 @@ class Validating:
             self._results += self._client.collect()
             # In the order of steps, and only once published: recording writes the calibration into the checkpoint, and
             # may link to it as the best.
-            while self._results and self._results[0][0] != self._checkpoints.open_step:
-                step, metrics = self._results.pop(0)
+            while self._results:
+                step, metrics = self._results[0]
+                if step == self._checkpoints.open_step:
+                    break
+                # Removed first: the step is open no longer, so its checkpoint need not stay unless it is the best.
+                self._results.pop(0)
                 self._recorder.validated(step, metrics, self.open_steps)
 
     def _validate_in_trainers(self, step: int) -> None:
         """Validate the weights of a step on the trainers themselves, and record the metrics (collective)."""
         replica, position = divmod(self._trainers.rank, self._job.plan.ranks_per_replica)
         plan, images, samples = self._job.plan, self._evaluation_set.images, len(self._job.val_samples)
-        share = (replica, plan.replicas)
+        share = (replica, plan.replicas)  # each replica predicts a part of the samples
         try:
-            mine = predict_slides(self._inference, images, samples, share, self._interrupted, plan.shares)
+            own_logits = predict_slides(self._inference, images, samples, share, self._interrupted, plan.shares)
         # In the same poll on all trainers, so none waits in `gather_logits`.
         except Interrupted:
             return
         # All ranks of a replica have the same logits: one of them reports.
-        logits = gather_logits(self._trainers, mine if position == 0 else None)
+        logits = gather_logits(self._trainers, own_logits if position == 0 else None)
         # Publish before recording, as in `_collect`; `step` must not be pruned before its metrics may make it the best.
         self._checkpoints.finish((*self.open_steps, step))
         if self._recorder is not None and logits is not None:
@@ -198,13 +202,13 @@ class Validating:
         """Validate the open checkpoints and all later ones in the trainers, because the validators gave up."""
         self._checkpoints.finish(self.open_steps)
         self._collect()
-        left = self._trainers.broadcast_object(list(self.open_steps))
+        steps = self._trainers.broadcast_object(list(self.open_steps))
         # From now on `validate` runs in the trainers.
         self._remote = False
         if self._client is not None:
             self._client.forget()
-            say(f"the trainers validate from now on{f', starting with step {left[0]}' if left else ''}")
-        self._validate_saved(left)
+            say(f"the trainers validate from now on{f', starting with step {steps[0]}' if steps else ''}")
+        self._validate_saved(steps)
 
     def _validate_saved(self, steps: list[int]) -> None:
         """Validate saved checkpoints; afterwards the engine has its current weights again, bitwise."""
@@ -213,8 +217,8 @@ class Validating:
         # Weights on their way would otherwise be copied as they were, and overwrite the old ones later.
         self._engine.settle()
         # Buffers that are not in the `state_dict` change as well when a checkpoint is loaded.
-        every = {**local_state(self._model), **dict(self._model.named_buffers())}
-        own = {name: tensor for name, tensor in every.items() if torch.is_tensor(tensor) and not tensor.is_meta}
+        all_tensors = {**local_state(self._model), **dict(self._model.named_buffers())}
+        own = {name: tensor for name, tensor in all_tensors.items() if torch.is_tensor(tensor) and not tensor.is_meta}
         current = {name: tensor.clone() for name, tensor in own.items()}
         self._unvalidated = list(steps)
         for step in steps:

@@ -83,7 +83,7 @@ def data_record(job: TrainingJob) -> DataRecord:
 
 
 def _facts(job: TrainingJob, dataset: SlideDataset, split: str, weights: list[str]) -> DataRecord:
-    """Return slide -> what a run reads of it: digest of its shards, split, weight and label."""
+    """Return slide -> what a run reads of it, as a line; ``weights``: the draw weight of each slide as text."""
     facts = {}
     for index, (sample, weight) in enumerate(zip(dataset.samples, weights, strict=True)):
         # Sorted, because the order of keys in a file of the store says nothing about its pixels.
@@ -125,11 +125,15 @@ def check_data(job: TrainingJob, state: Mapping[str, Any], after: DataRecord, ac
 def changes_of(before: DataRecord, after: DataRecord) -> list[str]:
     """Return the differences between two records, one line for each kind; empty if there are none."""
     kinds: dict[str, list[str]] = {}
-    for slide in (slide for slide in before if slide not in after):
-        kinds.setdefault("removed", []).append(f"{slide} ({RecordedSlide.of(before[slide]).split})")
-    for slide in (slide for slide in after if slide not in before):
-        kinds.setdefault("added", []).append(f"{slide} ({RecordedSlide.of(after[slide]).split})")
-    for slide in (slide for slide in before if slide in after):
+    for slide in before:
+        if slide not in after:
+            kinds.setdefault("removed", []).append(f"{slide} ({RecordedSlide.of(before[slide]).split})")
+    for slide in after:
+        if slide not in before:
+            kinds.setdefault("added", []).append(f"{slide} ({RecordedSlide.of(after[slide]).split})")
+    for slide in before:
+        if slide not in after:
+            continue
         before_slide, after_slide = RecordedSlide.of(before[slide]), RecordedSlide.of(after[slide])
         if before_slide.split != after_slide.split:
             kinds.setdefault("moved to another split", []).append(

@@ -83,7 +83,7 @@ class FiniteSteps:
     def begin(self) -> None:
         """Copy the buffers before a step that may be skipped, because its forward changes running statistics."""
         if self._policy == "skip":
-            self._buffers = [buffer.clone() for buffer in self._held()]
+            self._buffers = [buffer.clone() for buffer in self._own_buffers()]
 
     def check(self, losses: Sequence[torch.Tensor]) -> StepNumbers:
         """Compute whether the losses of a step and the accumulated gradients are finite (collective)."""
@@ -98,7 +98,7 @@ class FiniteSteps:
         if not self._reads_first or numbers.wrong is None:
             return False
         if self._policy == "skip":
-            self._drop()
+            self._undo_step()
         return True
 
     def describe(self, job: TrainingJob, step: int, numbers: StepNumbers, lr: float) -> str:
@@ -126,14 +126,16 @@ class FiniteSteps:
         gathered = self._trainers.broadcast_object(self._trainers.gather_objects(mine))
         return list(dict.fromkeys(name for names in gathered for name in names))
 
-    def _drop(self) -> None:
+    def _undo_step(self) -> None:
+        """Drop the gradients, and give the buffers the values that they had at `begin`."""
         # Not the gradients alone: one forward with NaN spoils running means forever.
         self._engine.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for buffer, before in zip(self._held(), self._buffers, strict=False):
+            for buffer, before in zip(self._own_buffers(), self._buffers, strict=False):
                 buffer.copy_(before)
 
-    def _held(self) -> list[torch.Tensor]:
+    def _own_buffers(self) -> list[torch.Tensor]:
+        """Return the model's buffers without those of other ranks' stages, which are on the meta device."""
         return [buffer for buffer in self._model.buffers() if not buffer.is_meta]
 
 
@@ -143,7 +145,8 @@ def finite_everywhere(tensors: Iterable[torch.Tensor], trainers: Communicator, l
     The host does not wait for a GPU.
     """
     floats = [t.detach() for t in tensors if t.is_floating_point() and t.numel() and not t.is_meta]
-    on_host, on_gpu = ([t for t in floats if (t.device.type == "cpu") is host] for host in (True, False))
+    on_host = [t for t in floats if t.device.type == "cpu"]
+    on_gpu = [t for t in floats if t.device.type != "cpu"]
     finite = torch.tensor([float(_finite_on_host(on_host))], dtype=torch.float64)
     finite = finite.to(like.device, non_blocking=True)
     for dtype in sorted({tensor.dtype for tensor in on_gpu}, key=str):  # one kernel for many tensors

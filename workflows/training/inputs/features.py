@@ -98,12 +98,14 @@ class FeatureInputs(BagInputs):
 
     def warnings(self, engine: TrainingEngine) -> list[str]:
         """Return warnings about slides, and about features without positions or without a stated encoder."""
-        found = self.job.warnings()
+        warnings = self.job.warnings()
         if any(one.unit is None for one in (*self.train.stored, *self.val.stored)):
-            found.append("some features have no positions (coords): predictions with them will have no heatmap")
+            warnings.append("some features have no positions (coords): predictions with them will have no heatmap")
         if self._features.encoder is None:
-            found.append("the features do not state their encoder: a prediction with those of another is not noticed")
-        return found
+            warnings.append(
+                "the features do not state their encoder: a prediction with those of another is not noticed"
+            )
+        return warnings
 
     def _fields(self) -> dict[str, Any]:
         return feature_model_fields(self.job.config.model, self._features.features, self.job.task.outputs)

@@ -87,9 +87,11 @@ class ImageInputs(RunInputs):
         """Return the initial model; on the meta device if the engine draws the weights of each stage."""
         self._drawn = starting.drawn_by_stage(self.job, device)
         model, freezing = starting.make_model(self.job, loads=loads, drawn=self._drawn, tell=tell)
-        where = made_current(device)
-        # A model on the meta device has nothing to move; the engine draws each stage on its rank.
-        return (model if self._drawn is not None else model.to(where)), freezing
+        torch_device = made_current(device)
+        if self._drawn is None:
+            model = model.to(torch_device)
+        # Else it is on the meta device, with nothing to move; the engine draws each stage on its rank.
+        return model, freezing
 
     def make_engine(self, model: nn.Module, roles: Roles) -> Engine:
         """Return the engine of ``parallelize``."""
@@ -122,7 +124,7 @@ class ImageInputs(RunInputs):
         ``run.ema`` averages running statistics, too; a schedule-free optimizer knows only parameters.
         """
         assert isinstance(engine, Engine)
-        nothing = (
+        no_heatmap = (
             "the model pools no feature map into its output: predictions with it will have no heatmap; "
             "`hyfi predict --evidence occlusion` shows which parts of a slide matter to it"
         )
@@ -131,7 +133,7 @@ class ImageInputs(RunInputs):
         return [
             *self.job.warnings(),
             *([statistics] if switches else []),
-            *([nothing] if engine.pools_a_map is False else []),
+            *([no_heatmap] if engine.pools_a_map is False else []),
         ]
 
     def throughput(self, engine: TrainingEngine, peak: float | None, device: str) -> Throughput:

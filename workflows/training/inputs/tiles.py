@@ -136,18 +136,18 @@ class TileInputs(BagInputs):
         encoder = self.job.config.model.encoder
         assert encoder is not None
         assert self._loaded is not None, "the model is made before warnings"
-        found = self.job.warnings()
-        found += self._describe_keeping() if encoder.train == "none" else []
+        warnings = self.job.warnings()
+        warnings += self._describe_keeping() if encoder.train == "none" else []
         if encoder.shard and self.job.plan.tiles == 1:
-            found.append(
+            warnings.append(
                 "model.encoder.shard: plan.tiles is 1: no ranks share the tiles of a slide, weights stay whole"
             )
         random = self._loaded.untrained
         if random and encoder.train != "all":
-            found.append(f"model.encoder.train: {encoder.train}: what is not trained has random weights")
+            warnings.append(f"model.encoder.train: {encoder.train}: what is not trained has random weights")
         norms = any(isinstance(module, _BatchNorm) for module in self._loaded.module.modules())
         if norms and random and encoder.batch_norm == "frozen":
-            found.append(
+            warnings.append(
                 "the encoder has batch norm and random weights: its running statistics are not those of tissue, "
                 "and are not updated, so that it normalises nothing; if the loss does not fall, use weights that "
                 "were trained, or an encoder with another norm"
@@ -155,14 +155,14 @@ class TileInputs(BagInputs):
         updates = norms and encoder.batch_norm == "exact" and encoder.train != "none"
         if updates:
             remedy = "an encoder with another norm, or the aggregator max" if random else "frozen, or another norm"
-            found.append(
+            warnings.append(
                 "model.encoder.batch_norm: exact: training normalises each slide by its own tiles, validation by an "
                 "average of slides; if validation is far worse than the loss of training, the model has learned the "
                 f"class from these statistics: use {remedy}"
             )
         if updates and isinstance(engine.optimizer, SwitchingOptimizer):
-            found.append(statistics_warning(self.job.config.optimizer.name, "an encoder with another norm"))
-        return found
+            warnings.append(statistics_warning(self.job.config.optimizer.name, "an encoder with another norm"))
+        return warnings
 
     def _freeze_parts(self, model: TileModel, train: str) -> Freezing | None:
         """Freeze the parts of the encoder that are not trained; without trained parts it has no dropout either."""

@@ -9,6 +9,7 @@ Format: TensorFlow, ``lib/io/record_writer`` and ``util/event.proto``.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -22,6 +23,8 @@ _WALL_TIME, _STEP, _FILE_VERSION, _SUMMARY, _SESSION_LOG = 1, 2, 3, 5, 7  # fiel
 _VALUE, _TAG, _SIMPLE_VALUE, _STATUS, _START = 1, 1, 2, 1, 1
 _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5  # types on the wire
 _MASK = 0xA282EAD8
+_LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
+"""Largest number of float32, the type of values in the format."""
 
 
 class EventFile:
@@ -29,8 +32,7 @@ class EventFile:
 
     Args:
         folder: The folder that TensorBoard reads.
-        start: The step after which a resumed run continues: TensorBoard hides later steps of earlier files. 0: a new
-            run.
+        start: The step after which the run begins or continues: TensorBoard hides later steps of earlier files.
 
     Raises:
         OSError: It cannot be written.
@@ -45,13 +47,15 @@ class EventFile:
         # Without this version, a reader guesses from falling steps where a run was resumed, and ignores the start
         # below.
         self._write(0, _field(_FILE_VERSION, _VERSION))
-        if start:
-            # START makes TensorBoard drop this step and later ones of earlier files: a resumed run writes them again.
-            self._write(start + 1, _field(_SESSION_LOG, _number(_STATUS, _START)))
+        # START makes TensorBoard drop this step and later ones of earlier files: this run writes them again. Also from
+        # step 1 on: a run that was killed before its first checkpoint begins again in the same folder.
+        self._write(start + 1, _field(_SESSION_LOG, _number(_STATUS, _START)))
 
     def add(self, tag: str, value: float, step: int) -> None:
-        """Append the value of a step."""
-        scalar = _field(_TAG, tag.encode()) + _key(_SIMPLE_VALUE, _FLOAT) + struct.pack("<f", value)
+        """Append the value of a step; one beyond the range of float32 becomes an infinity."""
+        # `struct` would raise OverflowError, and a chart is no reason to end a run.
+        single = value if abs(value) <= _LARGEST_FLOAT or math.isnan(value) else math.copysign(math.inf, value)
+        scalar = _field(_TAG, tag.encode()) + _key(_SIMPLE_VALUE, _FLOAT) + struct.pack("<f", single)
         self._write(step, _field(_SUMMARY, _field(_VALUE, scalar)))
 
     def close(self) -> None:

@@ -55,17 +55,12 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Point ``latest`` at the checkpoint of ``step``, or the last one before it, and remove those after it."""
-        saved = checkpoints.saved_steps(self.checkpoints)
-        later, until = (
-            [saved_step for saved_step in saved if saved_step > step],
-            [saved_step for saved_step in saved if saved_step <= step],
-        )
-        if until:  # the weights of ``step`` may not have been finite
-            checkpoints.point_link(
-                self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, until[-1]).name
-            )
+        steps = checkpoints.saved_steps(self.checkpoints)  # ascending
+        kept = [saved_step for saved_step in steps if saved_step <= step]
+        if kept:  # perhaps without `step`, whose weights may not have been finite
+            self.saved(kept[-1])
         # After `latest` points elsewhere: it never names what is being removed.
-        for later_step in later:
+        for later_step in steps[len(kept) :]:
             checkpoints.remove(checkpoints.step_folder(self.checkpoints, later_step))
         best = self.checkpoints / "best"
         # The link names a removed checkpoint; the next choice makes a new one.
