@@ -36,9 +36,10 @@ class TrainedRun:
 
     def __repr__(self) -> str:
         """Return folder, checkpoint and the number of steps and validations, in a line."""
-        done = len(self.validations)
-        steps, ended = len(self.records) - done, ", stopped on request" if self.stopped else ""
-        return f"<TrainedRun {self.folder}: {steps} steps and {done} validations recorded, {self.checkpoint}{ended}>"
+        validations = len(self.validations)
+        steps, ended = len(self.records) - validations, ", stopped on request" if self.stopped else ""
+        recorded = f"{steps} steps and {validations} validations recorded"
+        return f"<TrainedRun {self.folder}: {recorded}, {self.checkpoint}{ended}>"
 
     @property
     def validations(self) -> tuple[dict[str, Any], ...]:
@@ -52,7 +53,7 @@ def train_model(
     ranks: int | None = None,
     resume: bool = False,
 ) -> TrainedRun:
-    """Train a classifier, as ``hyfi train`` does: in this process, or on ranks that it starts.
+    """Train a classifier as ``hyfi train`` does, in a process of its own; return when the run has ended.
 
     Args:
         settings: The path of a run's YAML, or its sections as a dict, ``{"data": {"store": …}, …}``, with paths as
@@ -87,16 +88,19 @@ def train_model(
         except RequestError as error:
             # The temporary file means nothing to the caller.
             raise RequestError(str(error).replace(f"{temporary}/run.yaml", "settings")) from None
-        words = ["train", str(path), *overrides, *(["--ranks", str(ranks)] if ranks else []), *["--resume"] * resume]
+        words = ["train", str(path), *overrides]
+        words += ["--ranks", str(ranks)] if ranks else []
+        words += ["--resume"] if resume else []
         # In another process, because a failing rank ends its process, which must not be the notebook's.
-        done = subprocess.run([sys.executable, "-m", "workflows.cli", *words], stderr=subprocess.PIPE, text=True)
-    if done.returncode == WRONG_REQUEST:
-        raise RequestError(done.stderr.strip().removeprefix("hyfi: "))
-    if done.returncode not in (DONE, STOPPED):
-        raise RuntimeError(f"hyfi train ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
-    checkpoints = folder / "checkpoints"
-    best = checkpoints / ("best" if (checkpoints / "best").exists() else "latest")
-    return TrainedRun(folder, best, tuple(read_metrics(folder / "metrics.jsonl")), done.returncode == STOPPED)
+        ended = subprocess.run([sys.executable, "-m", "workflows.cli", *words], stderr=subprocess.PIPE, text=True)
+    code = ended.returncode
+    if code == WRONG_REQUEST:
+        raise RequestError(ended.stderr.strip().removeprefix("hyfi: "))
+    if code not in (DONE, STOPPED):
+        raise RuntimeError(f"hyfi train ended with exit code {code}:\n{ended.stderr[-4000:]}")
+    best, latest = folder / "checkpoints" / "best", folder / "checkpoints" / "latest"
+    records = tuple(read_metrics(folder / "metrics.jsonl"))
+    return TrainedRun(folder, best if best.exists() else latest, records, stopped=code == STOPPED)
 
 
 def predict_slides(
@@ -136,7 +140,8 @@ def predict_slides(
     from pathology.scripts import several
     from workflows.commands.predict import PredictArguments, predicted
 
-    own = {name: options.pop(name) for name in ("cells", "memory", "device") if name in options}
+    # These are texts in `PredictArguments`, which turns them into fields of `PredictOptions`.
+    as_texts = {name: options.pop(name) for name in ("cells", "memory", "device") if name in options}
     names = [field.name for field in fields(PredictOptions) if field.name != "memory_bytes"]
     unknown = [name for name in options if name not in names]
     if unknown:
@@ -153,6 +158,6 @@ def predict_slides(
         split=split,
         ranks_per_slide=options.pop("ranks_per_slide", None),
         options=options,
-        **own,
+        **as_texts,
     )
     return predicted(arguments.request())

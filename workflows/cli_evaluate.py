@@ -136,7 +136,7 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Predict slides: probabilities, heatmaps, overlays, annotations and reports."""
-    values = locals()
+    values = locals()  # first, so that it has the arguments alone
     from workflows.commands import predict
 
     arguments = predict.PredictArguments(

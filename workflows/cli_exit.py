@@ -1,4 +1,4 @@
-"""The end of every command: its exit code, and what a request to stop does meanwhile."""
+"""Runs a command and exits with its exit code; sets what a request to stop does while it runs."""
 
 from __future__ import annotations
 

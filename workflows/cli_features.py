@@ -155,7 +155,7 @@ def _options(text: str | None) -> dict[str, Any]:
 
 
 def _numbers(flag: str, text: str | None) -> tuple[float, ...] | None:
-    """Return three numbers from the text of an option; None if it was not given."""
+    """Return the numbers of ``--mean`` or ``--std``, which `load_encoder` checks; None if it was left out."""
     if text is None:
         return None
     try:

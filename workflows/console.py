@@ -245,7 +245,7 @@ class _LogLines:
         self._printed, self._printed_s = self._done, time.monotonic()
         of = f"/{self._total:g}" if self._total is not None else ""
         spent_s = self._printed_s - self._started_s
-        # Steps of an earlier run took no time of this one.
+        # Steps of an earlier run, `_first`, took no time of this one.
         left_s = (self._total - self._done) * spent_s / (self._done - self._first) if self._total is not None else 0
         left = f", {duration(left_s)} left" if left_s >= 1 and self._estimate else ""
         note = f", {self._note}" if self._note else ""

@@ -53,11 +53,10 @@ def describe_full_disk(error: OSError, path: Path | None) -> str:
         path: The file; None: unknown.
     """
     try:
-        # The disk may be gone altogether.
-        room = None if path is None else shutil.disk_usage(path if path.is_dir() else path.parent)
-    except OSError:
-        room = None
-    on_disk = "" if room is None else f"; its disk has {size_text(room.free)} free of {size_text(room.total)}"
+        usage = None if path is None else shutil.disk_usage(path if path.is_dir() else path.parent)
+    except OSError:  # the disk may be gone altogether
+        usage = None
+    on_disk = "" if usage is None else f"; its disk has {size_text(usage.free)} free of {size_text(usage.total)}"
     return f"{path or 'a file'} cannot be written ({error.strerror}{on_disk}); make room there, or raise the quota"
 
 

@@ -95,6 +95,7 @@ def _prepare(out: Path, parameters: dict[str, Any]) -> None:
 
 
 def _mark(out: Path, parameters: dict[str, Any], finished: bool) -> None:
+    """Write the file by which a later call knows the folder as the demo's, with its parameters."""
     temporary = out / f"{MARKER}.tmp"
     temporary.write_text(json.dumps({"done": finished, "parameters": parameters}))
     # Atomic: half a marker would make the folder one that the demo did not write.
@@ -117,6 +118,7 @@ class _Demo:
         }
 
     def timed(self, name: str, stage: Callable[[], None]) -> None:
+        """Run a command, and note and print how many seconds it took."""
         began_s = time.monotonic()
         stage()
         self.seconds[name] = round(time.monotonic() - began_s, 1)

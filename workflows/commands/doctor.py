@@ -200,9 +200,8 @@ def _threads() -> Finding | str:
 
     names = ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
     settings = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in names)
-    ranks = ", ".join(
-        f"{name}={value}" for name, value in (RANK_SETTINGS | os.environ).items() if name in RANK_SETTINGS
-    )
+    # The launcher's settings of ranks, which the user's environment overrides.
+    ranks = ", ".join(f"{name}={os.environ.get(name, value)}" for name, value in RANK_SETTINGS.items())
     cores = usable_cores()
     detail = f"{cores} cores for this process; {settings}; ranks get {ranks}; transparent huge pages: {_huge_pages()}"
     excess = describe_excess_threads(torch.get_num_threads(), cores)

@@ -27,7 +27,6 @@ def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
     from data.store.export import pixels_of
 
     store = location(store)
-
     if ngff not in _FORMATS:
         raise RequestError(f"--ngff {ngff}: allowed: {', '.join(_FORMATS)} (stores themselves are 0.5)")
     slides = _slides(store)
@@ -39,12 +38,12 @@ def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
     with console.progress(sum(map(pixels_of, slides)) / 1e6, "export (MP)") as bar:
         rows = [_export(slide, out, lambda pixels: bar.advance(pixels / 1e6)) for slide in slides]
-    listed = _write_list(out, rows)
+    list_written = _write_list(out, rows)
     counts = {status: sum(row["status"] == status for row in rows) for status in (_DONE, _FAILED, _BEFORE)}
     console.say(f"{counts[_DONE]} done, {counts[_FAILED]} failed, {counts[_BEFORE]} copied before: {out}")
     if as_json:
         console.emit_json({"out": str(out), "ngff": ngff, **counts, "slides": rows})
-    return 1 if counts[_FAILED] or not listed else 0
+    return 1 if counts[_FAILED] or not list_written else 0
 
 
 def _slides(store: Path) -> list[Path]:

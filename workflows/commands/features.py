@@ -96,7 +96,8 @@ def _sources(store: Path, request: FeatureRequest) -> dict[str, str | None]:
 
     slides = {name: slide for name, slide in zip(names, each(opened, names, store), strict=True) if slide}
     levels_by_name = {name: slide.levels for name, slide in slides.items() if slide.levels}
-    # Slides that cannot be opened are left out here: they fail one by one, not all.
+    # `plane_of` refuses a slide without a level for the tiles. Slides that cannot be opened are not among these: they
+    # fail one by one, and do not refuse the request.
     for name, levels in levels_by_name.items():
         plane_of(levels, request.tiling.mpp, name)
     if request.tiling.mpp is None and levels_by_name:

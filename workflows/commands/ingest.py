@@ -78,7 +78,7 @@ class IngestArguments:
         from pathology.tissue.tissue import TissueParameters
 
         options = IngestOptions(
-            **_mpp(self.mpp),
+            **_mpp_fields(self.mpp),
             **asdict(self.opening),
             tissue=TissueParameters(pen=self.pen).with_settings(self.tissue_set),
             given_tissue=self.tissue,
@@ -160,7 +160,7 @@ def _ingest_as_rank(arguments: IngestArguments) -> int:
 
 
 def _planned(request: Request, arguments: IngestArguments) -> IngestWork:
-    """Compare the request with the store, and check the disk.
+    """Return the slides that the store lacks, after a check of the disk's room; print notes about the request.
 
     Raises:
         RequestError: See `compare_with_store`; or the disk is too small.
@@ -168,7 +168,7 @@ def _planned(request: Request, arguments: IngestArguments) -> IngestWork:
     from pathology.ingest.archive import compare_with_store
 
     work = compare_with_store(request)
-    for note in (work.note, *map(_of_manifest, request.paths)):
+    for note in (work.note, *map(_unread_manifest_note, request.paths)):
         if note:
             console.warn(f"note: {note}")
     if not arguments.dry_run:
@@ -176,7 +176,7 @@ def _planned(request: Request, arguments: IngestArguments) -> IngestWork:
     return work
 
 
-def _of_manifest(path: Path) -> str:
+def _unread_manifest_note(path: Path) -> str:
     """Return a note that the manifest in a folder of slides is not read; empty if the folder has none."""
     from data.location import is_remote
 
@@ -195,7 +195,7 @@ def _progress(jobs: Sequence[SlideJob]) -> Iterator[_ByteProgress]:
         yield _ByteProgress(bar, Pace(jobs))
 
 
-def _mpp(text: str) -> dict[str, Any]:
+def _mpp_fields(text: str) -> dict[str, Any]:
     """Return the fields of `IngestOptions` that ``--mpp`` sets."""
     from pathology.readers.mpp import parse_mpp
 
@@ -259,7 +259,7 @@ class Pace:
         return "" if not names else names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     def text(self, fraction: float) -> str:
-        """Return the rate and the remaining time as text; ``fraction``: the fraction done."""
+        """Return the rate and the remaining time as text, ``52.1 MB/s, 3 min left``; ``fraction``: what is done."""
         elapsed_s = time.monotonic() - self._started_s
         if fraction <= 0 or elapsed_s <= 0:
             return ""

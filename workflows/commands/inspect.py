@@ -54,8 +54,8 @@ def run(
         if png.is_dir():
             raise RequestError(f"{png}: is a folder; give a file for the picture")
         require_writable(png)
-    if geojson is not None:
-        _export_tissue(path, geojson)
+    all_exported = geojson is None or _export_tissue(path, geojson)
+    # What --json prints, and beside it "lines" of text, and "drawn": False if there is no picture.
     if _is_stored_slide(path):
         inspected = _slide_of_store(path, png)
     elif path.is_dir() and not _is_slide(path):
@@ -66,22 +66,27 @@ def run(
         console.say(line)
     if inspected.get("reason"):
         console.warn(f"failed: {path}: {inspected['reason']}")
-    if png is not None and inspected.pop("drawn", True):
+    drawn = inspected.pop("drawn", True)
+    if png is not None and drawn:
         inspected["png"] = str(png)
         console.say(f"picture: {png}")
     if as_json:
         console.emit_json(inspected)
-    return 0 if inspected["status"] == "done" else 1
+    return 0 if inspected["status"] == "done" and all_exported else 1
 
 
-def _export_tissue(path: Path, geojson: Path) -> None:
-    """Write the tissue outlines of stored slides.
+def _export_tissue(path: Path, geojson: Path) -> bool:
+    """Write the tissue outlines of a stored slide, or of each slide of a store; damaged slides are named and left out.
+
+    Returns:
+        Whether the outlines of all slides are written.
 
     Raises:
         RequestError: ``path`` is a slide file, or the outlines cannot be written.
     """
     import json
 
+    from data.errors import StoreError
     from data.files import write_atomically
     from data.store.manifest import DONE, load_manifest
     from data.store.slide_store import SlideStore, slide_path
@@ -91,9 +96,16 @@ def _export_tissue(path: Path, geojson: Path) -> None:
         raise RequestError(f"--tissue {geojson}: {path} is a slide file; ingest it, and inspect the ingested slide")
     single = _is_stored_slide(path)
     names = [] if single else [row["slide_id"] for row in load_manifest(path) if row["status"] == DONE]
+    damaged = 0
     try:
-        for slide in map(SlideStore.open, [path] if single else [slide_path(path, name) for name in names]):
-            mask, mpp = slide.tissue()
+        for slide_folder in [path] if single else [slide_path(path, name) for name in names]:
+            try:
+                slide = SlideStore.open(slide_folder)
+                mask, mpp = slide.tissue()
+            except StoreError as error:
+                console.warn(f"failed: {slide_folder}: no tissue outlines: {error}")
+                damaged += 1
+                continue
             collection = mask_to_geojson(mask, SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp), slide.slide_id)
             target = geojson if single else geojson / f"{slide.slide_id}.geojson"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +114,9 @@ def _export_tissue(path: Path, geojson: Path) -> None:
             )
     except OSError as error:
         raise RequestError(f"{geojson}: cannot be written ({error.strerror or error}); choose another path") from error
-    console.say(f"tissue: {geojson}")
+    if not single or not damaged:
+        console.say(f"tissue: {geojson}")
+    return not damaged
 
 
 def _is_stored_slide(path: Path) -> bool:

@@ -68,22 +68,22 @@ def run(
     if config.is_dir():
         raise RequestError(f"{config} is a folder; give the YAML of a run, or --for predict with a checkpoint")
     settings = load_config(config, overrides, ignore_plan=True)
-    model = machine_of(settings, machine)
+    machine_model = machine_of(settings, machine)
     images = settings.data.batch_size if batch is None else batch
     if write and images != settings.data.batch_size:
         raise RequestError(
             f"--batch {batch} with --write: {config} has data.batch_size {settings.data.batch_size}; change it there "
             "first"
         )
-    model = model if memory is None else replace(model, memory_bytes=bytes_of(memory))
-    ranks = ranks or model.devices_per_node
+    machine_model = machine_model if memory is None else replace(machine_model, memory_bytes=bytes_of(memory))
+    ranks = ranks or machine_model.devices_per_node
     if settings.data.kind != "images":
         from workflows.tile_plans.report import plan_bags
 
-        best = plan_bags(settings, model, ranks, images, top, as_json)
+        best = plan_bags(settings, machine_model, ranks, images, top, as_json)
         return _written(config, best.plan) if write else DONE
-    search = _search(settings, model, ranks, images, top)
-    _print_plans(search, settings, images, model)
+    search = _search(settings, machine_model, ranks, images, top)
+    _print_plans(search, settings, images, machine_model)
     if write:
         _written(config, search.plans[0].plan)
     if as_json:
@@ -91,7 +91,8 @@ def run(
             {**forecast_json(forecast, images), "input_bytes_per_s": input_bytes_per_s(forecast, images, settings)}
             for forecast in search.plans
         ]
-        emit_json({"machine": model.name, "ranks": ranks, "plans": plans, "alternatives": _alternatives(search)})
+        alternatives = _alternatives(search)
+        emit_json({"machine": machine_model.name, "ranks": ranks, "plans": plans, "alternatives": alternatives})
     return DONE
 
 
@@ -127,24 +128,24 @@ def _plan_predictions(
         if is_given:
             raise RequestError(f"{option} with --for {purpose}: it is for training; the plan is a command line")
     if config.is_dir():
-        model, kind = EvaluatedModel.of_checkpoint(config, overrides), load_machine(machine or "cpu")
+        model, machine_model = EvaluatedModel.of_checkpoint(config, overrides), load_machine(machine or "cpu")
     else:
         settings = load_config(config, overrides, ignore_plan=True)
         refuse_tiles(settings, "hyfi plan")
-        fields, size = model_fields(settings.model, outputs_of(settings)), settings.data.image_px
-        model = EvaluatedModel(config, fields, (size[0], size[1]), settings.run.precision, settings.run.tf32)
-        kind = load_machine(machine or default_machine(settings))
-    kind = kind.with_tf32() if model.rounds_to_tf32(purpose) else kind
+        fields, run = model_fields(settings.model, outputs_of(settings)), settings.run
+        model = EvaluatedModel(config, fields, settings.data.image_px, run.precision, run.tf32)
+        machine_model = load_machine(machine or default_machine(settings))
+    machine_model = machine_model.with_tf32() if model.rounds_to_tf32(purpose) else machine_model
     needs = PredictionNeeds(
         command=purpose,  # type: ignore[arg-type]
-        ranks=ranks or kind.devices_per_node,
-        machine=kind,
-        memory_bytes=kind.memory_bytes if memory is None else bytes_of(memory),
+        ranks=ranks or machine_model.devices_per_node,
+        machine=machine_model,
+        memory_bytes=machine_model.memory_bytes if memory is None else bytes_of(memory),
         held_bytes=PROCESS_BYTES,
         dtype="bfloat16" if purpose == "validate" and model.precision == "bfloat16" else None,
     )
     search = prediction_plans(model.program(), needs)
-    say(f"machine: {kind.name}; {needs.ranks} ranks, images of {model.size_px[0]} x {model.size_px[1]}")
+    say(f"machine: {machine_model.name}; {needs.ranks} ranks, images of {model.size_px[0]} x {model.size_px[1]}")
     for number, forecast in enumerate(search.plans[:top], 1):
         slower = f" ({forecast.each_s / search.plans[0].each_s:.2f}× as long as the first)" if number > 1 else ""
         first, *lines = description(forecast, needs)
@@ -214,14 +215,14 @@ def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: b
     saved = settings.run.dir / "config.yaml"
     if resume and saved.is_file():
         return _as_overrides(load_config(saved).plan.build())
-    machine, devices = _this_node(settings)
+    machine, devices = _this_node(settings)  # with the free memory of one device
     if settings.roles.by_host or settings.roles.design == "offload_naive":
         raise RequestError("plan: auto needs roles by number, and no spare ranks; write the plan: hyfi plan … --write")
-    without_model = settings.ranks - settings.trainers
+    helpers = settings.ranks - settings.trainers  # loaders and validators
     # At least one trainer, even on a node with fewer devices than roles.
-    trainers = (ranks or max(devices, without_model + 1)) - without_model
+    trainers = (ranks or max(devices, helpers + 1)) - helpers
     if trainers < 1:
-        raise RequestError(f"--ranks {ranks}: loaders and validators take {without_model}, and none is left to train")
+        raise RequestError(f"--ranks {ranks}: loaders and validators take {helpers}, and none is left to train")
     # Several trainers may share a device, and so its memory.
     machine = replace(machine, memory_bytes=machine.memory_bytes // max(1, -(-trainers // devices)))
     if settings.data.kind != "images":
@@ -283,7 +284,8 @@ def write_plan(config: Path, plan: ParallelPlan) -> None:
     """Replace the plan in a run's YAML; everything else stays as it is, comments included.
 
     Raises:
-        RequestError: The plan in the file is not written as one section, so it cannot be replaced; nothing was changed.
+        RequestError: The plan in the file is not written as one section, or the file with the plan in it is no
+            configuration of a run; nothing was changed.
     """
     import tempfile
 
@@ -304,7 +306,13 @@ def write_plan(config: Path, plan: ParallelPlan) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as trial:
         trial.write(text)
         trial.flush()
-        if load_config(Path(trial.name)).plan.build() != plan:
+        try:
+            written = load_config(Path(trial.name)).plan.build()
+        except RequestError as error:
+            # Such as a key that an override gave, or a section with a comment that is not indented.
+            reason = str(error).removeprefix(f"{trial.name}: ")
+            raise RequestError(f"{config}: the plan cannot be written into it: {reason}") from None
+        if written != plan:
             raise RequestError(f"{config}: its plan is not one section; write it as `plan: {{…}}` in one place")
     write_atomically(config, text.encode())
 
@@ -334,11 +342,12 @@ def _comparison(alternative: StepForecast, best: StepForecast) -> str:
     ratio = alternative.step_s / best.step_s
     if ratio < 1.005:
         return "as fast as the best plan"
-    shares = {f"{kind} takes": seconds / alternative.step_s for kind, seconds in alternative.exposed_s.items()}
-    shares["ranks wait"] = alternative.bubble
-    why = max(shares, key=lambda name: shares[name])
+    share_of_step = {f"{kind} takes": seconds / alternative.step_s for kind, seconds in alternative.exposed_s.items()}
+    share_of_step["ranks wait"] = alternative.bubble
+    reason = max(share_of_step, key=lambda text: share_of_step[text])
     digits = 2 if ratio < 1.1 else 1  # "1.0×" would say that it is as fast
-    return f"{ratio:.{digits}f}× slower" + (f", {why} {shares[why]:.0%}" if shares[why] >= 0.05 else "")
+    slower = f"{ratio:.{digits}f}× slower"
+    return f"{slower}, {reason} {share_of_step[reason]:.0%}" if share_of_step[reason] >= 0.05 else slower
 
 
 def _alternatives(search: PlanSearch) -> dict[str, Any]:

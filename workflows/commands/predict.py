@@ -135,7 +135,7 @@ def run(arguments: PredictArguments) -> int:
 
 
 def _check(request: PredictionRequest) -> list[SlideInput]:
-    """Check everything that can be checked quickly, and return the slides of this part.
+    """Return the slides of this ``--part``, after all checks that take little time; rank 0 prints notes.
 
     Raises:
         RequestError: The request is not valid.
@@ -157,25 +157,26 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
         check_complete(config, checkpoint)
         spec = InputSpec.of(config)
         check_evidence(options.evidence, spec, str(checkpoint))
-        IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
+        IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)  # raises if a value is not valid
     if out.exists() and not out.is_dir():
         raise RequestError(f"{out} is a file; choose a folder for the results")
     model = read_model_json(request.checkpoints[0])
-    found = find_inputs(request.inputs, predicted_files(out), missing_of(model))
+    slides = find_inputs(request.inputs, predicted_files(out), missing_of(model))
     if request.labels:
-        found, matched = request.labels.of(found, request.inputs, model)
+        slides, match_text = request.labels.of(slides, request.inputs, model)
         if own_rank() == 0:
-            console.say(matched)
-    if spec.bag == "case":
-        found = with_case_slides(found)
-    names = [one.slide_id for one in found]
-    for note in (options.check_tissue(names), alone_note(found) if spec.bag == "case" else ""):
+            console.say(match_text)
+    of_cases = spec.bag == "case"  # of the last checkpoint; members of an ensemble have the same inputs
+    if of_cases:
+        slides = with_case_slides(slides)
+    names = [slide.slide_id for slide in slides]
+    for note in (options.check_tissue(names), alone_note(slides) if of_cases else ""):
         if note and own_rank() == 0:
             console.warn(f"note: {note}")
     require_writable(out)
     # Parts are made of all slides, also of finished ones: else the parts of several processes would overlap.
-    mine = part_of_names(names, *request.part)
-    return _with_features(request, [one for one in found if one.slide_id in mine])
+    names_of_part = part_of_names(names, *request.part)
+    return _with_features(request, [slide for slide in slides if slide.slide_id in names_of_part])
 
 
 def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list[SlideInput]:

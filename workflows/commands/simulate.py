@@ -44,32 +44,32 @@ def run(
     from workflows.training.memory import PROCESS_BYTES
 
     settings = load_config(config, overrides)
-    model = machine_of(settings, machine)
+    machine_model = machine_of(settings, machine)
     if settings.data.kind != "images":
         from workflows.tile_plans.report import simulate_bags
 
         if trace is not None:
             raise RequestError(f"--trace {trace}: steps of tiles and features have no trace; leave it out")
-        simulate_bags(settings, *with_replicas(settings, ranks), model, as_json)
+        simulate_bags(settings, *with_replicas(settings, ranks), machine_model, as_json)
         return DONE
     if trace is not None:
         require_writable(trace)
     plan, batch = with_replicas(settings, ranks)
     programs = ModelPrograms(settings, outputs_of(settings))
     program = programs.of(batch // plan.replicas // plan.microbatches)
-    plan = resolved(plan, program, model)
-    spills = SpillForecast(model, PROCESS_BYTES)
-    forecast = forecast_step(program, plan, model, programs.autocast_dtype, spills=spills)
+    plan = resolved(plan, program, machine_model)
+    spills = SpillForecast(machine_model, PROCESS_BYTES)
+    forecast = forecast_step(program, plan, machine_model, programs.autocast_dtype, spills=spills)
     say(plan_text(plan))
-    say(f"machine: {model.name}")
-    for line in (*describe(forecast, batch, model), input_text(forecast, batch, settings)):
+    say(f"machine: {machine_model.name}")
+    for line in (*describe(forecast, batch, machine_model), input_text(forecast, batch, settings)):
         say(line)
     if trace is not None:
         write_atomically(trace, to_json(forecast.events()).encode())
         say(f"trace: {trace} (open it with https://ui.perfetto.dev)")
     if as_json:
         needs = {"input_bytes_per_s": input_bytes_per_s(forecast, batch, settings)}
-        emit_json({"machine": model.name, "ranks": plan.ranks, **forecast_json(forecast, batch), **needs})
+        emit_json({"machine": machine_model.name, "ranks": plan.ranks, **forecast_json(forecast, batch), **needs})
     return DONE
 
 
@@ -106,7 +106,7 @@ def with_replicas(config: Config, ranks: int | None) -> tuple[ParallelPlan, int]
         RequestError: ``ranks`` is not a multiple of the ranks of one replica.
     """
     plan = config.plan.build()
-    each = config.data.batch_size // plan.replicas
+    replica_images = config.data.batch_size // plan.replicas
     if ranks is None:
         return plan, config.data.batch_size
     if ranks % plan.ranks_per_replica:
@@ -114,7 +114,7 @@ def with_replicas(config: Config, ranks: int | None) -> tuple[ParallelPlan, int]
             f"--ranks {ranks}: one replica of the plan takes {plan.ranks_per_replica}; give a multiple of it"
         )
     plan = replace(plan, replicas=ranks // plan.ranks_per_replica)
-    return plan, each * plan.replicas
+    return plan, replica_images * plan.replicas
 
 
 def resolved(plan: ParallelPlan, program: Any, machine: MachineModel) -> ParallelPlan:
@@ -162,12 +162,12 @@ def input_text(forecast: StepForecast, batch: int, config: Config) -> str:
     from data.loading.rates import core_bytes_per_s
 
     bytes_per_s = input_bytes_per_s(forecast, batch, config)
-    each = core_bytes_per_s(config.data.augment.build(), config.data.stain_normalisation)
-    cores = counted(ceil(bytes_per_s / each), "core")
+    core_rate = core_bytes_per_s(config.data.augment.build(), config.data.stain_normalisation)
+    cores = counted(ceil(bytes_per_s / core_rate), "core")
     return (
         f"input: {bytes_per_s / 1e9:.2g} GB/s of pixels; loaders need about {cores} "
-        f"({each / 1e9:.2g} GB/s each with this data.augment), and storage must read this rate divided by the store's "
-        "compression"
+        f"({core_rate / 1e9:.2g} GB/s each with this data.augment), and storage must read this rate divided by the "
+        "store's compression"
     )
 
 

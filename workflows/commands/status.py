@@ -39,7 +39,7 @@ def run(folder: Path, as_json: bool) -> int:
     if not (folder / "config.yaml").is_file():
         raise RequestError(f"{folder}: not a run (it has no config.yaml); give the run.dir of a configuration")
     status = read_status(folder)
-    say(f"{folder}: {status['state']}{', but stalled' * status['stalled']}{_owner_text(status)}")
+    say(f"{folder}: {status['state']}{', but stalled' if status['stalled'] else ''}{_owner_text(status)}")
     for text in filter(None, (status["reason"], status["nonfinite"])):
         say(text)
     if status["step"]:
@@ -85,7 +85,8 @@ def read_status(folder: Path) -> dict[str, Any]:
     owner = owner_of(folder)
     saved = _json(folder / "status.json")
     records = read_metrics(folder / "metrics.jsonl")
-    trained, validated = (_last([r for r in records if r["kind"] == kind]) for kind in ("train", "validation"))
+    trained = _last([record for record in records if record["kind"] == "train"])
+    validated = _last([record for record in records if record["kind"] == "validation"])
     # Only some steps compare ranks.
     compared = _last([record for record in records if "stragglers" in record])
     # The lock tells more than the file: a killed run leaves "running" in it.
@@ -93,11 +94,12 @@ def read_status(folder: Path) -> dict[str, Any]:
     if owner is None and state == "running":
         state = "interrupted"
     steps, step = saved.get("steps"), trained.get("step")
-    left, age_s = None, _age_s(folder / "metrics.jsonl") if step else None
+    age_s = _age_s(folder / "metrics.jsonl") if step else None
+    seconds_left = None
     # Before the first step there is no age: capturing the model may take any time.
     stalled = state == "running" and age_s is not None and age_s > _stall_s(folder, records)
     if state == "running" and steps and step and not stalled:
-        left = (steps - step) * _step_s(records)
+        seconds_left = (steps - step) * _step_s(records)
     checkpoints = folder / "checkpoints"
     return {
         "state": state,
@@ -114,7 +116,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         "stragglers_step": compared.get("step"),
         "slowest": compared.get("slowest"),
         "fullest": compared.get("fullest"),
-        "seconds_left": left,
+        "seconds_left": seconds_left,
         "last_step_s": age_s,
         "stalled": stalled,
         "loading": saved.get("loading"),
@@ -162,6 +164,7 @@ def _config(folder: Path) -> str:
 
 
 def _spent_s(record: Mapping[str, Any]) -> float:
+    """Return the seconds of a step, with the validation and the checkpoint before it."""
     return sum(float(record.get(key) or 0.0) for key in ("seconds", "validation_seconds", "save_seconds"))
 
 
@@ -172,6 +175,7 @@ def _step_s(records: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _throughput_text(folder: Path, trained: Mapping[str, Any]) -> str:
+    """Return the speed of the last step as text, from its record; empty without one."""
     if any(trained.get(key) is None for key in _RATES if key != "utilisation"):
         return ""  # written by an earlier version
     rates = {key: trained.get(key) for key in _RATES}
@@ -181,7 +185,8 @@ def _throughput_text(folder: Path, trained: Mapping[str, Any]) -> str:
 def _unit(folder: Path) -> str:
     """Return what the run counts, see `unit_of`, from the text of its configuration: loading it needs torch."""
     config = _config(folder)
-    if re.search(r"^  (tiles: \{|features: [^n])", config, re.MULTILINE) is None:
+    # A whole `null`: the name of a folder may begin with n, too.
+    if re.search(r"^  (tiles: \{|features: (?!null$))", config, re.MULTILINE) is None:
         return "images"
     return "cases" if re.search(r"^  bag: case$", config, re.MULTILINE) else "slides"
 

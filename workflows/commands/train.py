@@ -173,8 +173,8 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     for line in forecast:
         say(line)
     remember_advice(world.broadcast_object(inputs.advice(forecast)))
-    as_loader = partial(_loader, most_workers(job, roles, device))
-    make_body = _trainer if roles.trainers is not None else as_loader if roles.validators is None else _validator
+    most = most_workers(job, roles, device)  # collective: every rank calls it, whatever its role
+    make_body = _maker_of_body(roles, most)
     body = agree(world, lambda: make_body(inputs, roles, saved, tables, stop, device))
     if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
@@ -183,6 +183,13 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     # Only into a folder that this run owns.
     rank_log.open_in(config.run.dir, f"{roles.describe()} on {device}")
     return _run_owned(roles, config, owner, lambda: body(as_json))
+
+
+def _maker_of_body(roles: Roles, most: int | None) -> Callable[..., RankBody]:
+    """Return the function that builds what this rank does in its role; ``most``: see `_loader`."""
+    if roles.trainers is not None:
+        return _trainer
+    return partial(_loader, most) if roles.validators is None else _validator
 
 
 def _run_owned(roles: Roles, config: Config, owner: FolderOwner | None, body: Callable[[], int]) -> int:
@@ -282,7 +289,7 @@ def _stopped_at_start(world: Communicator, config: Config) -> int:
 def _trainer(
     inputs: RunInputs, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
 ) -> RankBody:
-    """Build the engine and return the function that trains with it."""
+    """Build the engine and return the function that trains with it, and returns the exit code (collective)."""
     from hyfi_core.comm.agreement.agree import agree
     from workflows.training.averages.of_run import check_average
     from workflows.training.loggers.run_loggers import check_loggers
@@ -294,7 +301,7 @@ def _trainer(
 
     assert roles.trainers is not None
     job = inputs.job
-    first = roles.world.rank == 0
+    first = roles.world.rank == 0  # alone reads files, prints and writes
     # One rank reads the file of run.machine, and all are refused together.
     peak = agree(roles.trainers, lambda: peak_flops_per_s(job.config, job.plan.ranks, device) if first else None)
     tell = say if first else lambda line: None
@@ -333,7 +340,10 @@ def _trainer(
 
 
 def _code(loop: TrainingLoop, stopped: bool) -> int:
-    return SOME_FAILED if loop.failure is not None else STOPPED if stopped else DONE
+    """Return the exit code of a run; a failed one counts as stopped, too."""
+    if loop.failure is not None:
+        return SOME_FAILED
+    return STOPPED if stopped else DONE
 
 
 def _loader(

@@ -66,8 +66,12 @@ def _pool(runs: FoldRuns) -> Mapping[str, Any]:
     """Write and print the pooled results of all finished folds."""
     finished: list[int] = []
     summary: Mapping[str, Any] = {}
+
+    def finished_now() -> list[int]:
+        return [fold for fold in runs.table.folds if runs.is_trained(fold) and runs.is_evaluated(fold)]
+
     # Repeat if another job of an array finished a fold meanwhile: this job overwrites the summary that it wrote.
-    while (now := [fold for fold in runs.table.folds if runs.is_trained(fold) and runs.is_evaluated(fold)]) != finished:
+    while (now := finished_now()) != finished:
         finished = now
         summary = pool_folds(runs.folder, dict.fromkeys(finished, runs), len(runs.table.folds))
     return summary

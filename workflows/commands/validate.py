@@ -106,7 +106,7 @@ def run(request: EvaluationRequest) -> int:
             f"--calibrate --split {request.split}: slides used to fit the temperature cannot be used to evaluate it; "
             f"use --split val"
         )
-    _cells_of(request)
+    _cells_of(request)  # raises if its options do not fit together, before ranks are started
     body = partial(validate_rank, request)
     if request.ranks is not None and request.ranks > 1 and inside_launcher() is None:
         return launch_body(body, "validate", request.ranks)
@@ -149,8 +149,8 @@ def validate_rank(request: EvaluationRequest) -> int:
     if metrics is None:  # rank 0 has them
         return DONE
     least = float(loaded.model.get("min_coverage", MIN_COVERAGE))
-    shown = range(len(dataset) if bags is None else 0)
-    low = [dataset.samples[i].slide_id for i in shown if dataset.view(i).coverage < least]
+    images = range(len(dataset) if bags is None else 0)  # bags have all tiles
+    low = [dataset.samples[index].slide_id for index in images if dataset.view(index).coverage < least]
     if evaluator.whole is not None:
         _print_enlarged(evaluator.whole, loaded.model, len(dataset))
     elif low:
@@ -347,9 +347,10 @@ def _report(
     if model.get("bag") != "case":
         _print_metrics(metrics)
     if metrics["case"] is not None:
-        how = f"{model.get('case_aggregate', 'mean')} of their slides"
-        how = "each one bag of all its slides" if model.get("bag") == "case" else how
-        say(f"by case ({counted(metrics['case']['cases'], 'case')}; {how}):")
+        combined = f"{model.get('case_aggregate', 'mean')} of their slides"
+        if model.get("bag") == "case":
+            combined = "each one bag of all its slides"
+        say(f"by case ({counted(metrics['case']['cases'], 'case')}; {combined}):")
         _print_metrics(metrics["case"])
     if page is not None:
         say(f"all slides: {page}")

@@ -232,6 +232,7 @@ class DataConfig(TargetKeys):
     @field_validator("size_px")
     @classmethod
     def _size_is_given(cls, value: Size | None, info: ValidationInfo) -> Size | None:
+        # `...`, not None: a section that is wrong is missing here, and has an error of its own.
         if value is None and info.data.get("tiles", ...) is None and info.data.get("features", ...) is None:
             raise ValueError(
                 "missing; needed: a whole number of pixels, or [height, width], for images of whole slides; or "
@@ -376,7 +377,6 @@ class ModelConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the model: as in {width: 16}"
     )
-
     encoder: EncoderConfig | None = Field(
         None, description="the keys below: an encoder of tiles (data.tiles) in place of model.name; default: none"
     )

@@ -140,11 +140,15 @@ DESIGNS = {
 
 
 def with_design(value: Any) -> Any:
-    """Give each role of the design one rank, unless the user gave a number."""
+    """Return the section ``roles`` as given, with one rank for each role of its design that has no number."""
     if not isinstance(value, dict) or value.get("design") not in DESIGNS:
         return value
-    roles = zip(("loaders", "validators"), DESIGNS[value["design"]], strict=True)
-    return {**{role: int(wanted) for role, wanted in roles}, **value}
+    return {**{role: int(has_role) for role, has_role in _roles_of(value["design"]).items()}, **value}
+
+
+def _roles_of(design: str) -> dict[str, bool]:
+    """Return whether a design has loaders, and whether it has validators, by the name of the key."""
+    return dict(zip(("loaders", "validators"), DESIGNS[design], strict=True))
 
 
 class RolesConfig(Section):
@@ -192,12 +196,9 @@ class RolesConfig(Section):
             )
         has = (bool(self.loaders), bool(self.validators))
         if self.design is not None and has != DESIGNS[self.design]:
-            needs = " and ".join(f"{role}: {'some' if w else 0}" for role, w in self._wanted(self.design))
+            roles = _roles_of(self.design).items()
+            needs = " and ".join(f"{role}: {'some' if has_role else 0}" for role, has_role in roles)
             raise ValueError(
                 f"design: {self.design} means {needs}; given loaders: {self.loaders}, validators: {self.validators}"
             )
         return self
-
-    @staticmethod
-    def _wanted(design: str) -> list[tuple[str, bool]]:
-        return list(zip(("loaders", "validators"), DESIGNS[design], strict=True))

@@ -19,6 +19,7 @@ SEVERAL = "several"
 
 
 def _about() -> list[str]:
+    """Return ``name – what a slide's label is`` for each task."""
     return [f"{name} – {facts.about}" for name, facts in TASKS.items()]
 
 
@@ -27,6 +28,7 @@ def _losses() -> list[str]:
 
 
 def _task(name: str) -> str:
+    """Return the name of a task; refuse one that is neither built in nor a class of the user."""
     if name not in TASKS and not re.fullmatch(OWN, name):
         near = difflib.get_close_matches(name, TASKS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

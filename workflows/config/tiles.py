@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _lora(value: Any) -> Any:
-    """Return ``lora:R`` for ``{lora: {rank: R}}``."""
+    """Return ``lora:R`` for ``{lora: {rank: R}}``, and any other value as it is."""
     if isinstance(value, dict) and set(value) == {"lora"}:
         inside = value["lora"]
         if isinstance(inside, dict) and set(inside) == {"rank"}:
@@ -55,6 +55,7 @@ class TilesConfig(Section):
         """Check that the cells of heatmaps are not far smaller than tiles; their side divides size and stride."""
         stride, sides = self.stride_px or self.size_px, range(1, self.size_px + 1)
         if self.size_px > _CELLS_OF_SIDE * gcd(self.size_px, stride):
+            # The smallest allowed side that divides the size; the message offers a stride that is a multiple of it.
             cell = next(side for side in sides if self.size_px % side == 0 and self.size_px <= _CELLS_OF_SIDE * side)
             raise ValueError(
                 f"stride_px: {stride} and size_px {self.size_px} have only {gcd(self.size_px, stride)} as common "
@@ -200,7 +201,7 @@ def without_meaning(kind: str, roles: RolesConfig) -> dict[str, str]:
         roles: The roles of its ranks.
     """
     instead = {"images": {}, "tiles": INSTEAD, "features": INSTEAD_OF_FEATURES}[kind]
-    meant = {"roles.design"} if roles.design != "offload_naive" else set()
-    meant |= {"data.prefetch", "data.workers"} if roles.loaders else set()
-    meant |= {"validation.policy"} if roles.validators else set()
-    return {key: reason for key, reason in instead.items() if key not in meant}
+    with_meaning = {"roles.design"} if roles.design != "offload_naive" else set()
+    with_meaning |= {"data.prefetch", "data.workers"} if roles.loaders else set()
+    with_meaning |= {"validation.policy"} if roles.validators else set()
+    return {key: reason for key, reason in instead.items() if key not in with_meaning}

@@ -16,7 +16,7 @@ from tests.conftest import ROOT, Hyfi
 from tests.pathology.tiffs import stained, write_slide
 from tests.patience import PATIENCE_S
 from workflows.cli import app
-from workflows.commands.ingest import Pace, _of_manifest, duration
+from workflows.commands.ingest import Pace, _unread_manifest_note, duration
 
 
 @pytest.fixture
@@ -195,6 +195,8 @@ def test_the_pace_weighs_slides_by_their_bytes(tmp_path: Path) -> None:
 
 def test_a_manifest_that_is_not_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "manifest.csv").write_text("path,label\n")
-    assert "manifest.csv is not read" in _of_manifest(tmp_path)
+    assert "manifest.csv is not read" in _unread_manifest_note(tmp_path)
     (tmp_path / ".records").mkdir()  # a store's own
-    assert _of_manifest(tmp_path) == _of_manifest(tmp_path / "manifest.csv") == _of_manifest(tmp_path / "none") == ""
+    assert [_unread_manifest_note(path) for path in (tmp_path, tmp_path / "manifest.csv", tmp_path / "none")] == [
+        ""
+    ] * 3

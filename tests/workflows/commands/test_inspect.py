@@ -8,6 +8,7 @@ import pytest
 
 from data.store.slide_store import slide_path
 from hyfi_core.errors import RequestError
+from pathology.ingest.archive import Request, ingest
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from tests.data.store.test_verify import make_slide
@@ -79,3 +80,21 @@ def test_the_notes_of_a_file_are_shown_of_its_stored_slide_too(
     assert "mpp_doubtful" in record.flags
     assert inspect.run(slide_path(tmp_path, record.slide_id), None, as_json=False) == 0
     assert "  note      the unit '碌m' is read as µm" in capsys.readouterr().out
+
+
+def test_outlines_of_a_store_are_written_beside_a_damaged_slide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first damaged slide ended the command as a wrong request, after some outlines were written."""
+    (tmp_path / "slides").mkdir()
+    for name in "abc":
+        write_slide(tmp_path / "slides" / f"{name}.tiff", stained(300, 400), mpp=0.5)
+    store, out = tmp_path / "store", tmp_path / "outlines"
+    ingest(Request([tmp_path / "slides"], store, IngestOptions(mpp=0.5)), workers=1)
+    (slide_path(store, "b") / "zarr.json").unlink()
+    assert inspect.run(store, None, as_json=False, geojson=out) == 1
+    assert sorted(path.name for path in out.iterdir()) == ["a.geojson", "c.geojson"]
+    assert "b.zarr: no tissue outlines" in capsys.readouterr().err
+    assert inspect.run(slide_path(store, "b"), None, as_json=True, geojson=out / "b.geojson") == 1
+    said = capsys.readouterr().out
+    assert "tissue:" not in said and "drawn" not in said

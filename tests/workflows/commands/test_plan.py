@@ -77,6 +77,22 @@ def test_a_configuration_without_a_plan_gets_one(config: Path) -> None:
     assert load_config(config).plan.build() == wanted
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("run: {dir: r, steps: 1}\ndata: {size_px: 512}\n", "data.store: missing"),  # given as an override
+        ("run: {dir: r, steps: 1}\nplan:\n  cuts: auto\n# grids\n  grids: [[1, 2]]\ndata: {store: s}\n", "not YAML"),
+    ],
+)
+def test_a_refused_plan_names_the_users_file(tmp_path: Path, text: str, reason: str) -> None:
+    """It named a temporary file."""
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(RequestError, match=rf"^{path}: the plan cannot be written into it: (.|\n)*{reason}") as caught:
+        plan.write_plan(path, ParallelPlan(grids=((1, 1),)))
+    assert str(caught.value).count(".yaml") == 1 and path.read_text() == text
+
+
 @pytest.mark.parametrize(("text", "length"), [("16GB", 16 * 10**9), ("800m", 8 * 10**8), ("1.5T", 1.5e12), ("12", 12)])
 def test_amounts_of_memory(text: str, length: float) -> None:
     assert plan.bytes_of(text) == length

@@ -151,3 +151,12 @@ def test_the_time_left_counts_validations_and_checkpoints(tmp_path: Path) -> Non
     owner = FolderOwner(run, "")
     assert status.read_status(run)["seconds_left"] == 8 * 3.0
     owner.release()
+
+
+@pytest.mark.parametrize(
+    ("features", "unit"), [("null", "images"), ("nas/features", "cases"), ("null-model", "cases"), ("/data/f", "cases")]
+)
+def test_what_a_run_counts(tmp_path: Path, features: str, unit: str) -> None:
+    """A folder of features whose name begins with n was taken for null."""
+    (tmp_path / "config.yaml").write_text(f"data:\n  tiles: null\n  features: {features}\n  bag: case\n")
+    assert status._unit(tmp_path) == unit

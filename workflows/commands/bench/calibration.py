@@ -36,18 +36,19 @@ def calibrated(machine: MachineModel, alone: LayerTimes, together: LayerTimes | 
     modelled, overheads = _modelled(machine, 1), _overheads_s(machine)
     measured = alone.forward_s, alone.backward_s
     # The factor by which overheads o must grow so that the model's time s becomes the measured m.
-    more = [max(1.0, 1 + (m - s) / o) for m, s, o in zip(measured, modelled, overheads, strict=True)]
-    scaled = _with_overheads(machine, lambda kind, pair: (pair[0] * more[0], pair[1] * more[1]))
+    forward, backward = (max(1.0, 1 + (m - s) / o) for m, s, o in zip(measured, modelled, overheads, strict=True))
+    scaled = _with_overheads(machine, lambda kind, pair: (pair[0] * forward, pair[1] * backward))
     if together is None:
         return scaled
-    free = _with_overheads(scaled, lambda kind, pair: (_LEAST_S, _LEAST_S) if kind == _SHARED else pair)
-    forward_s, backward_s = _modelled(free, 2)
-    # What two ranks need beyond the model is waiting at the block's norms.
-    left = (together.forward_s - forward_s) / NORMS_OF_BLOCK, (together.backward_s - backward_s) / NORMS_OF_BLOCK
-    own = scaled.overhead_s["norm"]
-    return _with_overheads(
-        scaled, lambda kind, pair: (max(own[0], left[0]), max(own[1], left[1])) if kind == _SHARED else pair
+    without_waiting = _with_overheads(scaled, lambda kind, pair: (_LEAST_S, _LEAST_S) if kind == _SHARED else pair)
+    forward_s, backward_s = _modelled(without_waiting, 2)
+    # What two ranks need beyond the model is waiting at the block's norms; at least the overhead of a norm alone.
+    norm_s = scaled.overhead_s["norm"]
+    shared_norm_s = (
+        max(norm_s[0], (together.forward_s - forward_s) / NORMS_OF_BLOCK),
+        max(norm_s[1], (together.backward_s - backward_s) / NORMS_OF_BLOCK),
     )
+    return _with_overheads(scaled, lambda kind, pair: shared_norm_s if kind == _SHARED else pair)
 
 
 def _modelled(machine: MachineModel, ranks: int) -> Pair:
@@ -67,12 +68,14 @@ def _program(length: int, ranks: int) -> Program:
 def _overheads_s(machine: MachineModel) -> Pair:
     """Return the seconds of a block's (forward, backward) on one rank that are overhead of operators."""
     # Almost 0, since a machine's numbers must be greater than 0.
-    free = _with_overheads(machine, lambda kind, pair: (_LEAST_S, _LEAST_S))
-    forward, backward = zip(_modelled(machine, 1), _modelled(free, 1), strict=True)
-    return max(_LEAST_S, forward[0] - forward[1]), max(_LEAST_S, backward[0] - backward[1])
+    without_overheads = _with_overheads(machine, lambda kind, pair: (_LEAST_S, _LEAST_S))
+    forward_s, backward_s = _modelled(machine, 1)
+    forward_work_s, backward_work_s = _modelled(without_overheads, 1)
+    return max(_LEAST_S, forward_s - forward_work_s), max(_LEAST_S, backward_s - backward_work_s)
 
 
 def _with_overheads(machine: MachineModel, changed: Callable[[str, Pair], Pair]) -> MachineModel:
+    """Return a machine with other overheads; ``changed``: from a kind and its (forward, backward) seconds to others."""
     return replace(
         machine, overhead_s={kind: _rounded(changed(kind, pair)) for kind, pair in machine.overhead_s.items()}
     )

@@ -119,8 +119,8 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     # The others wait at the barrier: caches and memory belong to one rank.
     alone = measured_alone(bench, layers) if comm.rank == 0 else None
     comm.barrier()
+    # One rank on each core, as in training: they share memory bandwidth and caches. Others are in no group.
     group = comm.split(0 if comm.rank in local_ranks[:cores] else None)
-    # One rank on each core, as in training: they share memory bandwidth and caches.
     together = measured_together(bench, layers, group) if group is not None else None
     comm.barrier()
     shared = None
@@ -201,6 +201,7 @@ def _machine(
 
 
 def _less(pair: tuple[float, float], seconds: float) -> tuple[float, float]:
+    """Return both times less ``seconds``, at least 1 µs each: a machine's numbers must be greater than 0."""
     return max(1e-6, pair[0] - seconds), max(1e-6, pair[1] - seconds)
 
 
@@ -222,7 +223,8 @@ def _links(comm: Communicator, device: torch.device, hosts: list[str], same: boo
     from hyfi_core.cost.machine import DeviceLink
 
     partners = [rank for rank, host in enumerate(hosts) if rank and (host == hosts[0]) == same]
-    pair = comm.split(0 if comm.rank in (0, *partners[:1]) and partners else None)
+    pair_ranks = (0, partners[0]) if partners else ()
+    pair = comm.split(0 if comm.rank in pair_ranks else None)
     link = None
     if pair is not None:
         short, long = _exchange_s(pair, device, 16), _exchange_s(pair, device, _ROW_PX)

@@ -83,6 +83,8 @@ class MixedBlock(nn.Module):
 
 
 def _square(channels: int, side_px: int, groups: int = 1, kernel: int = 3) -> LayerCase:
+    """Return the case of a convolution with a square kernel and as many output as input channels."""
+
     def make(width: int) -> nn.Module:
         return nn.Conv2d(width, width, kernel, padding=kernel // 2, groups=min(width, groups), bias=False)
 
@@ -182,8 +184,10 @@ def half_channels(narrow_rate: float, narrow: int, wide_rate: float, wide: int) 
     if wide_rate <= narrow_rate:
         return 1e-3  # no loss with few channels; a machine's numbers must be greater than 0
     # From narrow_rate / wide_rate = [n / (n + h)] / [w / (w + h)], solved for h.
-    left = narrow_rate * wide - wide_rate * narrow
-    return min(float(wide), narrow * wide * (wide_rate - narrow_rate) / left) if left > 0 else float(wide)
+    denominator = narrow_rate * wide - wide_rate * narrow
+    if denominator <= 0:
+        return float(wide)
+    return min(float(wide), narrow * wide * (wide_rate - narrow_rate) / denominator)
 
 
 def _weight_bytes(case: LayerCase) -> int:
@@ -248,9 +252,10 @@ class LayerBench:
             case.operators * (measured.tensor_update_s or 0.0),
             0.0,
         )
-        left, weight_bytes = times.less(predicted), _weight_bytes(case)
-        ends_s = left.update_s + left.rest_s
-        return (weight_bytes / left.forward_s, weight_bytes / left.backward_s), ends_s / weight_bytes
+        # What large weights take beyond small ones.
+        beyond, weight_bytes = times.less(predicted), _weight_bytes(case)
+        update_s = beyond.update_s + beyond.rest_s
+        return (weight_bytes / beyond.forward_s, weight_bytes / beyond.backward_s), update_s / weight_bytes
 
     def half_channels(
         self, kind: str, rates: tuple[float, float], overhead_s: tuple[float, float]
@@ -300,10 +305,12 @@ class LayerBench:
 
         The shortest times would be those of moments in which other ranks did not compute.
         """
-        cases = HEAVY["convolution"], LAYERS["elementwise"][0], LAYERS["convolution"][0]
-        heavy, light, bound = (self.times(case, typical=True) for case in cases)
-        moved_s = light.forward_s + light.backward_s + heavy.forward_s + heavy.backward_s
-        return bound.forward_s + bound.backward_s, moved_s
+        # Large weights, and maps that are only read and written: both are bound by memory.
+        heavy = self.times(HEAVY["convolution"], typical=True)
+        elementwise = self.times(LAYERS["elementwise"][0], typical=True)
+        convolution = self.times(LAYERS["convolution"][0], typical=True)
+        memory_s = elementwise.forward_s + elementwise.backward_s + heavy.forward_s + heavy.backward_s
+        return convolution.forward_s + convolution.backward_s, memory_s
 
     def strip_s(self, comm: Communicator) -> tuple[float, float]:
         """Return the (forward, backward) seconds of a convolution's work on a neighbour's strip, message included.

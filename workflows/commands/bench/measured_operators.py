@@ -48,6 +48,8 @@ class OperatorCase:
 
 
 def _window(inputs: int, outputs: int, kernel: int, side_px: int, groups: int = 1) -> OperatorCase:
+    """Return the case of a convolution from ``inputs`` to ``outputs`` channels; RGB inputs need no gradient."""
+
     def make() -> nn.Module:
         return nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, groups=groups, bias=False)
 
@@ -128,6 +130,7 @@ class OperatorBench:
         module, own = case.make().to(self._device), self._map(case, torch.float32)
 
         def turns_s(wait: bool) -> float:
+            """Return the seconds of all rounds on this rank; ``wait``: all ranks meet after each."""
             begin, total = self._now(), torch.zeros(1, device=self._device)
             for _ in range(self._rounds):
                 for _ in range(_TURNS if comm.rank < count else 0):
@@ -147,8 +150,10 @@ class OperatorBench:
         # The slowest rank's: the others were done, and waited.
         comm.all_reduce(seconds, "max")
         asleep_s, waiting_s = seconds.tolist()
-        # With w the fraction, count + w (size - count) equal shares of count cores: solve the ratio of times for w.
-        return float(min(1.0, max(1e-9, (waiting_s / asleep_s - 1) * count / (comm.size - count))))
+        # With w the fraction, `count` cores have count + w (size - count) equal shares, so that
+        # waiting_s / asleep_s = 1 + w (size - count) / count: solved for w.
+        fraction = (waiting_s / asleep_s - 1) * count / (comm.size - count)
+        return float(min(1.0, max(1e-9, fraction)))
 
     def copied_bytes_per_s(self) -> float:
         """Return the memory bandwidth in bytes/s: two tensors larger than the caches are added into a new one."""
@@ -177,7 +182,7 @@ class OperatorBench:
         return self._shortest_s(lambda: engine.accumulate(images, labels))
 
     def _case(self, case: OperatorCase, dtype: torch.dtype, rounds: int) -> Rates:
-        """Return the rates of an operator in plain PyTorch: flops/s of products, else bytes/s."""
+        """Return the rates of an operator in plain PyTorch by its shortest times: flops/s of products, else bytes/s."""
         inputs = self._map(case, torch.float64 if dtype is torch.float64 else torch.float32)
         module = case.make().to(self._device, inputs.dtype).train()
         for parameter in module.parameters():
