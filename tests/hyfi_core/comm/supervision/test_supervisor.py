@@ -83,7 +83,7 @@ def test_one_rank_of_torchrun_fails_and_all_end(how: str, tmp_path: Path) -> Non
 @pytest.mark.mpi
 @pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")
 def test_ranks_that_end_at_different_times_end_well(tmp_path: Path) -> None:
-    body = "step()\ntime.sleep(6 * comm.rank)\nif comm.rank == 1: print('late')"
+    body = "step()\ntime.sleep(3 * comm.rank)\nif comm.rank == 1: print('late')"
     code, said, _ = run([str(MPIEXEC), "-n", "2", sys.executable], body, tmp_path)
     assert (code, said) == (0, "")
 

@@ -29,7 +29,7 @@ PLANS = {
 
 def model_of() -> nn.Module:
     torch.manual_seed(0)
-    return resnet10(3, norm="train").double().train()
+    return resnet10(3, norm="train", width=8).double().train()
 
 
 def engine_of(model: nn.Module, plan: dict[str, Any], **more: Any) -> Engine:
