@@ -87,9 +87,14 @@ class Activity:
 
     def where(self) -> str:
         """Return the place in the program: ``step 3, F0.s1.d0``."""
-        service = not self.step and self.action is not None  # such as that of a loader
-        where = [f"step {self.step}" if self.step else "before the first step"] if not service else []
-        return ", ".join([*where, *([] if self.action is None else [str(self.action)]), *self.slow])
+        words: list[str] = []
+        if self.step:
+            words.append(f"step {self.step}")
+        elif self.action is None:  # a service, such as a loader, has actions without steps
+            words.append("before the first step")
+        if self.action is not None:
+            words.append(str(self.action))
+        return ", ".join(words + self.slow)
 
 
 ACTIVITY = Activity()
@@ -98,10 +103,11 @@ ACTIVITY = Activity()
 
 def named_ranks(ranks: list[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # [first, last] of consecutive ranks
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

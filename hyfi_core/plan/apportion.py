@@ -46,6 +46,7 @@ def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[in
     durations = [Fraction(duration) for duration in seconds]
     counts = [1] * replicas
     for _ in range(units - replicas):
-        first = min(range(replicas), key=lambda replica: (counts[replica] + 1) * durations[replica])
-        counts[first] += 1
+        # ``min`` returns the first of equals.
+        earliest = min(range(replicas), key=lambda replica: (counts[replica] + 1) * durations[replica])
+        counts[earliest] += 1
     return tuple(count * unit for count in counts)

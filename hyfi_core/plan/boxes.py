@@ -38,7 +38,7 @@ class Boxes(Sequence[Box]):
     turned: bool = False
 
     def __eq__(self, other: object) -> bool:
-        """Whether another has the same intervals; mostly it is the same object, or its hash tells."""
+        """Whether both have the same intervals; identity and hashes are compared first, as they mostly decide."""
         if self is other:
             return True
         if not isinstance(other, Boxes):
@@ -148,30 +148,27 @@ class Boxes(Sequence[Box]):
         # Rows of other grids do not correspond: rank by rank.
         if not self.same_grid_as(need):
             return all(has.contains(box) for has, box in zip(self, needed_boxes, strict=True))
-        along_y, along_x = (
-            _needed_pairs(self.rows, needed_boxes.rows),
-            _needed_pairs(self.columns, needed_boxes.columns),
-        )
+        along_y = _needed_pairs(self.rows, needed_boxes.rows)
+        along_x = _needed_pairs(self.columns, needed_boxes.columns)
         if not along_y or not along_x:  # all needed boxes are empty
             return True
-        # Each row that needs something meets each such column in some rank, so both hold or fail by themselves.
-        return all(has[0] <= part[0] and part[1] <= has[1] for has, part in (*along_y, *along_x))
+        # Each row that needs something meets each such column in some rank, so rows and columns are checked apart.
+        return all(start <= first and last <= stop for (start, stop), (first, last) in (*along_y, *along_x))
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yield (rank, intersection) of all ranks whose boxes meet ``box``, in rank order."""
         along_y = list(meeting(self.rows, (box.y0, box.y1)))
         along_x = list(meeting(self.columns, (box.x0, box.x1)))
         width = self.grid[1]
-        # In rank order: rows of ranks lie along x then.
-        if self.turned:
+        if self.turned:  # then the ranks of a row share their interval along x
             yield from ((row * width + column, Box(*y, *x)) for row, x in along_x for column, y in along_y)
         else:
             yield from ((row * width + column, Box(*y, *x)) for row, y in along_y for column, x in along_x)
 
 
 def _needed_pairs(have: Sequence[Interval], need: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
-    """Return (held, needed) where something is needed."""
-    return [(has, part) for has, part in zip(have, need, strict=True) if length(part)]
+    """Return the pairs (interval of ``have``, interval of ``need`` at the same place) whose second is not empty."""
+    return [(has, needed) for has, needed in zip(have, need, strict=True) if length(needed)]
 
 
 def length(interval: Interval) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
@@ -22,7 +23,7 @@ def device_request(text: str) -> DeviceRequest:
     return cast(DeviceRequest, text)
 
 
-# Of Open MPI, MPICH and Intel MPI (Hydra), and Slurm, whose variables the ranks of a launcher inside of it have, too.
+# Of Open MPI, MPICH, Intel MPI (Hydra) and Slurm; Slurm's last, which ranks of an mpiexec inside of its job have, too.
 _OF_MPI = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
 _OF_TORCHRUN = ("LOCAL_RANK",)
 
@@ -55,17 +56,19 @@ def local_rank(environment: Mapping[str, str], by_torchrun: bool) -> int:
 
 
 def gpu_index(environment: Mapping[str, str], by_torchrun: bool, count: int) -> int | None:
-    """Return the GPU of a rank by its local rank, as if every rank computed; None if there is none.
+    """Return the number of this rank's GPU, which is its local rank; None if it does not see so many.
+
+    Ranks that do not compute, such as loaders, are counted, too: no rank knows the others' roles yet.
 
     Args:
         environment: of the process.
         by_torchrun: whether torchrun started it.
         count: GPUs that it sees. A rank that sees exactly one uses it.
     """
-    number = local_rank(environment, by_torchrun)
     # The launcher has chosen: in this process, its only GPU has the number 0.
     if count == 1 and "CUDA_VISIBLE_DEVICES" in environment:
         return 0
+    number = local_rank(environment, by_torchrun)
     return number if number < count else None
 
 
@@ -87,12 +90,11 @@ def assign_devices(
     """
     if request == "cpu":
         return ["cpu"] * len(trainers)
-    users: dict[tuple[str, str], int] = {}
+    users = Counter[tuple[str, str]]()  # (host, visible GPUs) -> trainers that see these GPUs
     devices = []
     for trainer in trainers:
-        key = (trainer.host, trainer.visible)
-        devices.append(f"cuda:{users.get(key, 0)}")
-        users[key] = users.get(key, 0) + 1
+        devices.append(f"cuda:{users[trainer.host, trainer.visible]}")
+        users[trainer.host, trainer.visible] += 1
     # All or none: ranks on different kinds of devices would wait for the slowest.
     lacking = next((t for t in trainers if users[t.host, t.visible] > t.count), None)
     if lacking is None:
@@ -117,14 +119,12 @@ def spare_devices(request: DeviceRequest, trainers: Sequence[RankGpus], extra_ra
     """
     if request == "cpu":
         return ["cpu"] * len(extra_ranks)
-    lacking = any(sum((t.host, t.visible) == (s.host, s.visible) for s in trainers) > t.count for t in trainers)
-    users: dict[tuple[str, str], int] = {}
-    # Where GPUs are too few for trainers, all of these use the CPU.
-    for trainer in () if lacking else trainers:
-        users[trainer.host, trainer.visible] = users.get((trainer.host, trainer.visible), 0) + 1
+    users = Counter((trainer.host, trainer.visible) for trainer in trainers)  # of the same GPUs
+    if any(users[trainer.host, trainer.visible] > trainer.count for trainer in trainers):
+        users.clear()  # too few GPUs for the trainers, which all use the CPU then
     devices = []
     for rank in extra_ranks:
-        number = users.get((rank.host, rank.visible), 0)
-        users[rank.host, rank.visible] = number + 1
+        number = users[rank.host, rank.visible]
+        users[rank.host, rank.visible] += 1
         devices.append(f"cuda:{number}" if number < rank.count else "cpu")
     return devices

@@ -62,7 +62,7 @@ class Layout:
         return Boxes(tuple(pairwise(self.rows)), tuple(pairwise(self.columns)))
 
     def through(self, window: Window, height: int, width: int) -> Layout:
-        """Return the layout of a window operator's output, of this size, that moves the fewest pixels."""
+        """Return the layout of a window operator's output of this size with which the fewest input pixels are sent."""
         return _layout(_through(self.rows, window.y, height), _through(self.columns, window.x, width))
 
 

@@ -9,6 +9,16 @@ from typing import Any, Literal, get_args
 
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.placement import Placement
+from hyfi_core.plan.plan_fields import (
+    check_count,
+    check_flag,
+    check_spill,
+    parse_cells,
+    parse_cuts,
+    parse_grids,
+    parse_recompute,
+    parse_shares,
+)
 
 ScheduleName = Literal["sequential", "gpipe", "1f1b", "zb_h1", "gems_mast", "gems_master", "chimera"]
 Mirror = Literal["all_reduce", "point_to_point"]
@@ -92,28 +102,29 @@ class ParallelPlan:
         if self.tiles is not None:
             _check_tiles(self)
             object.__setattr__(self, "grids", ((1, self.tiles),))
-        object.__setattr__(self, "grids", _parse_grids(self.grids))
-        if self.cuts != "auto":
-            object.__setattr__(self, "cuts", _parse_cuts(self.cuts, self.stages))
+        object.__setattr__(self, "grids", parse_grids(self.grids))
         for name in ("microbatches", "replicas", "interleave", "branches"):
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
+        check_flag("sync_batch_norm", self.sync_batch_norm)
+        if self.cuts != "auto":
+            object.__setattr__(self, "cuts", parse_cuts(self.cuts, self.stages))
         for name, kind in (("schedule", ScheduleName), ("mirror", Mirror)):
             if getattr(self, name) not in get_args(kind):
                 raise RequestError(f"plan.{name} is {getattr(self, name)!r}; use one of {', '.join(get_args(kind))}")
         if self.fused_halo != "auto":
-            _check_count("fused_halo", self.fused_halo, '"auto" or a whole number from 1')
+            check_count("fused_halo", self.fused_halo, '"auto" or a whole number from 1')
         if isinstance(self.gather_bytes, bool) or not isinstance(self.gather_bytes, int) or self.gather_bytes < 0:
             raise RequestError(f"plan.gather_bytes is {self.gather_bytes!r}; use a whole number from 0")
         if self.memory_bytes is not None:
-            _check_count("memory_bytes", self.memory_bytes, "null, or a number of bytes from 1")
+            check_count("memory_bytes", self.memory_bytes, "null, or a number of bytes from 1")
         if self.reduce_dtype not in (None, "bfloat16"):
             raise RequestError(f"plan.reduce_dtype is {self.reduce_dtype!r}; use null or bfloat16")
         if self.cells is not None and self.cells != "auto":
-            object.__setattr__(self, "cells", _parse_cells(self.cells))
-        _check_spill(self.spill, self.cells)
-        object.__setattr__(self, "recompute", _parse_recompute(self.recompute, self.stages))
+            object.__setattr__(self, "cells", parse_cells(self.cells))
+        check_spill(self.spill, self.cells)
+        object.__setattr__(self, "recompute", parse_recompute(self.recompute, self.stages))
         if self.shares is not None:
-            object.__setattr__(self, "shares", _parse_shares(self.shares, self.replicas, self.microbatches))
+            object.__setattr__(self, "shares", parse_shares(self.shares, self.replicas, self.microbatches))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -170,13 +181,15 @@ class ParallelPlan:
         return Fraction(self.shares[replica], sum(self.shares)) if self.shares else Fraction(1, self.replicas)
 
     def share_of(self, replica: int) -> tuple[int, int] | None:
-        """Return (samples of a micro-batch before a replica's, all samples) if replicas share it."""
-        shares, count = self.shares, self.microbatches
-        return (sum(shares[:replica]) // count, sum(shares) // count) if shares else None
+        """Return (samples before this replica's, all samples) of a micro-batch of all replicas; None without shares."""
+        if self.shares is None:
+            return None
+        before, total = sum(self.shares[:replica]), sum(self.shares)
+        return before // self.microbatches, total // self.microbatches
 
     @property
     def mean_over(self) -> int:
-        """Divisor of sums over replicas: their number, or 1 if losses are weighted by replica."""
+        """Divisor of sums over replicas: their number, or 1 with ``shares``, where losses are weighted before."""
         return 1 if self.shares else self.replicas
 
     @property
@@ -240,99 +253,21 @@ class ParallelPlan:
         return _draw(self)
 
 
-def _check_count(name: str, value: Any, allowed: str = "a whole number from 1") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RequestError(f"plan.{name} is {value!r}; use {allowed}")
-
-
 def _check_tiles(plan: ParallelPlan) -> None:
     """Refuse fields that divide images in a plan that divides the tiles of slides."""
-    _check_count("tiles", plan.tiles, "null, or a number of ranks from 1")
-    if plan.grids and _parse_grids(plan.grids) != ((1, plan.tiles),):
+    check_count("tiles", plan.tiles, "null, or a number of ranks from 1")
+    if plan.grids and parse_grids(plan.grids) != ((1, plan.tiles),):
         raise RequestError(
             f"plan.tiles is {plan.tiles} with plan.grids {plan.grids!r}: ranks share either tiles of slides or parts "
             f"of images; leave grids out"
         )
-    free = ("grids", "tiles", "replicas", "memory_bytes", "reduce_dtype", "microbatches", "gather_bytes")
-    for name, of in ParallelPlan.__dataclass_fields__.items():
-        if name not in free and (value := getattr(plan, name)) not in (of.default, ()):
+    allowed = ("grids", "tiles", "replicas", "memory_bytes", "reduce_dtype", "microbatches", "gather_bytes")
+    for name, field in ParallelPlan.__dataclass_fields__.items():
+        if name not in allowed and (value := getattr(plan, name)) not in (field.default, ()):
             raise RequestError(
                 f"plan.{name} is {value!r}, which does not go with plan.tiles: an encoder is computed tile by tile, in "
                 f"chunks that fit memory_bytes; leave {name} out"
             )
-
-
-def _parse_grids(grids: Any) -> tuple[tuple[int, int], ...]:
-    example = "use rows x columns for each stage, e.g. ((1, 2),)"
-    try:
-        parsed = tuple((rows, columns) for rows, columns in grids)
-    except (TypeError, ValueError):
-        raise RequestError(f"plan.grids is {grids!r}; {example}") from None
-    if not parsed:
-        raise RequestError(f"plan.grids is empty; {example}, or set plan.tiles for parallelize_tiles")
-    for grid in parsed:
-        if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in grid):
-            raise RequestError(f"plan.grids has {grid!r}; both sides are whole numbers from 1: {example}")
-    return parsed
-
-
-def _parse_cells(cells: Any) -> tuple[int, int]:
-    example = 'use null, "auto", or rows and columns, e.g. (4, 4)'
-    try:
-        rows, columns = cells
-    except (TypeError, ValueError):
-        raise RequestError(f"plan.cells is {cells!r}; {example}") from None
-    if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in (rows, columns)):
-        raise RequestError(f"plan.cells is {cells!r}; both are whole numbers from 1: {example}")
-    return rows, columns
-
-
-def _check_spill(spill: Any, cells: Any) -> None:
-    if spill is None and cells == "auto":
-        raise RequestError('plan.cells is "auto", which needs plan.spill, such as "memory"; set it, or name the cells')
-    if spill is None:
-        return
-    if not isinstance(spill, str) or not spill:
-        raise RequestError(f'plan.spill is {spill!r}; use null, "memory", or a folder')
-    if cells is None:
-        raise RequestError(f"plan.spill is {spill!r}, which needs plan.cells; set it, e.g. (4, 4)")
-
-
-def _parse_cuts(cuts: Any, stages: int) -> tuple[str, ...]:
-    if isinstance(cuts, str) or not all(isinstance(cut, str) for cut in cuts):
-        raise RequestError(f'plan.cuts is {cuts!r}; use "auto" or a list of module names, one for each cut')
-    if len(cuts) != stages - 1:
-        raise RequestError(
-            f"plan.cuts names {len(cuts)} module(s), but {stages} stage(s) need {stages - 1}; name "
-            f"the module after which each stage but the last ends"
-        )
-    return tuple(cuts)
-
-
-def _parse_recompute(recompute: Any, stages: int) -> bool | tuple[int, ...]:
-    if isinstance(recompute, bool):
-        return recompute
-    allowed = f"true, false, or stages from 0 to {stages - 1}"
-    if isinstance(recompute, (str, int)) or not all(type(s) is int and 0 <= s < stages for s in recompute):
-        raise RequestError(f"plan.recompute is {recompute!r}; use {allowed}")
-    return tuple(sorted(set(recompute)))
-
-
-def _parse_shares(shares: Any, replicas: int, microbatches: int) -> tuple[int, ...]:
-    """Return the samples of a step for each replica, at least one for each micro-batch."""
-    example = f"null, or a multiple of plan.microbatches = {microbatches} for each of {replicas} replica(s)"
-    try:
-        parsed = tuple(shares)
-    except TypeError:
-        raise RequestError(f"plan.shares is {shares!r}; use {example}") from None
-    if len(parsed) != replicas:
-        raise RequestError(f"plan.shares is {shares!r}, {len(parsed)} share(s); use {example}")
-    for share in parsed:
-        if type(share) is not int or share < 1 or share % microbatches:
-            raise RequestError(
-                f"plan.shares has {share!r}; every replica needs at least one sample of each micro-batch: use {example}"
-            )
-    return parsed
 
 
 def _count(number: int, noun: str) -> str:
@@ -376,15 +311,19 @@ def _draw(plan: ParallelPlan) -> str:
 
 
 def _stage(plan: ParallelPlan, placement: Placement, number: int, direction: int, stage: int, width: int) -> list[str]:
-    """Return a stage's ranks in one plane; planes are numbered over all replicas."""
+    """Return the lines about a stage and its ranks in plane ``number``, counted over all replicas."""
     replica, plane = divmod(number, plan.branches)
-    of = f"replica {replica}, plane {plane}" if plan.branches > 1 else f"replica {replica}"
-    first = number * plan.ranks_per_plane
+    head = f"replica {replica}, plane {plane}" if plan.branches > 1 else f"replica {replica}"
+    if plan.directions == 2:
+        head += f", direction {direction}"
     rows, columns = placement.grids[stage]
-    way = f", direction {direction}" if plan.directions == 2 else ""
-    until = f", to the end of {plan.cuts[stage]}" if plan.cuts != "auto" and stage < plan.stages - 1 else ""
-    again = ", recomputed" if plan.recomputes(stage) else ""
-    lines = [f"{of}{way}, stage {stage}: {rows} x {columns} ranks{until}{again}"]
+    head += f", stage {stage}: {rows} x {columns} ranks"
+    if plan.cuts != "auto" and stage < plan.stages - 1:
+        head += f", to the end of {plan.cuts[stage]}"
+    if plan.recomputes(stage):
+        head += ", recomputed"
+    lines = [head]
+    first = number * plan.ranks_per_plane
     group = [first + rank for rank in placement.group(stage, direction)]
     for row in _shown(list(range(rows))):
         if row is None:
@@ -396,5 +335,5 @@ def _stage(plan: ParallelPlan, placement: Placement, number: int, direction: int
 
 
 def _shown(items: list[int]) -> list[int | None]:
-    """Return a list; a long one is shortened to its ends, with None between them."""
+    """Return the items; of a long list its ends, with None for what is left out between them."""
     return [*items[:_ENDS], None, *items[-_ENDS:]] if len(items) > 2 * _ENDS + 1 else [*items]

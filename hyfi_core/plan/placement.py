@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Protocol
 
 
@@ -75,18 +76,18 @@ class Placement:
         """
         rows, columns = cells
 
-        def group(ranks: tuple[int, ...], high: int, wide: int) -> tuple[int, ...]:
-            return tuple(
-                # The rank that has this cell, then the cell within it.
-                ranks[y // rows * wide + x // columns] * rows * columns + y % rows * columns + x % columns
-                for y in range(high * rows)
-                for x in range(wide * columns)
-            )
+        def cell_ranks(ranks: tuple[int, ...], grid: tuple[int, int]) -> tuple[int, ...]:
+            """Return the ranks of all cells of a stage, row-major over the whole grid of cells."""
+            rank_rows, rank_columns = grid
+            result = []
+            for y, x in product(range(rank_rows * rows), range(rank_columns * columns)):
+                rank = ranks[y // rows * rank_columns + x // columns]
+                cell = y % rows * columns + x % columns
+                result.append(rank * rows * columns + cell)
+            return tuple(result)
 
-        return Placement(
-            tuple((high * rows, wide * columns) for high, wide in self.grids),
-            tuple(tuple(group(r, *grid) for r, grid in zip(way, self.grids, strict=True)) for way in self.ranks),
-        )
+        grids = tuple((rank_rows * rows, rank_columns * columns) for rank_rows, rank_columns in self.grids)
+        return Placement(grids, tuple(tuple(map(cell_ranks, stages, self.grids)) for stages in self.ranks))
 
     @property
     def stages(self) -> int:

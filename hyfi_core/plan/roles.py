@@ -57,8 +57,9 @@ def assign_roles(hosts: Sequence[str], trainers: int, loaders: HostChoice, valid
     validate = _matching(hosts, validators, "roles.validators")
     load, validate = _alternating(hosts, load, validate)
     if isinstance(validators, int):
+        not_loading = _without(hosts, load)
         # The last ones: ranks of a node are consecutive, so that validators are near each other.
-        validate = _without(hosts, load)[len(_without(hosts, load)) - validators :]
+        validate = not_loading[max(0, len(not_loading) - validators) :]
     if isinstance(loaders, int):
         load = _spread(hosts, _without(hosts, validate), loaders)
     train = _without(hosts, [*load, *validate])
@@ -98,20 +99,22 @@ def loaders_of(hosts: Sequence[str], roles: RankRoles) -> dict[int, tuple[int, .
     A trainer uses loaders on its own host. Hosts with only loaders are paired, in order, with trainers' hosts without
     loaders, so that every node's DPU loads for its node; if there are none, with all trainers' hosts.
     """
-    homes = list(dict.fromkeys(hosts[rank] for rank in roles.trainers))
-    loading = [hosts[rank] for rank in roles.loaders]
-    spare = [host for host in dict.fromkeys(loading) if host not in homes]
-    short = [home for home in homes if home not in loading] or homes
-    near = {home: {home, *_paired(spare, short.index(home), len(short))} if home in short else {home} for home in homes}
+    training = list(dict.fromkeys(hosts[rank] for rank in roles.trainers))
+    loading = list(dict.fromkeys(hosts[rank] for rank in roles.loaders))
+    only_loading = [host for host in loading if host not in training]
+    without_loaders = [host for host in training if host not in loading] or training
+    near = {host: {host} for host in training}  # host of trainers -> hosts whose loaders they use
+    for index, host in enumerate(without_loaders):
+        near[host].update(_paired(only_loading, index, len(without_loaders)))
     nearby = {rank: tuple(r for r in roles.loaders if hosts[r] in near[hosts[rank]]) for rank in roles.trainers}
     return {rank: loaders or roles.loaders for rank, loaders in nearby.items()}
 
 
-def _paired(spare: Sequence[str], index: int, of: int) -> Sequence[str]:
-    """Return the spare hosts of the ``index``-th of ``of`` hosts: several, or one shared with others."""
-    if len(spare) >= of:
-        return spare[index::of]
-    return [spare[index * len(spare) // of]] if spare else []
+def _paired(loading: Sequence[str], index: int, count: int) -> Sequence[str]:
+    """Return the hosts of loaders for host ``index`` of ``count``: several, or one that it shares with others."""
+    if len(loading) >= count:
+        return loading[index::count]
+    return [loading[index * len(loading) // count]] if loading else []
 
 
 def _matching(hosts: Sequence[str], ranks_wanted: HostChoice, key: str) -> list[int]:
@@ -127,29 +130,34 @@ def _matching(hosts: Sequence[str], ranks_wanted: HostChoice, key: str) -> list[
 
 
 def _alternating(hosts: Sequence[str], load: list[int], validate: list[int]) -> tuple[list[int], list[int]]:
-    """Divide the ranks that match both patterns, host by host."""
-    common = [rank for rank in load if rank in validate]
-    turns: dict[str, int] = {}
-    for rank in common:
-        turn = turns[hosts[rank]] = turns.get(hosts[rank], -1) + 1
-        # Turns begin with loading: the first of a host leaves the validators.
-        (validate if turn % 2 == 0 else load).remove(rank)
+    """Return the ranks that load and those that validate; of those in both lists, in turns on each host."""
+    loads_next: dict[str, bool] = {}  # host -> whether its next rank loads; the first does
+    for rank in [rank for rank in load if rank in validate]:
+        loads = loads_next.get(hosts[rank], True)
+        loads_next[hosts[rank]] = not loads
+        (validate if loads else load).remove(rank)
     return load, validate
 
 
 def _spread(hosts: Sequence[str], ranks: Sequence[int], count: int) -> list[int]:
-    """Return ``count`` of ``ranks``: distributed over hosts in proportion to their ranks."""
-    by_host: dict[str, list[int]] = {}
+    """Return ``count`` of ``ranks``, or all if there are fewer: distributed over hosts in proportion to their ranks."""
+    remaining: dict[str, list[int]] = {}
     for rank in ranks:
-        by_host.setdefault(hosts[rank], []).append(rank)
-    sizes = {host: len(of) for host, of in by_host.items()}
+        remaining.setdefault(hosts[rank], []).append(rank)
+    sizes = {host: len(of_host) for host, of_host in remaining.items()}
+
+    def ranks_for_each(host: str) -> float:
+        """Return the host's ranks for each of its loaders, if it gets one more; 0 if it has no rank left."""
+        loaders = sizes[host] - len(remaining[host])
+        return sizes[host] / (loaders + 1) if remaining[host] else 0.0
+
     chosen: list[int] = []
     while len(chosen) < min(count, len(ranks)):
-        # The host with the most ranks for each loader that it would then have, as in ``plan.apportion``.
-        host = max(by_host, key=lambda h: sizes[h] / (sizes[h] - len(by_host[h]) + 1) if by_host[h] else 0.0)
-        chosen.append(by_host[host].pop())
+        # D'Hondt's method, as in ``plan.apportion``.
+        chosen.append(remaining[max(remaining, key=ranks_for_each)].pop())
     return sorted(chosen)
 
 
 def _without(hosts: Sequence[str], ranks: Sequence[int]) -> list[int]:
+    """Return the ranks of the job that are not in ``ranks``."""
     return [rank for rank in range(len(hosts)) if rank not in ranks]

@@ -68,7 +68,7 @@ def own_call(window: Window, have: Box, outputs: Box) -> OwnCall | None:
 
 
 def _strip_along(window: AxisWindow, strip: Interval, outputs: Interval) -> tuple[Interval, Interval, Interval] | None:
-    """Return (outputs, taps, inputs) along one axis."""
+    """Return (outputs, taps, inputs) of a ``StripCall`` along one axis; None if no output reads the strip."""
     # -(-a // b) rounds up: the first output whose last tap reaches the strip.
     first = max(outputs[0], -((window.extent - 1 - window.padding - strip[0]) // window.stride))
     # Rounded down: the last output whose first tap is not behind the strip.
@@ -85,13 +85,14 @@ def _strip_along(window: AxisWindow, strip: Interval, outputs: Interval) -> tupl
 
 def _is_read(window: AxisWindow, tap: int, strip: Interval, outputs: Interval) -> bool:
     """Whether some output reads the strip through this tap."""
-    shift = window.padding - tap * window.dilation
+    shift = window.padding - tap * window.dilation  # output n reads position n * stride - shift
+    # Rounded up: the first output that reads at the beginning of the strip, or behind it.
     first = max(outputs[0], -((-strip[0] - shift) // window.stride))
     return first < outputs[1] and first * window.stride - shift < strip[1]
 
 
 def _own_along(window: AxisWindow, have: Interval, outputs: Interval) -> tuple[int, int] | None:
-    """Return (start, padding) along one axis."""
+    """Return (start, padding) of an ``OwnCall`` along one axis; None if none gives exactly these outputs."""
     count = outputs[1] - outputs[0]
     before = have[0] - outputs[0] * window.stride + window.padding  # positions of the first window before the part
     start, padding = max(0, -before), max(0, before)

@@ -17,7 +17,7 @@ Backward = tuple[int, int, int]
 
 
 def divided(schedule: Schedule) -> frozenset[Backward]:
-    """Return the backwards that a schedule divides into I and W; one of the two on any rank is enough."""
+    """Return the backwards that a schedule divides: those of which any rank has an I or a W."""
     distinct = dict.fromkeys(schedule.actions)  # ranks of a stage mostly have equal rows
     return frozenset(
         (action.stage, action.direction, action.microbatch)
@@ -69,14 +69,14 @@ def expected(
 def _of_stage(
     stage: int, direction: int, microbatches: Iterable[int], edges: Edges, halves: frozenset[Backward]
 ) -> tuple[dict[Action, Sequence[Action]], list[Action]]:
-    """Return the needs of all actions of one stage, and the actions that complete its gradients."""
+    """Return the needs of all actions of one stage, and the actions that complete its gradients: each B or W."""
     needs: dict[Action, Sequence[Action]] = {}
-    complete = []
+    completing = []
     sources, targets = edges.sources[stage], edges.targets[stage]
     for m in microbatches:
         forward = act(Verb.F, stage, direction, m)
-        half = (stage, direction, m) in halves
-        backward = act(Verb.I if half else Verb.B, stage, direction, m)
+        in_two = (stage, direction, m) in halves
+        backward = act(Verb.I if in_two else Verb.B, stage, direction, m)
         values = [act(Verb.RECV_F, stage, direction, m, source) for source in sources]
         gradients = [act(Verb.RECV_B, stage, direction, m, target) for target in targets]
         # Receives need nothing: they are posted ahead, as early as the order of the pair requires.
@@ -88,10 +88,10 @@ def _of_stage(
             needs[act(Verb.SEND_F, stage, direction, m, target)] = [forward]
         for source in sources:
             needs[act(Verb.SEND_B, stage, direction, m, source)] = [backward]
-        complete.append(act(Verb.W, stage, direction, m) if half else backward)
-        if half:
-            needs[complete[-1]] = [backward]
-    return needs, complete
+        if in_two:
+            needs[act(Verb.W, stage, direction, m)] = [backward]
+        completing.append(act(Verb.W, stage, direction, m) if in_two else backward)
+    return needs, completing
 
 
 def find_faults(schedule: Schedule, needs: Sequence[Needs]) -> list[Blame]:

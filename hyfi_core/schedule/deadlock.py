@@ -78,6 +78,7 @@ def _waits(run: DryRun, number: int) -> Iterator[Wait]:
 
 
 def _unsent(run: DryRun, sender: int, receiver: int, receive: object) -> bool:
+    """Whether a posted receive still lacks the message of one of its senders."""
     if sender == receiver:
         return receive not in run.ranks[receiver].own_s
     return any(half.receive == receive for half in run.lanes.get((sender, receiver), ()))
@@ -90,7 +91,7 @@ def _cycle(run: DryRun, waits: dict[int, list[Wait]]) -> list[Blame]:
     while number not in path:
         path.append(number)
         # Any of those that it waits for will do: each of them waits, so the path comes back to itself.
-        number = waits[number][0][0]
+        number, _ = waits[number][0]
     return [
         Blame(rank, run.ranks[rank].at, "waits for " + "; ".join(text for _, text in waits[rank]))
         for rank in path[path.index(number) :]

@@ -269,11 +269,11 @@ class DryRun:
                 halves.append(
                     (number, receiver, Half(is_send=True, receive=receive, index=rank.at, time_s=rank.clock_s))
                 )
-            elif receive in rank.open:
-                self._deliver(number, receive, rank.clock_s)
             else:
-                # To itself a rank sends nothing: the receive is complete as soon as it is posted.
+                # To itself a rank sends no message: the receive has its data at once, or as soon as it is posted.
                 rank.own_s[receive] = rank.clock_s
+                if receive in rank.open:
+                    self._deliver(number, receive, rank.clock_s)
         self._start(number, halves)
 
     def _post(self, number: int, action: Action) -> None:

@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import COMPUTE, TO_INPUTS, Action, Schedule, Verb, act
+from hyfi_core.schedule.action import TO_INPUTS, Action, Schedule, Verb, act
+
+Hosted = tuple[tuple[int, int], ...]
+"""(stage, direction) of all stages that a rank holds."""
 
 
 def generate(plan: ParallelPlan, placement: Placement) -> Schedule:
@@ -45,33 +48,39 @@ def only_forwards(schedule: Schedule) -> Schedule:
 
 def forwards_first(schedule: Schedule) -> bool:
     """Whether every rank runs all its forwards before its first backward."""
-    for row in dict.fromkeys(schedule.actions):
-        verbs = [action.verb for action in row if action.verb in COMPUTE]
-        # A rank without backwards has nothing that could come too early.
-        if Verb.F in verbs[next((at for at, verb in enumerate(verbs) if verb in TO_INPUTS), len(verbs)) :]:
-            return False
+    for row in dict.fromkeys(schedule.actions):  # ranks of a stage mostly have equal rows
+        backward_begun = False
+        for action in row:
+            if action.verb is Verb.F and backward_begun:
+                return False
+            backward_begun |= action.verb in TO_INPUTS
     return True
 
 
 def _of_ranks(name: str, placement: Placement, order: Iterable[Action]) -> Schedule:
-    """Return the lists of all ranks; those that hold the same stages have the same object."""
-    held: dict[tuple[tuple[int, int], ...], list[Action]] = {placement.hosted(r): [] for r in range(placement.size)}
-    users: dict[tuple[int, int], list[list[Action]]] = {}
-    for stages, row in held.items():
-        for stage in stages:
-            users.setdefault(stage, []).append(row)
+    """Return the schedule in which each rank has the actions of its stages, in the common order.
+
+    Ranks that hold the same stages have the same list, as one object.
+    """
+    row_of: dict[Hosted, list[Action]] = {placement.hosted(rank): [] for rank in range(placement.size)}
+    rows_with: dict[tuple[int, int], list[list[Action]]] = {}  # (stage, direction) -> the lists that it is part of
+    for hosted, row in row_of.items():
+        for stage in hosted:
+            rows_with.setdefault(stage, []).append(row)
     for action in order:
-        for row in users[action.stage, action.direction]:
+        for row in rows_with[action.stage, action.direction]:
             row.append(action)
-    rows = {stages: tuple(row) for stages, row in held.items()}
+    rows = {hosted: tuple(row) for hosted, row in row_of.items()}
     return Schedule(name, tuple(rows[placement.hosted(rank)] for rank in range(placement.size)))
 
 
 def _forward(stages: int, direction: int, microbatch: int) -> Iterator[Action]:
+    """Yield the forwards of one micro-batch through all stages."""
     return (act(Verb.F, stage, direction, microbatch) for stage in range(stages))
 
 
 def _backward(stages: int, direction: int, microbatch: int) -> Iterator[Action]:
+    """Yield the backwards of one micro-batch through all stages, the last first."""
     return (act(Verb.B, stage, direction, microbatch) for stage in reversed(range(stages)))
 
 
@@ -192,6 +201,7 @@ def _chimera(stages: int, microbatches: int) -> list[Action]:
 
 
 def _by_slot(slots: Iterable[tuple[int, Action]]) -> list[Action]:
+    """Return the actions sorted by their slots of time."""
     # Stable: actions of one slot stay in the order in which they were generated, the same for all ranks.
     return [action for _, action in sorted(slots, key=lambda item: item[0])]
 

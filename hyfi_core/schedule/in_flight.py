@@ -20,10 +20,7 @@ from math import prod
 from hyfi_core.plan.parallel_plan import ParallelPlan, ScheduleName
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import COMPUTE, TO_INPUTS, TO_WEIGHTS, Action, Verb
-from hyfi_core.schedule.generate import generate
-
-Hosted = tuple[tuple[int, int], ...]
-"""(stage, direction) of all stages that a rank holds."""
+from hyfi_core.schedule.generate import Hosted, generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +79,12 @@ def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
 
 
 def _sizes(plan: ParallelPlan) -> tuple[int, ...]:
-    """Return numbers of ranks that hold the same stages as the plan's ranks; 1 wherever possible."""
+    """Return the number of ranks of each grid, or 1 for each where any numbers give ranks with the same stages.
+
+    Few ranks are fast to schedule, and many plans then share one schedule.
+    """
     sizes = tuple(map(prod, plan.grids))
-    # Direction 1 counts ranks from the end: with other sizes there, a rank of a grid meets several stages.
+    # Direction 1 counts ranks from the end: if sizes are not the same from there, a grid's ranks hold different stages.
     sizes_matter = plan.directions > 1 and sizes != sizes[::-1]
     return sizes if sizes_matter else (1,) * len(sizes)
 
@@ -98,22 +98,21 @@ def followed_at_once(actions: Iterable[Action], last: int) -> frozenset[Action]:
     """
     computed = [action for action in actions if action.verb in COMPUTE]
     return frozenset(
-        a
-        for a, b in pairwise(computed)
-        if a.stage == last and a.verb is Verb.F and b in (replace(a, verb=Verb.B), replace(a, verb=Verb.I))
+        action
+        for action, following in pairwise(computed)
+        if action.stage == last
+        and action.verb is Verb.F
+        and following in (replace(action, verb=Verb.B), replace(action, verb=Verb.I))
     )
 
 
 def recomputes(plan: ParallelPlan, stage: int) -> bool:
-    """Return whether a stage recomputes any activations: the plan says so, and some wait for their backward.
-
-    Cells of a rank take turns, so that all forwards wait.
-    """
+    """Return whether a stage recomputes any activations: the plan says so, and some wait for their backward."""
     if not plan.recomputes(stage):
         return False
-    return plan.cells is not None or stage in _stages_that_wait(
-        _sizes(plan), plan.schedule, plan.microbatches, plan.interleave
-    )
+    if plan.cells is not None:
+        return True  # cells of a rank take turns, so that all forwards wait
+    return stage in _stages_that_wait(_sizes(plan), plan.schedule, plan.microbatches, plan.interleave)
 
 
 @lru_cache(maxsize=4096)
@@ -121,9 +120,11 @@ def _stages_that_wait(
     sizes: tuple[int, ...], schedule: ScheduleName, microbatches: int, interleave: int
 ) -> frozenset[int]:
     """Return the stages where some forward is not followed by its own backward at once."""
-    rows, last = _rows(sizes, schedule, microbatches, interleave), len(sizes) * interleave - 1
-    forwards = ({a for a in actions if a.verb is Verb.F} - followed_at_once(actions, last) for actions in rows.values())
-    return frozenset(action.stage for one in forwards for action in one)
+    last, stages = len(sizes) * interleave - 1, set[int]()
+    for actions in _rows(sizes, schedule, microbatches, interleave).values():
+        at_once = followed_at_once(actions, last)
+        stages.update(action.stage for action in actions if action.verb is Verb.F and action not in at_once)
+    return frozenset(stages)
 
 
 @lru_cache(maxsize=4096)
@@ -137,7 +138,7 @@ def _moments(
 def _rows(
     sizes: tuple[int, ...], schedule: ScheduleName, microbatches: int, interleave: int
 ) -> dict[Hosted, tuple[Action, ...]]:
-    """Return the actions of a rank for all that hold the same stages."""
+    """Return stages -> the actions of a rank that holds them, on grids of these numbers of ranks."""
     plan = ParallelPlan(
         tuple((1, size) for size in sizes), microbatches=microbatches, schedule=schedule, interleave=interleave
     )

@@ -118,10 +118,10 @@ class _Lowering:
         self._placement = placement
         self._edges = edges
         self._point_to_point = point_to_point
-        self._place = {timed.action: index for index, timed in enumerate(order)}
+        self._place = {timed.action: index for index, timed in enumerate(order)}  # in the common order
         self._start = {timed.action: timed.start for timed in order}
         self._backs = to_inputs(schedule)
-        self._last_backward: dict[tuple[int, int], Timed] = {}
+        self._last_backward: dict[tuple[int, int], Timed] = {}  # (stage, direction) -> its last B or W
         for timed in order:
             if timed.action.verb in TO_WEIGHTS:
                 self._last_backward[timed.action.stage, timed.action.direction] = timed
@@ -130,7 +130,7 @@ class _Lowering:
             # By time, then by place in the common order: one order of reductions for all ranks.
             ends[stage] = max(ends.get(stage, (0, 0)), (timed.end, self._place[timed.action]))
         self._reduce_order = sorted(ends, key=lambda stage: ends[stage])
-        self._over = {stage: end for stage, (end, _) in ends.items()}
+        self._gradients_end = {stage: end for stage, (end, _) in ends.items()}
 
     def sends(self, action: Action) -> Iterator[Action]:
         """Return the sends after a computation, in the same order on all its ranks."""
@@ -163,7 +163,8 @@ class _Lowering:
         if self._point_to_point:
             # It waits for gradients of other ranks. It is after everything that starts before these are ready, so
             # nothing that they depend on is after it on any rank.
-            return max(index + 1 for index, action in enumerate(row) if self._start[action] < self._over[stage])
+            end = self._gradients_end[stage]
+            return max(index + 1 for index, action in enumerate(row) if self._start[action] < end)
         # Behind the stage's last action on this rank, in either direction.
         return max(index + 1 for index, action in enumerate(row) if action.stage == stage)
 
@@ -174,9 +175,9 @@ class _Lowering:
         placed: list[tuple[int, _NeededReceive]] = []
         # From the last: a receive is posted no later than those of the same sender's later messages.
         for receive in reversed(needed):
-            others = [sender for sender in senders(self._placement, rank, receive.action) if sender != rank]
-            slot = min([receive.latest_slot, *(earliest[sender] for sender in others if sender in earliest)])
-            earliest.update(dict.fromkeys(others, slot))
+            peers = [sender for sender in senders(self._placement, rank, receive.action) if sender != rank]
+            slot = min([receive.latest_slot, *(earliest[peer] for peer in peers if peer in earliest)])
+            earliest.update(dict.fromkeys(peers, slot))
             placed.append((slot, receive))
         placed.sort(key=lambda item: (item[0], item[1].order))
         return [(slot, receive.action) for slot, receive in placed]
@@ -191,9 +192,9 @@ class _Lowering:
             verb = Verb.RECV_F if forward else Verb.RECV_B
             for peer in self._edges.sources[stage] if forward else self._edges.targets[stage]:
                 of_peer = peer, direction, microbatch
-                sender = act(Verb.F, *of_peer) if forward else self._backs[of_peer]
+                sender = act(Verb.F, *of_peer) if forward else self._backs[of_peer]  # the computation that is sent
                 yield _NeededReceive(
-                    (self._place[sender], self._rank_of_send(sender, stage)),
+                    (self._place[sender], self._order_of_send(sender, stage)),
                     # One computation ahead of the one that needs it, so that the message arrives meanwhile.
                     max(0, index - 1),
                     act(verb, stage, direction, microbatch, peer),
@@ -204,7 +205,8 @@ class _Lowering:
                 order = (self._place[self._last_backward[stage, 1].action], self._placement.stages)
                 yield _NeededReceive(order, max(0, slot - 1), act(Verb.RECV_G, stage, 0, None, 1))
 
-    def _rank_of_send(self, sender: Action, peer: int) -> int:
+    def _order_of_send(self, sender: Action, peer: int) -> int:
+        """Return a number by which the sends after a computation are ordered: of that to stage ``peer``."""
         if sender.verb is Verb.F:
             return self._edges.targets[sender.stage].index(peer)
         # Cotangents leave in the opposite order: see ``sends``.

@@ -16,7 +16,7 @@ Edges = Iterable[tuple[int, int]]
 
 
 class PlanSchedules:
-    """Training, its forwards alone, and prediction.
+    """The schedules of training steps, of their forwards alone, and of predictions, with all communication.
 
     Args:
         plan: with every cell as a rank.
@@ -25,7 +25,7 @@ class PlanSchedules:
 
     def __init__(self, plan: ParallelPlan, placement: Placement) -> None:
         self._plan, self._placement = plan, placement
-        self._recomputed: dict[tuple[tuple[tuple[int, int], ...], int], frozenset[Action]] = {}
+        self._recomputed: dict[tuple[tuple[tuple[int, int], ...], int, bool], frozenset[Action]] = {}
         self._lowered: dict[tuple[tuple[tuple[int, int], ...], str], Schedule] = {}
 
     def training(self, edges: Edges) -> Schedule:
@@ -50,7 +50,7 @@ class PlanSchedules:
             rank: of the replica.
             in_turn: whether the ranks are cells that take turns, so that each forward waits for its backward.
         """
-        key = (tuple(edges), rank)
+        key = (tuple(edges), rank, in_turn)
         if key not in self._recomputed:
             actions = self.training(key[0]).actions[rank]
             forwards = frozenset(a for a in actions if a.verb is Verb.F and self._plan.recomputes(a.stage))

@@ -24,7 +24,7 @@ class Timed:
 
 
 def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list[Timed]:
-    """Return the gang actions of a schedule that has no others, sorted by start, each once.
+    """Return the gang actions of a schedule, each once, sorted by start; the schedule has no communication yet.
 
     Raises:
         ScheduleError: the ranks' lists have no common order, or an action is before one that it needs.
@@ -73,7 +73,7 @@ Backs = Mapping[tuple[int, int, int | None], Action]
 
 
 def to_inputs(schedule: Schedule) -> Backs:
-    """Return these actions of a schedule."""
+    """Return the B or I of each backward of a schedule."""
     actions = (action for row in dict.fromkeys(schedule.actions) for action in row if action.verb in TO_INPUTS)
     return {(action.stage, action.direction, action.microbatch): action for action in actions}
 

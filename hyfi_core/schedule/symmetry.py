@@ -11,6 +11,7 @@ have partners of one class, and a representative's partners are representatives.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -51,10 +52,10 @@ def represented(schedule: Schedule, placement: Placement, partners: bool) -> Rep
     partners_of = _partners(placement) if partners else [()] * placement.size
     classes = _classes(schedule, placement, partners_of)
     chosen: set[int] = set()
-    count: dict[int, int] = {}
+    members = Counter[int]()  # class -> its ranks so far
     for rank, number in enumerate(classes):
-        count[number] = count.get(number, 0) + 1
-        if count[number] <= _OF_A_CLASS:
+        members[number] += 1
+        if members[number] <= _OF_A_CLASS:
             chosen.add(rank)
     # What a representative waits for must exist: its partners are representatives, and so are theirs.
     added = set(chosen)
@@ -68,10 +69,11 @@ def represented(schedule: Schedule, placement: Placement, partners: bool) -> Rep
     for rank in order:
         first_of_class.setdefault(classes[rank], index_of[rank])
 
-    def chosen_of(group: Sequence[int]) -> tuple[int, ...]:
+    def renumbered(group: Sequence[int]) -> tuple[int, ...]:
+        """Return the representatives of a stage's ranks, counted among themselves."""
         return tuple(index_of[rank] for rank in group if rank in index_of)
 
-    groups = tuple(tuple(map(chosen_of, direction)) for direction in placement.ranks)
+    groups = tuple(tuple(map(renumbered, stages)) for stages in placement.ranks)
     rows = tuple(schedule.actions[rank] for rank in order)
     return Representatives(
         Schedule(schedule.name, rows),
@@ -83,8 +85,9 @@ def represented(schedule: Schedule, placement: Placement, partners: bool) -> Rep
 def _partners(placement: Placement) -> list[tuple[int, ...]]:
     """Return, for each rank, the ranks with the same parts of its stages in the other direction."""
     partners: list[list[int]] = [[] for _ in range(placement.size)]
-    for one, two in zip(*placement.ranks, strict=True):
-        for rank, partner in zip(one, two, strict=True):
+    first, second = placement.ranks
+    for ranks, opposite in zip(first, second, strict=True):
+        for rank, partner in zip(ranks, opposite, strict=True):
             partners[rank].append(partner)
             partners[partner].append(rank)
     return [tuple(of_rank) for of_rank in partners]

@@ -74,6 +74,9 @@ def bubble(events: Iterable[TraceEvent]) -> float:
     """Return the fraction of all ranks' time in which they run neither a forward nor a backward.
 
     Time counts from the first to the last forward or backward of any rank. A rank's own events must not overlap.
+
+    Raises:
+        ValueError: there is no forward or backward.
     """
     compute = [event for event in events if event.kind in COMPUTE]
     if not compute:

@@ -109,6 +109,7 @@ def test_every_loader_has_trainers_and_is_on_their_host_if_any_is(hosts: list[st
         ((4, "dpu-*", 0), "no host matches 'dpu-"),
         ((2, 9, 0), "the plan needs 2 trainers"),
         ((1, 0, 9), "the plan needs 1 trainers"),
+        ((4, 0, 8), "6 are validators .* leaves 0; the plan needs 4 trainers"),
     ],
 )
 def test_ranks_that_do_not_come_out_even_are_refused(wanted: tuple, words: str) -> None:

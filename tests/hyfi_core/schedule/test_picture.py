@@ -1,3 +1,4 @@
+import math
 from xml.etree import ElementTree
 
 import pytest
@@ -54,6 +55,14 @@ def test_names_of_measured_traces_are_free_text() -> None:
 def test_nothing_cannot_be_drawn() -> None:
     with pytest.raises(ValueError, match="at least one event"):
         draw([], "x")
+
+
+def test_a_span_just_below_a_power_of_ten_has_ticks() -> None:
+    span_s = 5 * math.nextafter(0.001, 0.0)
+    assert math.log10(span_s / 5) == -3.0 and span_s / 5 < 0.001
+    picture = ElementTree.fromstring(draw([TraceEvent(0, "F0.s0.d0", 0.0, span_s, "F")], "title"))
+    texts = {text.text for text in picture.iter(f"{SVG}text")}
+    assert {"0", "0.001", "0.002", "0.003", "0.004", "0.005 s"} <= texts
 
 
 def test_ticks_are_where_their_times_are() -> None:

@@ -218,6 +218,19 @@ def test_ranks_that_wait_for_each_others_data_are_told() -> None:
     assert "F1.s1.d0: waits for rank 0 to send for RECV_F1.s1.d0<s0; it is at B0.s0.d0" in text
 
 
+def test_a_rank_that_has_sent_to_itself_does_not_wait_for_itself() -> None:
+    """Both ranks hold both stages; rank 1 sends too late for its own receive, and rank 0 waits for rank 1 alone."""
+    plan = ParallelPlan(((1, 2),), interleave=2)
+    placement = Placement.of(plan)
+    schedule = lower(generate(plan, placement), placement, chain(2))
+    text = message(edited(schedule, 1, "SEND_F0.s0.d0>s1 F0.s1.d0", "F0.s1.d0 SEND_F0.s0.d0>s1"), placement)
+    assert text.splitlines()[:2] == [
+        "schedule 1f1b: deadlock",
+        "  rank 1, action 2, F0.s1.d0: waits for rank 1 to send for RECV_F0.s1.d0<s0; it is at F0.s1.d0",
+    ]
+    assert text.count(MARK) == 1
+
+
 def test_a_schedule_of_another_number_of_ranks_is_refused() -> None:
     schedule, placement = lowered("gpipe", ((1, 1), (1, 1)), 2)
     assert "it has 1 ranks, but the placement has 2" in message(Schedule("x", schedule.actions[:1]), placement)
