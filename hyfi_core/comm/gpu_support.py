@@ -37,8 +37,9 @@ def gpu_support(version: str, query: Callable[[], int] | None, environment: Mapp
     if off:
         return GpuSupport(False, f"{off[0]} is {environment[off[0]]}")
     transports = environment.get("UCX_TLS", "all").lower()
-    # "^a,b" excludes transports, "a,b" lists the only ones: CUDA is missing if excluded, or not listed.
-    if transports.startswith("^") == ("cuda" in transports) and "all" not in transports.split(","):
+    # "^a,b" excludes transports, "a,b" lists the only ones.
+    excludes, names_cuda = transports.startswith("^"), "cuda" in transports
+    if excludes == names_cuda and "all" not in transports.split(","):
         return GpuSupport(False, f"UCX_TLS is {transports}, without a transport for CUDA")
     allocator = environment.get("PYTORCH_ALLOC_CONF", "") + environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "expandable_segments:true" in allocator.lower().replace(" ", ""):

@@ -85,8 +85,8 @@ def _in_place(tensor: torch.Tensor) -> list[Any]:
     return _pieces(tensor, min(_MOST_BYTES, _SLICE_BYTES))
 
 
-def _parts(tensor: torch.Tensor) -> Sequence[Any]:
-    """Return the slices of a message: memory for MPI, or those that go through pinned memory."""
+def _slices(tensor: torch.Tensor) -> Sequence[Any]:
+    """Return the slices of a message: memory for MPI, or a ``HostSlice`` where they go through pinned memory."""
     return host_slices(tensor, min(_MOST_BYTES, _SLICE_BYTES)) if _is_staged(tensor) else _in_place(tensor)
 
 
@@ -108,7 +108,15 @@ def _await_copy(part: HostSlice, requests: list[Any], describe: Callable[[], str
 
 
 class _Requests:
-    """Pending requests, and the tensors that must outlive them."""
+    """Pending requests, and the tensors that must outlive them.
+
+    Args:
+        requests: of MPI.
+        describe: describes the wait.
+        keep: the memory that MPI reads and writes.
+        finish: called once, when all have completed.
+        landing: (request, slice) of received slices that are then copied to a device.
+    """
 
     @property
     def needs_polls(self) -> bool:
@@ -182,12 +190,13 @@ class MpiCommunicator:
         requests: list[Any] = []
         landing: list[tuple[Any, HostSlice]] = []
         for message in receives:
-            for part in _parts(message.tensor):
+            for part in _slices(message.tensor):
                 # Posted before anything is sent: MPI can then write a message into its place instead of storing it
                 # first.
                 requests.append(self._comm.Irecv([_memory(part), MPI.BYTE], message.peer, message.tag))
-                landing += [(requests[-1], part)] if isinstance(part, HostSlice) else []
-        leaving = [(message, part) for message in sends for part in _parts(message.tensor)]
+                if isinstance(part, HostSlice):
+                    landing.append((requests[-1], part))
+        leaving = [(message, part) for message in sends for part in _slices(message.tensor)]
         copied = [part for _, part in leaving if isinstance(part, HostSlice)]
         # All copies are started before the first is waited for: they run while earlier slices are sent.
         for part in copied:
@@ -198,10 +207,10 @@ class MpiCommunicator:
             if isinstance(part, HostSlice):
                 _await_copy(part, requests, describe)
             requests.append(self._comm.Isend([_memory(part), MPI.BYTE], message.peer, message.tag))
-        direct = [message.tensor for message in (*receives, *sends) if not _is_staged(message.tensor)]
         # MPI reads and writes this memory until the requests have completed, whoever drops the tensors.
-        keep = [*direct, *(part.buffer for part in (*copied, *(part for _, part in landing)))]
-        return _Requests(requests, describe, keep, landing=landing)
+        direct = [message.tensor for message in (*receives, *sends) if not _is_staged(message.tensor)]
+        buffers = [part.buffer for part in copied] + [part.buffer for _, part in landing]
+        return _Requests(requests, describe, direct + buffers, landing=landing)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; 16-bit floats are sent and added as float32 (see ``comm.wire``)."""

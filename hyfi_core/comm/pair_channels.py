@@ -12,36 +12,51 @@ of ranks (``schedule.lower``), but not for all sends and receives of a rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending
 
 
 def with_pair_channels(comm: Communicator) -> Communicator:
-    """Return ``comm`` with a channel for each pair of ranks, if its operations run in order (collective)."""
+    """Return ``comm`` with a channel for each ordered pair of ranks; itself if its operations need no order.
+
+    Collective over ``comm``.
+    """
     if not comm.in_order or comm.size == 1:
         return comm
     channels: dict[tuple[int, int], Communicator] = {}
     # ``split`` is collective: in each round every rank is in one pair at most, so that few rounds make all channels.
     for pairs in _rounds(comm.size):
         partner = pairs.get(comm.rank)
-        for up in (True, False):
+        for from_lower in (True, False):
             # The lower rank names the pair; no other pair of the round has it.
             color = None if partner is None else min(comm.rank, partner)
             channel = comm.split(color, comm.rank)
             if channel is not None and partner is not None:
                 low, high = sorted((comm.rank, partner))
-                channels[(low, high) if up else (high, low)] = channel
+                channels[(low, high) if from_lower else (high, low)] = channel
     return PairChannels(comm, channels)
 
 
 def _rounds(size: int) -> list[dict[int, int]]:
-    """Return rounds of pairs in which every two ranks are paired once: rank -> partner (the circle method)."""
-    circle: list[int | None] = [*range(size), *([None] if size % 2 else [])]
+    """Return rounds of pairs in which every two ranks are paired once: rank -> partner (the circle method).
+
+    Ranks that face each other are a pair. Of an odd number, one has no partner in each round::
+
+        0 1 2      0 5 1      0 4 5
+        5 4 3      4 3 2      3 2 1
+    """
+    circle: list[int | None] = [*range(size)]
+    if size % 2:
+        circle.append(None)
     rounds = []
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
-        pairs = [(a, b) for a, b in zip(circle[:half], reversed(circle[half:]), strict=True)]
-        rounds.append({a: b for a, b in (*pairs, *((b, a) for a, b in pairs)) if a is not None and b is not None})
+        partners: dict[int, int] = {}
+        for one, other in zip(circle[:half], reversed(circle[half:]), strict=True):
+            if one is not None and other is not None:
+                partners |= {one: other, other: one}
+        rounds.append(partners)
         # The first stays, the others move on by one.
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
@@ -61,23 +76,20 @@ class PairChannels(ForwardingCommunicator):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives, each on the channel of its pair."""
-        batches: dict[tuple[int, int], tuple[list[Message], list[Message]]] = {}
         # One exchange for each channel, with its messages in the order in which its peer posts them, too.
+        incoming: dict[int, list[Message]] = {}
         for message in receives:
-            batches.setdefault((message.peer, self.rank), ([], []))[1].append(message)
+            incoming.setdefault(message.peer, []).append(self._in_channel(message))
+        outgoing: dict[int, list[Message]] = {}
         for message in sends:
-            batches.setdefault((self.rank, message.peer), ([], []))[0].append(message)
-        return JoinedPending(
-            [
-                self._channels[pair].exchange(*([_renamed(m, self.rank) for m in messages] for messages in batch))
-                for pair, batch in batches.items()
-            ]
-        )
+            outgoing.setdefault(message.peer, []).append(self._in_channel(message))
+        pending = [self._channels[peer, self.rank].exchange([], messages) for peer, messages in incoming.items()]
+        pending += [self._channels[self.rank, peer].exchange(messages, []) for peer, messages in outgoing.items()]
+        return JoinedPending(pending)
 
-
-def _renamed(message: Message, rank: int) -> Message:
-    """Return a message with its peer's rank in the channel of the pair."""
-    return Message(int(message.peer > rank), message.tensor, message.tag)
+    def _in_channel(self, message: Message) -> Message:
+        """Return a message with its peer's rank in the channel of the pair: 0 for the lower of the two."""
+        return replace(message, peer=int(message.peer > self.rank))
 
 
 class JoinedPending:

@@ -74,6 +74,7 @@ class _ProgressThread:
             self._changed.notify()
 
     def leave(self, pending: Pending) -> None:
+        """Remove an operation; when this returns, the thread makes no more calls for it."""
         with self._changed:  # the helper thread makes calls only while it holds this
             self._watched = [watched for watched in self._watched if watched is not pending]
 

@@ -203,10 +203,11 @@ class ThreadCommunicator:
     def split(self, color: int | None, key: int = 0) -> ThreadCommunicator | None:
         """Return the group of all ranks that gave the same color, ordered by (key, rank)."""
         votes = self._gather_all("split", (color, key, self._rank))
-        members = [rank for vote, _, rank in sorted(votes, key=lambda v: v[1:]) if color is not None and vote == color]
-        first = bool(members) and members[0] == self._rank
+        same_color = sorted((k, rank) for c, k, rank in votes if color is not None and c == color)
+        members = [rank for _, rank in same_color]
+        is_first = bool(members) and members[0] == self._rank
         # One object for all members: the first makes it, the second gathering hands it to the others.
-        group = ThreadGroup(self._group.world, [self._group.members[rank] for rank in members]) if first else None
+        group = ThreadGroup(self._group.world, [self._group.members[rank] for rank in members]) if is_first else None
         groups = self._gather_all("split", group)
         return None if color is None else ThreadCommunicator(groups[members[0]], members.index(self._rank))
 

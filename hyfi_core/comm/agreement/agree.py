@@ -132,14 +132,24 @@ Changes = Mapping[tuple[str, str], str]
 
 
 def _describe_settings(optimizer: torch.optim.Optimizer | None) -> str:
-    """Return an optimizer's class and the settings of its groups as text; tensors among them are left out."""
+    """Return an optimizer's class and the settings of its groups as text.
+
+    Tensors among them are left out: reading those of a GPU would make every step wait for it.
+    """
     if optimizer is None:
         return "none"
-    groups = [
-        ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if isinstance(value, (int, float, str)))
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {key: value for key, value in sorted(group.items()) if _is_plain(value)}
+        groups.append(", ".join(f"{key}={value}" for key, value in plain.items()))
     return f"{type(optimizer).__name__}({'; '.join(groups)})"
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a setting is a number, a text, None, or a pair of such, as Adam's ``betas``."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (int, float, str))
 
 
 class CallConsensus:
@@ -216,12 +226,13 @@ class CallConsensus:
         settings = _describe_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
         facts = self._loaded | {"the optimizer": f"{settings}, {self._updates} updates, max_norm={self._max_norm}"}
         facts["the loss"] = describe_function(self._loss, self._modules)
+        weights: Scope | None = "training"
         if self._replica is not self._everyone:  # replicas may have images of different shapes
-            each = facts | {"the labels' shape for each image": f"{tuple(labels.shape[1:])} {labels.dtype}"}
+            of_all = facts | {"the labels' shape for each image": f"{tuple(labels.shape[1:])} {labels.dtype}"}
             if not self._shares:
-                each["a replica's number of images (set plan.shares for different numbers)"] = str(shape[0])
-            self._check(self._everyone, "training", None, str(program == "new"), each, "training")
-        weights: Scope | None = "training" if self._replica is self._everyone else None
+                of_all["a replica's number of images (set plan.shares for different numbers)"] = str(shape[0])
+            self._check(self._everyone, "training", None, str(program == "new"), of_all, weights)
+            weights = None  # compared now
         self._check(self._replica, "training", shape, program, facts | {"labels": describe_labels(labels)}, weights)
 
     def check_evaluation(self, call: str, shape: Shape, program: str) -> None:
@@ -241,7 +252,16 @@ class CallConsensus:
         facts: Mapping[str, str] | None = None,
         weights: Scope | None = None,
     ) -> None:
-        """Refuse a call that differs between ranks: one maximum shows whether, and then its facts show in what."""
+        """Refuse a call that differs between ranks: one maximum shows whether, and then its facts show in what.
+
+        Args:
+            comm: the ranks to compare.
+            call: its name.
+            shape: of the images; None: it may differ.
+            program: digest of the program to run; "" or "new" if there is none yet.
+            facts: name -> value of what else must be the same.
+            weights: the scope in which weights are compared; None: they are not.
+        """
         if comm.size == 1:
             return
         modules, parameters = self._model.modules(), self._model.parameters()
@@ -252,14 +272,15 @@ class CallConsensus:
         # Each number beside its negative: one maximum gives the largest and the smallest of all ranks.
         extremes = torch.tensor([number, -number, *scales, *words])
         comm.all_reduce(extremes, "max")
-        highest, lowest, largest, smallest, *words = extremes.tolist()
-        if highest != -lowest:
+        # ``minus_…``: a maximum of negatives, so the negative of the smallest.
+        highest, minus_lowest, largest, minus_smallest, *words = extremes.tolist()
+        if highest != -minus_lowest:
             # What the user did comes first, what followed from it last: the first difference is the one that is named.
             compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))
             compare(comm, self._describe_changes())
             compare(comm, {"the program that will run": program or "new"} | dict(facts or {}))
-        # ``smallest`` is a maximum of negatives: the sum is highest less lowest, of the factors that are known.
-        if largest + smallest > _SAME_FACTOR * max(abs(largest), abs(smallest)):
+        # The largest less the smallest, of the factors that are known.
+        if largest + minus_smallest > _SAME_FACTOR * max(abs(largest), abs(minus_smallest)):
             self._refuse_factors(comm)
         if weights is not None:
             self._weights.check(comm, weights, words)

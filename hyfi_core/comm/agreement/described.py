@@ -105,6 +105,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _named(values: Mapping[str, Any], depth: int, without: Set[nn.Module]) -> Iterator[str]:
+    """Yield ``name=value`` of values whose names are public, as far as they are described."""
     for name, value in values.items():
         if not name.rpartition(".")[2].startswith("_"):
             text = _value(value, depth - 1, without)

@@ -55,24 +55,37 @@ class SameWeights:
         self._equal_arithmetic = True
 
     def words(self, scope: Scope) -> list[int]:
-        """Return this rank's words; the group takes the largest."""
+        """Return this rank's part of the message that compares a call, of which the group takes the maximum.
+
+        The first word: whether a weight was changed. Then two for each of ``HeldWeights.groups``: a digest of a few
+        values and its negative, so that the maxima are the negatives of each other if all ranks have the same.
+        """
         self._turn += 1
         words = [int(bool(self._watch.changed(scope)))]
         for names in self._held.groups:
-            number = self._watch.sample(names, self._turn) if names is not None and self._equal_arithmetic else 0
-            words += [_NONE, _NONE] if names is None else [number, -number]
+            if names is None:
+                words += [_NONE, _NONE]
+                continue
+            # Ranks that round differently never have equal values: 0 for all of them.
+            digest = self._watch.sample(names, self._turn) if self._equal_arithmetic else 0
+            words += [digest, -digest]
         return words
 
     def check(self, comm: Communicator, scope: Scope, largest: Sequence[int]) -> None:
         """Refuse weights that differ between ranks (collective if ``largest`` says so, which is equal on all ranks).
 
+        Args:
+            comm: the ranks to compare.
+            scope: of the call.
+            largest: the maximum of each of ``words`` over the ranks.
+
         Raises:
             RequestError: on every rank; names the weights and the ranks.
         """
-        pairs = list(zip(largest[1::2], largest[2::2], strict=True))
-        differ = [g for g, (high, low) in enumerate(pairs) if high != -low]
-        if largest[0] or differ:
-            suspects = [name for g in differ for name in self._held.groups[g] or ()]
+        any_changed, pairs = bool(largest[0]), zip(largest[1::2], largest[2::2], strict=True)
+        differ = [group for group, (high, minus_low) in enumerate(pairs) if high != -minus_low]
+        if any_changed or differ:
+            suspects = [name for group in differ for name in self._held.groups[group] or ()]
             self._compare(comm, scope, suspects)
         self._watch.agreed(scope)
 
@@ -86,23 +99,30 @@ class SameWeights:
         self._settle()
         changed, lost = self._watch.changed(scope), self._watch.lost()
         suspected = comm.gather_objects(sorted({*changed, *suspects}))
-        names = comm.broadcast_object(None if suspected is None else sorted({name for of in suspected for name in of}))
+        names = comm.broadcast_object(None if suspected is None else sorted(set().union(*suspected)))
         facts = {name: self._facts(name, name in changed, name in lost) for name in names}
         answers = comm.gather_objects([_arithmetic(), facts])
         verdict: Any = None
         if answers is not None:
             equal = len({arithmetic for arithmetic, _ in answers}) == 1
-            by_name = {n: [_RankFacts(*facts[n]) for _, facts in answers] for n in self._watch.names if n in names}
-            verdict = [_refusal(by_name, equal), any(f.lost for of in by_name.values() for f in of), equal]
+            # In the model's order: the first name that differs is the one in the message.
+            by_name = {
+                name: [_RankFacts(*of_rank[name]) for _, of_rank in answers]
+                for name in self._watch.names
+                if name in names
+            }
+            any_lost = any(of_rank.lost for of_name in by_name.values() for of_rank in of_name)
+            verdict = [_refusal(by_name, equal), any_lost, equal]
         refusal, overwritten, self._equal_arithmetic = comm.broadcast_object(verdict)
         if refusal is not None:
             raise RequestError(refusal)
         # An accepted change: from now on these are the values that writing again does not change.
-        self._idle |= {name: facts[name][-1] for name in changed if name in self._idle}
+        self._idle |= {name: _RankFacts(*facts[name]).digest for name in changed if name in self._idle}
         if overwritten:
             self._resend()
 
     def _facts(self, name: str, changed: bool, lost: bool) -> list[Any]:
+        """Return the fields of this rank's ``_RankFacts`` about a weight, as they are sent."""
         holds = name in self._held.names
         digest = self._watch.digest(name) if holds or changed else 0
         return [holds, changed and digest != self._idle.get(name), lost, digest]
@@ -151,23 +171,28 @@ def _refusal(by_name: dict[str, list[_RankFacts]], equal_arithmetic: bool) -> st
 
 
 def _agree(ranks: list[_RankFacts], equal_arithmetic: bool) -> bool:
-    """Whether ranks that hold a weight have equal values or all changed it, and no other rank changed it alone."""
+    """Whether ranks that hold a weight have equal values or all changed it, and no other rank changed it alone.
+
+    Args:
+        ranks: the facts of each rank about the weight.
+        equal_arithmetic: whether all ranks round alike, so that equal values are equal bits.
+    """
     holders = [facts for facts in ranks if facts.holds]
-    everywhere = all(facts.changed for facts in holders)
+    all_changed, any_changed = all(facts.changed for facts in holders), any(facts.changed for facts in holders)
     # A change that was overwritten on one rank, and that not all have made: their values differ.
-    if any(facts.lost for facts in ranks) and not everywhere:
+    if any(facts.lost for facts in ranks) and not all_changed:
         return False
     if equal_arithmetic:
         # Ranks that lost a change are left out: they are sent the owner's values again.
         if len({facts.digest for facts in holders if not facts.lost}) > 1:
             return False
     # Ranks that round differently never have equal bits; all that can be asked is whether all of them changed it.
-    elif not everywhere and any(facts.changed for facts in holders):
+    elif any_changed and not all_changed:
         return False
     digests = {facts.digest for facts in holders}
     # A rank may load a whole state, with weights of others: harmless if they are those that the holders have.
     elsewhere = [facts for facts in ranks if facts.changed and not facts.holds]
-    return any(facts.changed for facts in holders) or all(facts.digest in digests for facts in elsewhere)
+    return any_changed or all(facts.digest in digests for facts in elsewhere)
 
 
 def _arithmetic() -> str:

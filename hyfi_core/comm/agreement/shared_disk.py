@@ -64,17 +64,17 @@ def require_shared(world: Communicator, folder: Path, purpose: str) -> None:
     answers = world.gather_objects((_is_seen(folder / mark), socket.gethostname()))
     if world.rank == 0:
         (folder / mark).unlink(missing_ok=True)
-    text = None
+    refusal = None
     if answers is not None:
         blind = [(rank, host) for rank, (sees, host) in enumerate(answers) if not sees]
         if blind:
-            text = (
+            refusal = (
                 f"{purpose}: {_places(blind)} cannot see what rank 0 on {answers[0][1]} writes there; "
                 "choose a folder on a disk that all nodes share"
             )
-    text = world.broadcast_object(text)
-    if text is not None:
-        raise RequestError(text)
+    refusal = world.broadcast_object(refusal)
+    if refusal is not None:
+        raise RequestError(refusal)
 
 
 def _is_seen(file: Path) -> bool:

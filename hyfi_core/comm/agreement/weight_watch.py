@@ -142,7 +142,10 @@ class WeightWatch:
                 # Those of turn 0 are kept: ``_marks`` selects them again and again.
                 sampled = flat.values[turn % step :: step] if turn else flat.sampled
                 views.setdefault(sampled.dtype, {})[name] = sampled
-        return [({name: len(few) for name, few in of.items()}, torch.cat([*of.values()])) for of in views.values()]
+        return [
+            ({name: len(view) for name, view in of_dtype.items()}, torch.cat([*of_dtype.values()]))
+            for of_dtype in views.values()
+        ]
 
     def _flattened(self, name: str) -> _FlatTensor:
         """Return the flat view of a tensor, the same object as long as its memory is the same."""
@@ -179,8 +182,12 @@ def _changed_values(before: list[_Selection], after: list[_Selection]) -> set[st
     """Return the names whose values differ, bit by bit."""
     changed: set[str] = set()
     for (sizes, before_part), (_, after_part) in zip(before, after, strict=False):
-        # As bytes: as numbers a NaN would differ from itself, and −0 would equal 0.
-        if not torch.equal(before_part.view(torch.uint8), after_part.view(torch.uint8)):
+        if not _same_bits(before_part, after_part):
             pieces = zip(sizes, before_part.split([*sizes.values()]), after_part.split([*sizes.values()]), strict=True)
-            changed |= {name for name, a, b in pieces if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))}
+            changed |= {name for name, was, now in pieces if not _same_bits(was, now)}
     return changed
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # As bytes: as numbers a NaN would differ from itself, and −0 would equal 0.
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -65,8 +65,9 @@ class Expected:
 
     def describe(self) -> str:
         """Return who is waited for, by which variables, as text."""
-        shown = [f"{name}={self.environment[name]}" for name in self.variables[:_SHOWN]]
-        subject = f"{' and '.join([', '.join(shown[:-1]), shown[-1]] if shown[1:] else shown)} in the environment"
+        *shown, last = [f"{name}={self.environment[name]}" for name in self.variables[:_SHOWN]] or ["variables"]
+        subject = f"{', '.join(shown)} and {last}" if shown else last
+        subject += " in the environment"
         if self.launcher != "torchrun":
             return f"{subject} say that {self._starter} started this process as one of several ranks"
         rank, size = self.environment.get("RANK", "?"), self.environment.get("WORLD_SIZE", "?")

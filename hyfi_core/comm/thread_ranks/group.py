@@ -62,7 +62,15 @@ class _MessageQueues:
 
 @dataclass
 class GroupCall:
-    """One collective call of a group, with each rank's input, and the result of a reduction, computed once."""
+    """One collective call of a group.
+
+    Attributes:
+        what: name of the call, with what must be the same on all ranks.
+        first: the rank that entered it first.
+        inputs: rank -> its input.
+        taken: number of ranks that have their result.
+        result: of a reduction, computed once; None before, and of other calls.
+    """
 
     what: str
     first: int
@@ -160,7 +168,7 @@ class ThreadGroup:
 
     def take(self, number: int, call: GroupCall) -> list[Any]:
         """Return the inputs of all ranks, in rank order; the last rank removes the call."""
-        self._left(number, call)
+        self._count_taken(number, call)
         return [call.inputs[rank] for rank in range(len(self.members))]
 
     def reduce(self, number: int, call: GroupCall, op: ReduceOp) -> torch.Tensor:
@@ -168,10 +176,11 @@ class ThreadGroup:
         if call.result is None:
             with torch.inference_mode(False), torch.no_grad():  # regardless of the modes of the ranks
                 call.result = reduced([call.inputs[rank] for rank in range(len(self.members))], op)
-        self._left(number, call)
+        self._count_taken(number, call)
         return call.result
 
-    def _left(self, number: int, call: GroupCall) -> None:
+    def _count_taken(self, number: int, call: GroupCall) -> None:
+        """Count a rank that has its result; the last one removes the call."""
         call.taken += 1
         if call.taken == len(self.members):
             del self._calls[number]
@@ -192,19 +201,13 @@ class ThreadGroup:
 
     def _refuse_mismatch(self, source: int, target: int, sent: PostedMessage, received: PostedMessage) -> None:
         """Refuse a message with another shape, dtype or tag at its other end, or changed while it was sent."""
-        ours, theirs = received.message, sent.message
-        if (ours.tensor.shape, ours.tensor.dtype) != (
-            theirs.tensor.shape,
-            theirs.tensor.dtype,
-        ) or ours.tag != theirs.tag:
-            raise RuntimeError(
-                f"rank {target} expects {_described(ours)} from rank {source}, which sent {_described(theirs)}"
-            )
-        if self.world.strict and sent.version != version_of(theirs.tensor):
-            raise RuntimeError(
-                f"rank {source} changed {_described(theirs)} before its send to rank {target} had completed"
-            )
+        expected, arrived = _described(received.message), _described(sent.message)
+        if expected != arrived:
+            raise RuntimeError(f"rank {target} expects {expected} from rank {source}, which sent {arrived}")
+        if self.world.strict and sent.version != version_of(sent.message.tensor):
+            raise RuntimeError(f"rank {source} changed {arrived} before its send to rank {target} had completed")
 
 
 def _described(message: Message) -> str:
+    """Return what must be the same at both ends of a message."""
     return f"{tuple(message.tensor.shape)} {message.tensor.dtype} with tag {message.tag}"

@@ -285,7 +285,7 @@ def stepped(comm: Communicator, case: str) -> None:
     plan = hyfi_core.ParallelPlan(grids=((1, comm.size),))
     engine = hyfi_core.parallelize(
         network(), SHAPE, plan, comm, verify=False,
-        optimizer=torch.optim.Adam if special and case == "kind" else torch.optim.SGD,
+        optimizer=torch.optim.Adam if case == "betas" or (special and case == "kind") else torch.optim.SGD,
         output=shifted if special and case == "output" else None,
         loss=(lambda a, y: 2 * a.sum()) if special and case == "loss" else torch.nn.functional.cross_entropy,
     )  # fmt: skip
@@ -295,6 +295,8 @@ def stepped(comm: Communicator, case: str) -> None:
             engine.update(max_norm=1e-3 if special and case == "max_norm" else None)
         if special and case == "lr" and step == 0:
             engine.optimizer.param_groups[0]["lr"] = 0.5
+        if special and case == "betas" and step == 0:
+            engine.optimizer.param_groups[0]["betas"] = (0.5, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +307,7 @@ def stepped(comm: Communicator, case: str) -> None:
         ("output", "output is none on rank 0; shifted .* on rank 1"),
         ("kind", r"the optimizer is SGD\(.* on rank 0; Adam\("),
         ("lr", r"lr=0.001.* on rank 0; .*lr=0.5.* on rank 1"),
+        ("betas", r"betas=\(0.9, 0.999\).* on rank 0; .*betas=\(0.5, 0.9\).* on rank 1"),
         ("update", "1 updates.* on rank 0; .* 0 updates.* on rank 1"),
         ("max_norm", "max_norm=None on rank 0; .*max_norm=0.001 on rank 1"),
     ],
