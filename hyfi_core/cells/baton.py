@@ -139,7 +139,10 @@ class Baton:
         cell = self.cell
         while True:
             self._idle += 1
-            (self._outside.add if self.waited_outside() else self._outside.discard)(cell)
+            if self.waited_outside():
+                self._outside.add(cell)
+            else:
+                self._outside.discard(cell)
             # Every cell has asked once since any of them ran: only another process can still change an answer.
             if self._idle > len(self._running) - len(self._joined):
                 if not self._outside:
@@ -196,6 +199,7 @@ class Baton:
             self._in_tapes = False
 
     def _set_running(self, cell: int, resumes: bool) -> None:
+        """Note which cell's tape runs now; ``resumes``: after others have run."""
         self.cell = cell
         if resumes:
             self._switched(cell)
@@ -205,8 +209,8 @@ class Baton:
         with self._lock:
             first = 0 if self._holder == self.size else self._holder + 1
             cells = ((first + step) % self.size for step in range(self.size))
-            between = (cell for cell in cells if cell in self._running and cell not in self._joined)
-            self._holder = next(between, self.size)
+            between_tapes = (cell for cell in cells if cell in self._running and cell not in self._joined)
+            self._holder = next(between_tapes, self.size)
             self._wake[self._holder].notify()
 
     def _take(self, cell: int) -> None:

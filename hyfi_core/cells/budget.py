@@ -73,28 +73,28 @@ def with_cells(
     if plan.cells != "auto":
         return plan
     memory_bytes = plan.memory_bytes or free_bytes(device) // 2
-    uncut = replace(plan, cells=None, spill=None)
-    forecasts = forecast_memory(program, uncut)
-    weights = max(forecast.largest_weight_bytes for forecast in forecasts)
-    costs = CellCosts(program) if costs is None else costs
+    undivided = replace(plan, cells=None, spill=None)
+    forecasts = forecast_memory(program, undivided)
+    weights, costs = max(forecast.largest_weight_bytes for forecast in forecasts), costs or CellCosts(program)
+    # In each case: the peak without cells, the optimizer's state, and (rows, bytes of the largest step) of cells.
     if trains:
-        peak, state = max(rank_peaks(uncut, forecasts)), max(forecast.state_bytes for forecast in forecasts)
+        peak, state = max(rank_peaks(undivided, forecasts)), max(forecast.state_bytes for forecast in forecasts)
         maps = max(forecast.working_bytes for forecast in forecasts)
         steps = ((side, int(BORDERS * maps / side**2)) for side in SIDES)
     else:
-        state, (rows, columns) = 0, plan.grids[0]
+        (rows, columns), state = plan.grids[0], 0
         peak = int(costs.of((1, 1)).peak_bytes) // (rows * columns)
-        steps = ((n, int(costs.of((rows * n, columns * n)).step_bytes)) for n in SIDES if n > 1)
+        steps = ((side, int(costs.of((rows * side, columns * side)).step_bytes)) for side in SIDES if side > 1)
     fewest = min(fewest, SIDES[-1])
     if held_bytes + (FORECAST_OFF[device.type] if trains else _EVALUATION_OFF) * peak <= memory_bytes:
-        return uncut if fewest == 1 else replace(uncut, cells=(fewest, fewest))
+        return undivided if fewest == 1 else replace(undivided, cells=(fewest, fewest))
     held_bytes += state
     records = len(program.operators) * STEP_BYTES[trains]
     needs: dict[int, tuple[int, int]] = {}
-    for side, of in steps:  # a generator: costs of more cells than needed would take long
+    for side, step_bytes in steps:  # a generator: costs of more cells than needed would take long
         if side < fewest:
             continue
-        always, least = needs[side] = _of_cells(held_bytes, side, of, weights, records)
+        always, least = needs[side] = _of_cells(held_bytes, side, step_bytes, weights, records)
         if always + _ROOM * (least - always) <= memory_bytes:
             return replace(plan, cells=(side, side))
     for side, (_, least) in needs.items():  # without room to read ahead: slower, but it works
@@ -184,8 +184,9 @@ def resident_limit(
 
 def largest_step(forecasts: Sequence[PagedForecast]) -> PagedForecast:
     """Return the largest needs of a step in any of the forecasts."""
-    working, weights = (max(getattr(forecast, n) for forecast in forecasts) for n in ("working_bytes", "weights_bytes"))
-    return PagedForecast(working, 0, 0, weights)
+    working = max(forecast.working_bytes for forecast in forecasts)
+    weights = max(forecast.weights_bytes for forecast in forecasts)
+    return PagedForecast(working, kept_bytes=0, weights_bytes=weights)
 
 
 def workspace_bytes(largest: PagedForecast) -> int:
@@ -199,7 +200,7 @@ def least_bytes(held_bytes: int, largest: PagedForecast) -> int:
 
 
 def spilled_bytes(kept_bytes: int, limit_bytes: int, working_bytes: int = 0, trains: bool = False) -> int:
-    """Return how many bytes the store will have.
+    """Return how many bytes the store will have: what is kept, less what stays in memory all the time.
 
     Args:
         kept_bytes: of maps; see ``PagedForecast``.
@@ -241,7 +242,7 @@ class ResidentLimit:
     held_bytes: int = 0
 
     def pages(self, limit_bytes: int, paged_bytes: int) -> int:
-        """Return how many bytes of pages may be in memory.
+        """Return how many bytes of pages may be in memory: what the rest of the process leaves, or the least.
 
         Freed memory that the process has kept is returned to the system if there is too little room.
 
@@ -253,4 +254,4 @@ class ResidentLimit:
         if self.most_bytes - other_bytes < limit_bytes and other_bytes > self.held_bytes + _GROWN_BYTES:
             return_freed_now()
             self.held_bytes = other_bytes = resident_bytes() - paged_bytes
-        return max(min(limit_bytes, self.least_bytes), min(limit_bytes, self.most_bytes - other_bytes))
+        return min(limit_bytes, max(self.least_bytes, self.most_bytes - other_bytes))

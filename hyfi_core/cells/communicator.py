@@ -31,23 +31,22 @@ class _Exchange:
         self._leaving = leaving  # alive until they have been sent
 
     def test(self) -> bool:
-        left = []
+        missing = []
         for message in self._receives:
             lane = self._group.lanes.get((message.peer, self._rank, message.tag))
-            if lane:
-                if message.moves:
-                    # The tensor object stays, because its owner holds it; only its memory is exchanged for the copy's.
-                    message.tensor.data = lane.popleft()
-                else:
-                    message.tensor.copy_(lane.popleft())
+            if not lane:
+                missing.append(message)
+            elif message.moves:
+                # The tensor object stays, because its owner holds it; only its memory is exchanged for the copy's.
+                message.tensor.data = lane.popleft()
             else:
-                left.append(message)
-        self._receives = left
+                message.tensor.copy_(lane.popleft())
+        self._receives = missing
         # Asked in any case, also while near messages are missing: other processes make progress by it.
         if not self._outside.test():
             self._group.baton.note_outside()
             return False
-        return not left
+        return not missing
 
     def wait(self) -> None:
         self._group.baton.wait(self.test)
@@ -266,23 +265,23 @@ class CellCommunicator:
     def split(self, color: int | None, key: int = 0) -> CellCommunicator | None:
         """Return the group of all cells with the same ``color``; cells of one process must pass the same one."""
         votes = self._all_objects([color, key, self._rank])
+        if len({c for c, _, rank in votes if rank in self.group.here}) > 1:
+            raise AssertionError("cells of one process must be in the same group")
+        # A process has one place in the new communicator: that of its first cell.
+        process_key = min(k for _, k, rank in votes if rank in self.group.here)
+        same_color = sorted((k, rank) for c, k, rank in votes if c == color)
 
         def last(call: CollectiveOfCells) -> None:
-            comm = self.group.comm.split(color, comm_key)
+            comm = self.group.comm.split(color, process_key)
             if comm is None:
                 return
             # Processes have other numbers in the new communicator.
             processes = comm.broadcast_object(comm.gather_objects(self.group.comm.rank))
             new_number = {process: number for number, process in enumerate(processes)}
-            chosen = sorted((k, rank) for c, k, rank in votes if c == color)
-            former = [self.group.members[rank] for _, rank in chosen]
-            members = [(new_number[process], cell) for process, cell in former]
-            call.result = CellGroup(comm, self.group.baton, members, self.group.spills)
+            members = [self.group.members[rank] for _, rank in same_color]
+            renumbered = [(new_number[process], cell) for process, cell in members]
+            call.result = CellGroup(comm, self.group.baton, renumbered, self.group.spills)
 
-        # A process has one place in the new communicator: that of its first cell.
-        comm_key = min(k for _, k, rank in votes if rank in self.group.here)
-        if len({c for c, _, rank in votes if rank in self.group.here}) > 1:
-            raise AssertionError("cells of one process must be in the same group")
         group = self._together(None, last)
         return None if group is None else CellCommunicator(group, self._cell)
 
@@ -293,11 +292,18 @@ class CellCommunicator:
         return self.split(members[0], members.index(self._rank))
 
     def joined(self, value: Any, last: Callable[[CollectiveOfCells], None]) -> tuple[int, CollectiveOfCells]:
-        """Enter the group's next collective call; return its number and the call."""
+        """Enter the group's next collective call; return its number and the call.
+
+        Args:
+            value: of this cell.
+            last: called by the last cell of this process that enters the call, with the values of all of them; it sets
+                the result.
+        """
         number = self.group.enter(self._rank)
         return number, self.group.call(number, self._rank, value, last)
 
     def _together(self, value: Any, last: Callable[[CollectiveOfCells], None]) -> Any:
+        """Return the result of the group's next collective call, when all cells have entered it; see ``joined``."""
         number, call = self.joined(value, last)
         self.group.baton.wait(lambda: self.group.finished(call))
         return self.group.leave(number, call)
@@ -307,9 +313,11 @@ class CellCommunicator:
 
         def last(call: CollectiveOfCells) -> None:
             comm = self.group.comm
-            every = comm.broadcast_object(comm.gather_objects([[rank, call.inputs[rank]] for rank in self.group.here]))
+            own = [[rank, call.inputs[rank]] for rank in self.group.here]
+            by_process = comm.broadcast_object(comm.gather_objects(own))
             # By rank in the group: a process's cells need not be neighbours there.
-            call.result = [item for _, item in sorted((pair for part in every for pair in part), key=lambda p: p[0])]
+            pairs = sorted((pair for of_process in by_process for pair in of_process), key=lambda pair: pair[0])
+            call.result = [item for _, item in pairs]
 
         values: list[Any] = self._together(value, last)
         return values

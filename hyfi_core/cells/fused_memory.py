@@ -109,7 +109,11 @@ def cost_of(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str]
         margins: boxes and exchanges of the runs that were chosen.
     """
     sizes = _cell_bytes(sketch, margins)
-    step = max((sum(sizes.get(str(name), 0.0) for name in (*op.inputs, *op.outputs)) for op in operators), default=0.0)
+
+    def touched_bytes(op: Operator) -> float:
+        return sum(sizes.get(str(name), 0.0) for name in (*op.inputs, *op.outputs))
+
+    step = max(map(touched_bytes, operators), default=0.0)
     return RunCost(_peak_bytes(sketch, operators, maps, margins, sizes), _work(sketch, margins), step)
 
 
@@ -126,11 +130,11 @@ def _peak_bytes(
     """
     all_lives = _lives(sketch.image, sketch.layouts, operators)
     lives = {value: life for value, life in all_lives.items() if value in sketch.layouts}  # the image may be in no run
-    waits = sorted(_waits(sketch, operators, maps, margins))
+    waits = list(_waits(sketch, operators, maps, margins))
     sizes = dict(cell_bytes)
     for value, (first, last) in lives.items():
         # Alive while other cells run, so every cell's part of it exists at once.
-        if any(2 * first + 1 < at <= 2 * last for at in waits):
+        if any(2 * first + 1 < place <= 2 * last for place in waits):
             sizes[value] = sketch.layouts[value].map.area * sketch.pixel_bytes[value]
     return _peak(lives, sizes)
 

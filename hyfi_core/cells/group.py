@@ -15,7 +15,15 @@ from hyfi_core.comm.base import Communicator, Completed, Pending, ReduceOp, Tens
 
 @dataclass
 class CollectiveOfCells:
-    """One collective call of a group: the inputs of this process's cells, the result, and what is computed from it."""
+    """One collective call of a group.
+
+    Attributes:
+        inputs: rank of a cell of this process -> its input.
+        result: set by the last of these cells.
+        pending: the part of the call between processes.
+        taken: number of cells that have the result.
+        computed: what is computed from the result, once for all cells; None before.
+    """
 
     inputs: dict[int, Any] = field(default_factory=dict)
     result: Any = None

@@ -70,15 +70,10 @@ def forecast_pages(
         pixels: type of the pixels from which the image is computed when it is needed; None: the image is kept.
     """
     sizes = _Sizes(ranked, position, pixels)
-    # A set: what an in-place step takes and makes is one map.
-    working = max((sum(map(sizes.of, {*taken_by(s), *made_by(s)})) for s in tape.steps), default=0)
-    weights = max((sum(map(sizes.of_weight, taken_by(s))) for s in tape.steps), default=0)
     saved = _Kept.of(tape, sizes) if trains else _Kept(frozenset(), ((),) * len(tape.steps))
-    every = (*map(sizes.of_kept, saved.names), *(size for of_step in saved.besides for size in of_step))
-    small = sum(size for size in every if size < SMALLEST_BYTES)
+    saved_bytes = (*map(sizes.of_kept, saved.names), *(size for of_step in saved.besides for size in of_step))
+    small = sum(size for size in saved_bytes if size < SMALLEST_BYTES)
     records = len(tape.steps) * STEP_BYTES[trains]
-    again = sum(stored_bytes(sizes.of(name)) for name in saved.recomputed)
-    names = tuple(dict.fromkeys(name.split("~")[0] for name in saved.recomputed))
     waits = tuple(
         (
             sum(stored_bytes(sizes.of(name)) for name in taken_by(step)),
@@ -87,10 +82,21 @@ def forecast_pages(
         for step in tape.steps
         if _waits(step)
     )
-    return PagedForecast(working, _peak(tape, sizes, saved, trains), records + small, weights, again, names, waits)
+    return PagedForecast(
+        # A set: what an in-place step takes and makes is one map.
+        working_bytes=max((sum(map(sizes.of, {*taken_by(s), *made_by(s)})) for s in tape.steps), default=0),
+        kept_bytes=_peak(tape, sizes, saved, trains),
+        stays_bytes=records + small,
+        weights_bytes=max((sum(map(sizes.of_weight, taken_by(s))) for s in tape.steps), default=0),
+        recomputed_bytes=sum(stored_bytes(sizes.of(name)) for name in saved.recomputed),
+        # The captured name: rules call their own values "captured~number".
+        recomputed=tuple(dict.fromkeys(name.split("~")[0] for name in saved.recomputed)),
+        waits=waits,
+    )
 
 
 def _waits(step: Step) -> bool:
+    """Whether a step waits for other cells."""
     return isinstance(step, OperatorStep) and isinstance(step.call, CollectiveCall)
 
 
@@ -165,22 +171,22 @@ def _peak(tape: Tape, sizes: _Sizes, kept_pages: _Kept, trains: bool) -> int:
     # Changes at each step; their running sums are the bytes alive.
     saved, passing, cotangents = ([0] * (len(tape.steps) + 2) for _ in range(3))
     for name, at in maker.items():
-        size, end = stored_bytes(sizes.of(name)), last.get(name, at)
+        size, last_use = stored_bytes(sizes.of(name)), last.get(name, at)
         # Kept until the end of the forward and beyond: added once, never taken away.
         if name in kept_pages.names:
             saved[at + 1] += stored_bytes(sizes.of_kept(name))
         elif not trains:
             # Small maps, too: no store takes them, but they are alive.
             passing[at + 1] += size or sizes.of(name)
-            passing[end + 1] -= size or sizes.of(name)
+            passing[last_use + 1] -= size or sizes.of(name)
         if trains and name in tape.active:
             cotangents[at + 1] += size
-            cotangents[end + 1] -= size
+            cotangents[last_use + 1] -= size
     for at, besides in enumerate(kept_pages.besides):
         saved[at + 1] += sum(map(stored_bytes, besides))
     saved, passing, cotangents = (list(accumulate(changes)) for changes in (saved, passing, cotangents))
-    end = saved[-1]
-    return max([end, *(saved[at] + passing[at] + cotangents[at] for at in waits)])
+    at_forward_end = saved[-1]
+    return max([at_forward_end, *(saved[at] + passing[at] + cotangents[at] for at in waits)])
 
 
 @dataclass(frozen=True)
@@ -199,32 +205,34 @@ class _Kept:
 
     @classmethod
     def of(cls, tape: Tape, sizes: _Sizes) -> _Kept:
-        """Return it for a tape.
+        """Return what is kept for the backward of a tape, and what is computed again instead.
 
         A cheap value is recomputed from others, some of them recomputed, too. Its depth is the length of this chain of
         recomputations, 0 for a kept value and for the image; a value that would be deeper than ``DEEPEST`` is kept.
         """
         image = sizes.ranked.program.image
         names = {image} if image in sizes.ranked.splits else set()
-        depth, besides, again = dict.fromkeys(names, 0), [], list[str]()
+        depth, besides, recomputed = dict.fromkeys(names, 0), [], list[str]()
         for step in tape.steps:
-            sources = [depth[name] for name in taken_by(step) if name in depth and sizes.of(name)]
+            source_depths = [depth[name] for name in taken_by(step) if name in depth and sizes.of(name)]
             operator = step.call.operator if isinstance(step, OperatorStep) else None
             in_place = isinstance(operator, Relu) and operator.overwrites_input
-            besides.append(sizes.saved_besides(step, remade=0 < max(sources, default=0) < DEEPEST))
+            besides.append(sizes.saved_besides(step, remade=0 < max(source_depths, default=0) < DEEPEST))
+            # In place it is one more call of its input's recomputation, not one that depends on it.
+            own_depth = max(source_depths, default=DEEPEST) + (0 if in_place else 1)
             for name in made_by(step):
-                cheap = _is_cheap(step, name, sizes)
-                # In place it is one more call of its input's recomputation, not one that depends on it.
-                depth[name] = max(sources, default=DEEPEST) + (not in_place) if cheap else 0
-                if depth[name] > DEEPEST or not cheap:
+                if own_depth > DEEPEST or not _is_cheap(step, name, sizes):
                     names.add(name)
                     depth[name] = 0
-                elif not in_place:
-                    again.append(name)
-        return cls(frozenset(names), tuple(besides), tuple(again))
+                else:
+                    depth[name] = own_depth
+                    if not in_place:
+                        recomputed.append(name)
+        return cls(frozenset(names), tuple(besides), tuple(recomputed))
 
 
 def _is_cheap(step: Step, name: str, sizes: _Sizes) -> bool:
+    """Whether a step's value ``name`` is computed again instead of being kept."""
     if isinstance(step, OperatorStep):
         return name == made_by(step)[0] and is_cheap(step.call, lambda n: sizes.ranked.values[n].shape)
     return cheap_calls(step, name, lambda n: sizes.ranked.values[n].shape) is not None

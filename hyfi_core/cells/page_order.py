@@ -14,7 +14,7 @@ Entry = tuple[int, int, int, Page]
 
 
 class PageOrder:
-    """Three heaps.
+    """Three heaps of pages, each with the page first that the pager looks for.
 
     Attributes:
         farthest: pages in memory, the latest next use first: what to drop.

@@ -114,11 +114,11 @@ class UseOrder:
             # A message divides time in three: what runs before the wait, the operator itself, and what follows in a
             # later turn.
             waits += collective
-            self._times.append(waits << PLACES | index)
+            self._times.append(waits << PLACES | index)  # see ``page.PLACES``
             waits += collective
 
     def at(self, step: Step, back: bool = False) -> int:
-        """Return when a step runs."""
+        """Return when a step runs, forward or with ``back`` backward; an integer as described at ``page.PLACES``."""
         index = self.steps[id(step)]
         return self._times[len(self._times) - 1 - index if back else index]
 
@@ -263,7 +263,7 @@ class PagedSteps:
         for name in made_by(step):
             page = self._pager.page_of(values[name]) if name in values else None
             if page is not None:
-                # other outputs of an operator are not maps
+                # Of an operator, only the first output is a map.
                 is_map = isinstance(step, Segment) or name == made_by(step)[0]
                 source = Made(step, self._taken, name, values[name], saved)
                 self._pager.note_recomputation(page, self._recomputation(page, source) if is_map else None)
@@ -277,19 +277,14 @@ class PagedSteps:
         # Its input is gone, overwritten by the step: unless that can be computed again, neither can the result.
         if in_place and page.recomputation is None:
             return None
-        calls, earlier = (
-            ((*page.recomputation.calls, call), page.recomputation.sources)
-            if in_place and page.recomputation
-            else ((call,), ())
-        )
         # Only tensors with pages: all others, such as weights, stay in memory anyway.
-        sources = tuple(dict.fromkeys((*earlier, *(t for t in inputs if self._pager.page_of(t) is not None))))
-        depths = (
-            p.recomputation.depth
-            for p in map(self._pager.page_of, sources)
-            if p is not None and p.recomputation is not None
-        )
-        depth = 1 + max(depths, default=0)
+        tensors, calls = [tensor for tensor in inputs if self._pager.page_of(tensor) is not None], [call]
+        if in_place and page.recomputation is not None:
+            calls = [*page.recomputation.calls, call]
+            tensors = [*page.recomputation.sources, *tensors]
+        sources = tuple(dict.fromkeys(tensors))
+        recomputations = (p.recomputation for p in map(self._pager.page_of, sources) if p is not None)
+        depth = 1 + max((again.depth for again in recomputations if again is not None), default=0)
         if depth > DEEPEST or not sources:
             return None
-        return Recomputation(calls, sources, form_of(source.result), source.result.dtype, depth, self._context)
+        return Recomputation(tuple(calls), sources, form_of(source.result), source.result.dtype, depth, self._context)

@@ -93,14 +93,14 @@ class Pager:
         self._load(pages)
         self._read_ahead(room_bytes)
 
-    def end(self, time: int) -> None:
+    def end(self, when: int) -> None:
         """Release the inputs of the step.
 
         Args:
-            time: uses up to this one are past.
+            when: uses up to this one are past.
         """
         for page in self._pinned.pop(self._cell(), []):
-            while page.uses and page.uses[-1] <= time:
+            while page.uses and page.uses[-1] <= when:
                 page.uses.pop()
             page.check()
             self._enqueue(page)
@@ -113,7 +113,10 @@ class Pager:
         self._load(pages)
 
     def track(self, tensor: torch.Tensor, uses: Iterable[int] = ()) -> Page | None:
-        """Return the page of a tensor's storage, created if new, with more uses; None if it always stays in memory."""
+        """Add uses to the page of a tensor's storage and return it; None if that always stays in memory.
+
+        The page is created if the storage has none.
+        """
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata
         page = self._pages.get(key)
@@ -233,14 +236,15 @@ class Pager:
     def _missing(self, pages: Iterable[Page]) -> int:
         """Return the bytes needed to load pages."""
         # A recomputed page needs its sources, and they theirs; a page that several need counts once.
-        away: dict[int, Page] = {}
-        left = list(pages)
-        while left:
-            page = left.pop()
-            if not page.in_memory and id(page) not in away:
-                away[id(page)] = page
-                left += self._pages_of(page.recomputation.sources) if page.recomputation is not None else []
-        return sum(page.size for page in away.values())
+        absent: dict[int, Page] = {}
+        to_visit = list(pages)
+        while to_visit:
+            page = to_visit.pop()
+            if not page.in_memory and id(page) not in absent:
+                absent[id(page)] = page
+                if page.recomputation is not None:
+                    to_visit += self._pages_of(page.recomputation.sources)
+        return sum(page.size for page in absent.values())
 
     def _update_ready(self, page: Page) -> None:
         """Update ``ready`` and its sum."""
@@ -250,12 +254,12 @@ class Pager:
 
     def _load(self, pages: Iterable[Page]) -> None:
         """Read or recompute pages that are not in memory; start all reads before the first wait."""
-        absent = list(pages)
-        for page in absent:
+        needed = list(pages)
+        for page in needed:
             self._ahead.pop(id(page), None)
             if not page.in_memory and page.recomputation is None:
                 self._read(page)
-        for page in absent:
+        for page in needed:
             if not page.in_memory:
                 self._compute(page)
             elif page.reading or page.copying:

@@ -109,14 +109,12 @@ class Paging:
 
     def describe(self, key: PagedKey, forecasts: Sequence[PagedForecast]) -> str:
         """Return the bytes that a training step keeps and spills, as text."""
-        kept_bytes, largest = (
-            sum(forecast.kept_bytes for forecast in forecasts),
-            max(forecast.working_bytes for forecast in forecasts),
-        )
-        again = sum(forecast.recomputed_bytes for forecast in forecasts)
+        kept_bytes = sum(forecast.kept_bytes for forecast in forecasts)
+        working_bytes = max(forecast.working_bytes for forecast in forecasts)
+        recomputed_bytes = sum(forecast.recomputed_bytes for forecast in forecasts)
         text = (
-            f"kept for backward: up to {kept_bytes:,} bytes; the largest step of a cell needs {largest:,}; maps of "
-            f"{again:,} are computed again"
+            f"kept for backward: up to {kept_bytes:,} bytes; the largest step of a cell needs {working_bytes:,}; maps "
+            f"of {recomputed_bytes:,} are computed again"
         )
         if key not in self._limits:
             return text
@@ -125,8 +123,6 @@ class Paging:
 
 def _stored_bytes(forecasts: Sequence[PagedForecast], limit_bytes: int, trains: bool) -> int:
     """Return how many bytes the store will have."""
-    kept_bytes, working = (
-        sum(forecast.kept_bytes for forecast in forecasts),
-        max(forecast.working_bytes for forecast in forecasts),
-    )
-    return spilled_bytes(kept_bytes, limit_bytes, working, trains)
+    kept_bytes = sum(forecast.kept_bytes for forecast in forecasts)
+    working_bytes = max(forecast.working_bytes for forecast in forecasts)
+    return spilled_bytes(kept_bytes, limit_bytes, working_bytes, trains)

@@ -117,18 +117,18 @@ def prediction_plans(program: Program, needs: PredictionNeeds) -> PredictionSear
     Raises:
         RequestError: nothing fits, or the model cannot be divided so; the message says how much memory would do.
     """
-    search = _PredictionTrials(program, needs)
-    fitting = [plan for grid in _grids(needs) for plan in search.fitting(grid)]
+    trials = _PredictionTrials(program, needs)
+    fitting = [forecast for grid in _grids(needs) for forecast in trials.fitting(grid)]
     if not fitting and needs.spills:
-        fitting = [plan for grid in _grids(needs) for plan in search.spilling(grid)]
+        fitting = [forecast for grid in _grids(needs) for forecast in trials.spilling(grid)]
     if not fitting:
-        raise RequestError(search.why_none())
-    return PredictionSearch(
-        tuple(sorted(fitting, key=lambda forecast: (forecast.each_s, forecast.slide_s))), search.refused
-    )
+        raise RequestError(trials.why_none())
+    fastest_first = sorted(fitting, key=lambda forecast: (forecast.each_s, forecast.slide_s))
+    return PredictionSearch(tuple(fastest_first), trials.refused)
 
 
 def _grids(needs: PredictionNeeds) -> list[tuple[int, int]]:
+    """Return the grids of ranks to try for a slide."""
     if needs.command == "validate":
         return list(dict.fromkeys([(1, needs.ranks), (1, 1)]))
     return [squarest(size) for size in range(1, needs.ranks + 1) if needs.ranks % size == 0]
@@ -154,7 +154,7 @@ class _PredictionTrials:
             try:
                 rank_bytes = evaluation_bytes(self._costs, grid, cells or (1, 1), self._held)
                 if rank_bytes > self._needs.memory_bytes:
-                    self._least(rank_bytes)
+                    self._note_need(rank_bytes)
                     self.refused[_named(grid, cells)] = f"needs {rank_bytes / 1e9:.3g} GB a rank"
                     continue
                 yield self._forecast(grid, cells, rank_bytes)
@@ -176,7 +176,7 @@ class _PredictionTrials:
             )
             yield self._forecast(grid, resolved.cell_grid, limit, spills=True)
         except MemoryLimitError as error:
-            self._least(error.least_bytes)
+            self._note_need(error.least_bytes)
             self.refused[f"{_named(grid, None)}, maps out of memory"] = f"needs {error.least_bytes / 1e9:.3g} GB a rank"
         except RequestError as error:
             self.refused[f"{_named(grid, None)}, maps out of memory"] = str(error)
@@ -192,7 +192,8 @@ class _PredictionTrials:
             f"{'' if needs.spills else 'a folder for maps (--spill), '}more ranks (--ranks), or smaller images"
         )
 
-    def _least(self, rank_bytes: int) -> None:
+    def _note_need(self, rank_bytes: int) -> None:
+        """Note what a way that does not fit needs: if none fits, the message names the least of all."""
         self._least_bytes = min(rank_bytes, self._least_bytes or rank_bytes)
 
     def _always_has_cells(self, grid: tuple[int, int]) -> bool:

@@ -92,50 +92,56 @@ class Made:
 
 def call_of(source: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
     """Return (recomputation, its input maps, whether it is in place); None if it is not cheap."""
-    over = [name for name, tensor in source.inputs.items() if same_memory(tensor, source.result)]
+    overwritten = [name for name, tensor in source.inputs.items() if same_memory(tensor, source.result)]
+    if len(overwritten) > 1:
+        return None
+    if isinstance(source.step, OperatorStep):
+        call = _operator_call(source, overwritten)
+    else:
+        call = _segment_call(source.step, source, overwritten)
+    if call is None:
+        return None
     # Without those of the result's own memory: a page that held itself would never be freed.
     sources = tuple(t for t in tensors_in([source.inputs, source.saved]) if not same_memory(t, source.result))
-    if len(over) > 1:
-        return None
-    call = (
-        _operator_call(source, over)
-        if isinstance(source.step, OperatorStep)
-        else _segment_call(source.step, source, over)
-    )
-    return None if call is None else (call, sources, bool(over))
+    return call, sources, bool(overwritten)
 
 
-def _operator_call(source: Made, over: Sequence[str]) -> Call | None:
-    """Return the function that computes a result of an operator again; None if that is not cheap."""
+def _operator_call(source: Made, overwritten: Sequence[str]) -> Call | None:
+    """Return the function that computes a result of an operator again; None if that is not cheap.
+
+    Args:
+        source: the operator, and what it has computed.
+        overwritten: the input that it has overwritten, at most one: the function takes it as its argument.
+    """
     assert isinstance(source.step, OperatorStep)
     operator, names, saved = source.step.call.operator, source.step.call.inputs, source.saved
     if not is_cheap(source.step.call, lambda name: source.inputs[name].shape) or saved is None:
         return None
     assert isinstance(operator, Recomputable)
-    inputs = {name: tensor for name, tensor in source.inputs.items() if name not in over}
+    inputs = {name: tensor for name, tensor in source.inputs.items() if name not in overwritten}
     if isinstance(saved, torch.Tensor):
         saved = None  # it is the map itself: the recomputation must not keep it alive
 
     def call(so_far: torch.Tensor | None) -> torch.Tensor:
-        values = {**inputs, **dict.fromkeys(over, so_far)}
+        values = {**inputs, **dict.fromkeys(overwritten, so_far)}
         arguments: Any = tuple(None if name is None else values[name] for name in names)
         return operator.recompute(arguments, saved)
 
     return call
 
 
-def _segment_call(segment: Segment, source: Made, over: Sequence[str]) -> Call | None:
-    """Return the function that computes a result of a segment again; None if that is not cheap."""
+def _segment_call(segment: Segment, source: Made, overwritten: Sequence[str]) -> Call | None:
+    """Return the function that computes a result of a segment again; None if that is not cheap; as above."""
     calls = cheap_calls(segment, source.name, lambda name: source.inputs[name].shape)
     if calls is None:
         return None
-    inputs = {name: tensor.detach() for name, tensor in source.inputs.items() if name not in over}
+    inputs = {name: tensor.detach() for name, tensor in source.inputs.items() if name not in overwritten}
     name = source.name  # a reference to ``source`` would keep the map itself alive, and with it all that it is made of
 
     def call(so_far: torch.Tensor | None) -> torch.Tensor:
         values = dict(inputs)
-        if over and so_far is not None:
-            values[over[0]] = so_far
+        if overwritten and so_far is not None:
+            values[overwritten[0]] = so_far
         for step in calls:
             results = step.function(*(values[name] for name in step.inputs))
             results = (results,) if isinstance(results, torch.Tensor) else results

@@ -121,13 +121,14 @@ def _spilled(stage: PagedForecast, pages: Sequence[PagedForecast], limit_bytes: 
         cells: number of cells of a rank.
     """
     kept_bytes, working = sum(page.kept_bytes for page in pages), largest_step(pages).working_bytes
+    # The stage's share of what its rank spills.
     stored = stage.kept_bytes * spilled_bytes(kept_bytes, limit_bytes, working, trains=True) / max(1, kept_bytes)
     room = max(0.0, EARLY * limit_bytes - working)
-    again = back = 0.0
+    forward_again = backward_again = 0.0  # moved because cells wait for each other
     for inputs, cotangents in stage.waits:
         # All cells reach the wait before the first goes on: the inputs of all are there, or have to be read again.
-        again += max(0.0, cells * inputs - room)
+        forward_again += max(0.0, cells * inputs - room)
         if cotangents:  # they are written, too
             moved_bytes = inputs + cotangents
-            back += max(0.0, cells * moved_bytes - room) * (1 + cotangents / moved_bytes)
-    return SpilledMaps(stored + again, stored + back, stage.recomputed)
+            backward_again += max(0.0, cells * moved_bytes - room) * (1 + cotangents / moved_bytes)
+    return SpilledMaps(stored + forward_again, stored + backward_again, stage.recomputed)

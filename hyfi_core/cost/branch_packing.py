@@ -98,21 +98,29 @@ def pack_branches(
     machine = machine or reference_machine()
     operators = lowered_operators(program, outputs, exits)
     free, chains = _chains(program, operators, {*refs_in(outputs), *exits}, prod(grid), machine)
+    link = machine.link(planes * prod(grid))
     # With latencies first; without them only if nothing would be divided.
-    for latency_s in (machine.message_s + machine.link(planes * prod(grid)).latency_s, 0.0):
-        search = _RegionSearch(chains, planes, latency_s, machine.link(planes * prod(grid)).bytes_per_s)
-        regions, owners = search.best()
-        if owners:
+    for latency_s in (machine.message_s + link.latency_s, 0.0):
+        regions, plane_of = _RegionSearch(chains, planes, latency_s, link.bytes_per_s).best()
+        if plane_of:
             break
-    names = tuple(tuple(name for chain in region for name in chains[chain].names) for region in regions)
-    owned = {name: plane for chain, plane in owners.items() for name in chains[chain].names}
-    return Branches(planes, (tuple(free), *names), owned)
+    names = tuple(tuple(name for number in region for name in chains[number].names) for region in regions)
+    owners = {name: plane for number, plane in plane_of.items() for name in chains[number].names}
+    return Branches(planes, (tuple(free), *names), owners)
 
 
 def _chains(
     program: Program, operators: Sequence[Operator], results: set[str], ranks: int, machine: MachineModel
 ) -> tuple[list[str], list[_Chain]]:
-    """Return the operators that use no computed value, and the chains of all others, by their distance."""
+    """Return the operators that use no computed value, and the chains of all others, by their distance.
+
+    Args:
+        program: the stage.
+        operators: of the stage, as they will be lowered.
+        results: values that leave the stage.
+        ranks: of a plane, which divide all maps.
+        machine: the machine model.
+    """
     costs = {op.name: cost for op, cost in zip(program.operators, operator_costs(program, machine), strict=True)}
     available = {*program.parameters, *program.buffers, *program.constants}
     free: list[str] = []
@@ -127,22 +135,22 @@ def _chains(
             available.update(name for name in op.outputs if name is not None)
             continue
         sources = {maker[name] for name in op.inputs if name in maker}
-        at = next(iter(sources)) if len(sources) == 1 else -1
+        number = next(iter(sources)) if len(sources) == 1 else -1
         # The only user of a single source: the chain goes on, and what it passes on is not sent.
-        if at >= 0 and users[chains[at].names[-1]] == {op.name}:
-            chains[at].names.append(op.name)
-            chains[at].seconds += seconds
-            chains[at].sent_bytes = 0
+        if number >= 0 and users[chains[number].names[-1]] == {op.name}:
+            chains[number].names.append(op.name)
+            chains[number].seconds += seconds
+            chains[number].sent_bytes = 0
         else:
-            at = len(chains)
+            number = len(chains)
             level = 1 + max((chains[source].level for source in sources), default=-1)
             chains.append(_Chain([op.name], seconds, sources, level=level))
         for name in op.outputs:
             if name is not None:
-                maker[name] = at
+                maker[name] = number
                 # A rank sends its part of a map to the rank with the same position.
-                chains[at].sent_bytes += value_bytes(program, name) // ranks
-                chains[at].is_result |= name in results
+                chains[number].sent_bytes += value_bytes(program, name) // ranks
+                chains[number].is_result |= name in results
     return free, _sorted(chains)
 
 
@@ -223,11 +231,15 @@ class _RegionSearch:
         chains = self._chains
         loads, sent = [0.0] * self._planes, [0] * self._planes
         owners: dict[int, int] = {}
-        # Equal times by number: all ranks must pack alike.
-        for group in sorted(groups, key=lambda group: (-sum(chains[at].seconds for at in group), min(group))):
+
+        def group_s(group: set[int]) -> float:
+            return sum(chains[number].seconds for number in group)
+
+        # The longest first; equal ones by number, because all ranks must pack alike.
+        for group in sorted(groups, key=lambda group: (-group_s(group), min(group))):
             plane = loads.index(min(loads))
-            loads[plane] += sum(chains[at].seconds for at in group)
-            sent[plane] += sum(chains[at].sent_bytes for at in group if self._last_user[at] >= stop)
+            loads[plane] += group_s(group)
+            sent[plane] += sum(chains[number].sent_bytes for number in group if self._last_user[number] >= stop)
             owners.update(dict.fromkeys(group, plane))
         peers = self._planes - 1
         # A plane sends its values to each peer and receives those of all others: whichever is more takes the time.

@@ -127,8 +127,8 @@ def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: Machine
     total = 0.0
     shared = margins.runs(sketch).shared if shares else {}
     for value, needs in margins.exchanged.items():
-        for need in (shared[value],) if value in shared else needs:
-            total += 2 * _exchange_s(sketch, value, need, machine)
+        exchanges = (shared[value],) if value in shared else needs
+        total += 2 * sum(_exchange_s(sketch, value, need, machine) for need in exchanges)
     for flow in sketch.flows:
         boxes = margins.computed.get(flow.name)
         if boxes is not None:
@@ -162,7 +162,7 @@ def _exchange_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) 
     slowest_s = 0.0
     for y, x in product(_axis_needs(parts.rows, need.rows), _axis_needs(parts.columns, need.columns)):
         owns_some = y.own_px > 0 and x.own_px > 0
-        messages = y.owners * x.owners - owns_some  # none from itself
+        messages = y.owners * x.owners - (1 if owns_some else 0)  # none from itself
         received_px = y.px * x.px - y.own_px * x.own_px
         slowest_s = max(slowest_s, machine.messages_s(messages, received_px * sketch.pixel_bytes[value]))
     return slowest_s
@@ -206,10 +206,9 @@ def _axis_needs(parts: tuple[Interval, ...], need: tuple[Interval, ...]) -> froz
     ordered = all(a <= b for ends in (starts, stops) for a, b in pairwise(ends))
     needs = set()
     for at, interval in enumerate(need):
-        # Of many rows, those that meet an interval are next to each other.
-        first, last = (
-            (bisect_right(stops, interval[0]), bisect_left(starts, interval[1])) if ordered else (0, len(parts))
-        )
+        first, last = 0, len(parts)
+        if ordered:  # then those that meet an interval are next to each other
+            first, last = bisect_right(stops, interval[0]), bisect_left(starts, interval[1])
         from_parts = {first + part: length(overlap) for part, overlap in meeting(parts[first:last], interval)}
         needs.add(_AxisNeed(len(from_parts), sum(from_parts.values()), from_parts.get(at, 0)))
     return frozenset(needs)

@@ -105,7 +105,8 @@ def operator_costs(
     machine = machine or reference_machine()
     if active is None:
         active = active_values(program, program.outputs, program.parameters)
-    users = Counter(name for op in program.operators for name in set(op.inputs) if set(op.outputs) & active)
+    # Operators that add to a value's cotangent: those whose results carry gradients.
+    users = Counter(name for op in program.operators if set(op.outputs) & active for name in set(op.inputs))
     known = {} if known is None else known
     costs = []
     for op in program.operators:
@@ -163,9 +164,19 @@ def _cost(
     weight_bytes = sum(value_bytes(program, name) for name in inputs if name in program.parameters)
     # A bias has one dim: its gradient comes with the map's.
     apart = gradients and kind in PRODUCTS and any(len(program.values[name].shape) > 1 for name in weights)
-    of_weights = 1.0 / gradients if apart else 0.0
-    cost = kind, computed, flops, touched, made_bytes, gradients, seconds, weight_bytes, forks, channels, of_weights
-    return OperatorCost(*cost)
+    return OperatorCost(
+        kind=kind,
+        dtype=computed,
+        flops=flops,
+        touched_bytes=touched,
+        output_bytes=made_bytes,
+        gradients=gradients,
+        seconds=seconds,
+        weight_bytes=weight_bytes,
+        forks=forks,
+        channels=channels,
+        of_weights=1.0 / gradients if apart else 0.0,
+    )
 
 
 def _kind(program: Program, op: Operator) -> str:

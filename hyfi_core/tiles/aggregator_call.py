@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +61,9 @@ class AggregatorCall:
                     "the aggregator takes coords, but a slide has none; give its TileSource coords (N, 2)"
                 )
             more["coords"] = torch.as_tensor(coords, device=self.device)
-        with autocasting(self.device, self.autocast):
-            if key is None:
-                return self._unpacked(self.aggregator(features.unsqueeze(0) if self.batched else features, **more))
-            with KeyedDraws(key, "aggregator"):
-                return self._unpacked(self.aggregator(features.unsqueeze(0) if self.batched else features, **more))
+        draws: AbstractContextManager[Any] = nullcontext() if key is None else KeyedDraws(key, "aggregator")
+        with autocasting(self.device, self.autocast), draws:
+            return self._unpacked(self.aggregator(features.unsqueeze(0) if self.batched else features, **more))
 
     def bytes_of(self, features: int, dtype: torch.dtype) -> Callable[[int], int]:
         """Return a function from a number of tiles to the bytes of a forward and backward, fitted to three trials.
@@ -84,9 +83,12 @@ class AggregatorCall:
             del logits, bag
         # Peaks are fitted by a N² + b N + c, whose differences between n, 2n and 4n tiles leave only a, then only b.
         square = (peaks[2] - 3 * peaks[1] + 2 * peaks[0]) / (6 * n * n)
-        square = square if square * 16 * n * n > peaks[2] / 4 else 0.0  # else it is the padding of blocks
-        slope = (peaks[2] - peaks[1]) / (2 * n) - square * 6 * n
-        return lambda tiles: int(max(0.0, square) * tiles * tiles + max(0.0, slope) * tiles) + peaks[0]
+        # Less than a quarter of the largest peak is no attention between all tiles, but the padding of blocks.
+        if square * (4 * n) ** 2 <= peaks[2] / 4:
+            square = 0.0
+        slope = max(0.0, (peaks[2] - peaks[1]) / (2 * n) - square * 6 * n)
+        # More than c: with the whole peak of the smallest trial, what is measured is never above what is returned.
+        return lambda tiles: int(square * tiles * tiles + slope * tiles) + peaks[0]
 
     def _unpacked(self, returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return logits ``(K,)`` and the attention from what the aggregator has returned."""

@@ -66,10 +66,12 @@ class SlideParts:
         chunks: list[TileChunk] = []
         for slide in range(len(self.tiles)):
             part = self.part(slide, rank)
-            step = len(part) if size is None else size
-            # Without tiles, too, one chunk: a rank takes part in the sums of exact norms with nothing.
-            starts = range(part.start, part.stop, step) if len(part) else ([part.start] if size is None else [])
-            chunks += [TileChunk(slide, start, min(start + step, part.stop)) for start in starts]
+            if size is None:
+                # Without tiles, too: a rank takes part in the sums of exact norms with nothing.
+                chunks.append(TileChunk(slide, part.start, part.stop))
+                continue
+            starts = range(part.start, part.stop, size)
+            chunks += [TileChunk(slide, start, min(start + size, part.stop)) for start in starts]
         return chunks
 
 

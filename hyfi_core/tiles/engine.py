@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from hyfi_core.tiles.explanation import TileExplanation, explained
 from hyfi_core.tiles.gradients import TileGradients
 from hyfi_core.tiles.head import BagHead
 from hyfi_core.tiles.keyed_draws import DrawKey
-from hyfi_core.tiles.memory_budget import KeepingRoom, MemoryNeeds, chunk_size, chunks_kept, new_bytes
+from hyfi_core.tiles.memory_budget import KeepingRoom, MemoryNeeds, chunk_size, chunks_kept, new_bytes, read_bytes
 from hyfi_core.tiles.model import OneStage, TileModel
 from hyfi_core.tiles.reading import ChunkReader, Like, SourceReader
 from hyfi_core.tiles.settings import TileSettings, TriedModel
@@ -87,7 +86,8 @@ class TilesEngine(EngineState):
         self.random = RandomKey(int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1))))
         # Before anything below looks at weights: ``SameWeights`` compares them between ranks.
         self._distribute(comm)
-        self.kept, self._attention, self.read_wait_s = (0, 0), list[torch.Tensor](), 0.0
+        self.kept, self.read_wait_s = (0, 0), 0.0
+        self._attention, self._attended_tiles = list[torch.Tensor](), list[int]()
         self.unsaved = {name for name, _ in model.named_buffers()} - set(model.state_dict())
         self._names = OneStage(model)
         self._ownership = self._make_ownership()
@@ -136,12 +136,12 @@ class TilesEngine(EngineState):
         """Return the tried model, and features and (logits, attention) of slides in evaluation mode."""
         comm = self._groups.replica
         self._groups.reset_traffic()
-        parts = SlideParts(gather_lengths(comm, slides, comm.size)[0], comm.size)
+        parts = SlideParts(gather_lengths(comm, slides, comm.size)[0], comm.size)  # of this replica alone
         self._consensus.check_evaluation("predict", (len(slides), sum(parts.tiles), 0, 0), "tiles")
         with evaluating(self._model, self.device), without_grad():
             trials = agree(comm, lambda: self._tried(slides, train=False))
             encoding = self._pass(trials, slides, parts, train=False)
-            features = encoding.forward(0)[0]
+            features, _ = encoding.forward(kept=0)
             key = DrawKey(self.random.seed, 0, 0)
             results = [trials.call(bag, slide.coords, key) for bag, slide in zip(features, slides, strict=True)]
         return trials, features, results
@@ -223,7 +223,7 @@ class TilesEngine(EngineState):
     @property
     def spread(self) -> AttentionSpread | None:
         """The attention of this replica's slides in the last step; None if the aggregator returns none."""
-        return AttentionSpread.of(self._attention)
+        return AttentionSpread.of(self._attention, self._attended_tiles)
 
     def reserve(self, tiles: Sequence[TileSource]) -> None:
         """Try encoder and aggregator as in training, and check that a step for these slides fits ``memory_bytes``.
@@ -250,9 +250,6 @@ class TilesEngine(EngineState):
         kept = f"{self.kept[0]} of {self.kept[1]} chunks kept their activations in the last step of this rank"
         return "\n".join([self.plan.describe().rstrip("\n"), *([kept] if self.kept[1] else [])])
 
-    def _autocasting(self) -> AbstractContextManager[Any]:
-        return autocasting(self.device, self._settings.autocast)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse ``copy.deepcopy`` and ``pickle``."""
         raise RequestError("an engine cannot be copied or pickled, with its rank's connections; copy the modules")
@@ -277,7 +274,7 @@ class TilesEngine(EngineState):
             of_head = head(features, encoding.slides, labels, first, trains_encoder)
             # The head is done with them: the second pass needs the memory.
             del features
-            self._attention = of_head.attention
+            self._attention, self._attended_tiles = of_head.attention, of_head.attended_tiles
             of_encoder = (f"encoder.{name}" for name in encoding.facts.trained)
             # In the model's order, which is the same on all ranks: their reductions are sent in it.
             ordered = {name: n for n, (name, _) in enumerate(self._model.named_parameters())}
@@ -320,13 +317,21 @@ class TilesEngine(EngineState):
         # Exact norms wait for the sums of all ranks once for each slide, so a rank encodes its tiles in one call.
         whole = train and self._call.exact and bool(self._call.live_norms)
         size = None if whole else chunk_size(trials.facts, self.plan.memory_bytes, self._settings.chunk)
-        chunks, comm = parts.chunks(self._groups.replica.rank, size), self._groups.replica.of("stage")
-        key = self.random.seed, self.random.step if train else 0
-        reader: ChunkReader = SourceReader()
-        if train:
-            reader, self._chunk = self.reader, size
-        facts, like = trials.facts, trials.like
-        return self._passes(self._call, facts, slides, parts, chunks, comm, *key, like, train, reader, self.vectors)
+        self._chunk = size if train else self._chunk
+        return self._passes(
+            call=self._call,
+            facts=trials.facts,
+            slides=slides,
+            parts=parts,
+            chunks=parts.chunks(self._groups.replica.rank, size),
+            comm=self._groups.replica.of("stage"),
+            seed=self.random.seed,
+            step=self.random.step if train else 0,
+            like=trials.like,
+            trains=train,
+            reader=self.reader if train else SourceReader(),
+            vectors=self.vectors,
+        )
 
     def own_chunks(self, tiles: Sequence[int]) -> list[TileChunk]:
         """Return the chunks of this rank of slides with these numbers of tiles, as the last step would divide them."""
@@ -338,17 +343,17 @@ class TilesEngine(EngineState):
         Raises:
             RequestError: the plan's memory is too little.
         """
-        facts, chunks = trials.facts, len(encoding.chunks)
+        chunks = len(encoding.chunks)
         kept = chunks_kept(needs, self.plan.memory_bytes, self.device, self._groups.sharers(), chunks)
-        if self._keeps_all(facts):
-            if kept < chunks and self.plan.memory_bytes is not None:
-                raise RequestError(
-                    f"batch_norm is 'exact', so that the activations of all tiles of a slide are kept, but only "
-                    f"{kept} of {chunks} slides fit plan.memory_bytes {self.plan.memory_bytes:,}; use more ranks "
-                    f"(plan.tiles), or batch_norm='frozen'"
-                )
-            kept = chunks
-        return kept
+        if not self._keeps_all(trials.facts):
+            return kept
+        if kept < chunks and self.plan.memory_bytes is not None:
+            raise RequestError(
+                f"batch_norm is 'exact', so that the activations of all tiles of a slide are kept, but only {kept} of "
+                f"{chunks} slides fit plan.memory_bytes {self.plan.memory_bytes:,}; use more ranks (plan.tiles), or "
+                f"batch_norm='frozen'"
+            )
+        return chunks
 
     def _keeps_all(self, facts: EncoderFacts) -> bool:
         """Whether norms wait for the sums of all chunks, which are all kept."""
@@ -356,15 +361,12 @@ class TilesEngine(EngineState):
 
     def _room(self, trials: TriedModel, encoding: EncoderPass) -> KeepingRoom:
         """Return what a step needs, and whether another chunk may be kept."""
-        largest = max((len(chunk) for chunk in encoding.chunks), default=0)
-        facts, comm = trials.facts, self._groups.all
-        numbers, read = torch.Size(trials.like[0]).numel(), trials.like[1].itemsize
-        # The chunk at work and the next one, each as it is read and as input; chunks read further ahead only as read.
-        tiles = numbers * (read + self._call.dtype.itemsize) * 2 + numbers * read * (self.reader.ahead - 1)
+        largest, facts = max((len(chunk) for chunk in encoding.chunks), default=0), trials.facts
+        tile_bytes = read_bytes(trials.like, self._call.dtype, self.reader.ahead)
         lasting = trials.lasting(encoding.parts.tiles) + encoding.reader.kept_bytes(encoding.slides)
-        lasting += new_bytes(self._model, self._optimizer, comm.size > 1)
+        lasting += new_bytes(self._model, self._optimizer, reduces=self._groups.all.size > 1)
         work = facts.peak if facts.trained else facts.forward
-        needs = MemoryNeeds(lasting, work.of(largest) + tiles * largest, facts.kept.of(largest))
+        needs = MemoryNeeds(lasting, work.of(largest) + tile_bytes * largest, facts.kept.of(largest))
         return KeepingRoom(needs, self.plan.memory_bytes, self.device)
 
     def _tried(self, slides: list[TileSource], train: bool) -> TriedModel:
@@ -373,9 +375,8 @@ class TilesEngine(EngineState):
 
     def _tried_for(self, like: Like, train: bool) -> TriedModel:
         """Return the trials for tiles of a certain shape and dtype; run them if flags or tiles are new."""
-        flags = bytes(m.training for m in self._model.modules()) + bytes(
-            p.requires_grad for p in self._model.parameters()
-        )
+        flags = bytes(module.training for module in self._model.modules())
+        flags += bytes(parameter.requires_grad for parameter in self._model.parameters())
         if (like, flags, train) not in self._known:
             # Dicts keep their order: the oldest trial goes.
             while len(self._known) >= _FACTS_KEPT:
@@ -390,11 +391,10 @@ class TilesEngine(EngineState):
         facts = tried(self._call, like[0], key, backward=train)
         if facts.alone and self._call.exact and self._call.live_norms:
             raise RequestError("batch_norm is 'exact', but random numbers need a call for each tile; use 'frozen'")
-        call = aggregator_call(
-            self._model.aggregator, self._settings.autocast, self.device, facts.features, facts.dtype
-        )
+        aggregator, autocast = self._model.aggregator, self._settings.autocast
+        call = aggregator_call(aggregator, autocast, self.device, facts.features, facts.dtype)
         each = facts.features * facts.dtype.itemsize
-        measured = call.bytes_of(facts.features, facts.dtype) if self.plan.memory_bytes is not None and train else None
-        return TriedModel(
-            facts, call, like, lambda tiles: sum(2 * n * each + (measured(n) if measured else 0) for n in tiles)
-        )
+        asked = self.plan.memory_bytes is not None and train
+        measured = call.bytes_of(facts.features, facts.dtype) if asked else lambda tiles: 0
+        # Features and their cotangents, and what the aggregator needs, of each slide.
+        return TriedModel(facts, call, like, lambda tiles: sum(2 * n * each + measured(n) for n in tiles))

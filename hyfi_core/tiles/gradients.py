@@ -29,13 +29,13 @@ class TileGradients:
     def __init__(self, model: nn.Module, trained: Sequence[str], groups: Groups, dtype: torch.dtype | None) -> None:
         named = dict(model.named_parameters())
         self._earlier = EarlierGradients(named.values())
-        self._early = [named[name] for name in trained if not name.startswith("encoder.")]
+        # Complete before any chunk is driven backward.
+        self._of_aggregator = [named[name] for name in trained if not name.startswith("encoder.")]
         comm = groups.reduction(frozenset(range(groups.plane.size)))
         assert comm is not None, "all ranks hold the model"
-        first = [name for name in trained if not name.startswith("encoder.")]  # complete before any chunk
         # Backward completes an encoder's last parameters first: their buckets can leave first.
-        order = [*first, *(name for name in reversed(trained) if name.startswith("encoder."))]
-        parameters = [named[name] for name in order]
+        of_encoder = [named[name] for name in reversed(trained) if name.startswith("encoder.")]
+        parameters = [*self._of_aggregator, *of_encoder]
         self._group = ReductionGroup(parameters, comm, 1, dtype) if comm.size > 1 and parameters else None
 
     def begin(self, counted: Mapping[nn.Parameter, torch.Tensor]) -> None:
@@ -48,7 +48,7 @@ class TileGradients:
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)  # it may be expanded, or shared
             else:
                 parameter.grad.add_(gradient)
-        self.complete(self._early)
+        self.complete(self._of_aggregator)
 
     def complete(self, parameters: Sequence[nn.Parameter]) -> None:
         """Record gradients that are complete on this rank; start reductions of complete buckets."""

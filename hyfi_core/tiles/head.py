@@ -31,6 +31,7 @@ class HeadGradients:
         trained: names of the parameters that got gradients, the same on all ranks.
         counted: the gradients that this rank counts.
         attention: of each slide of this replica, as the aggregator returns it; empty if it returns none.
+        attended_tiles: the number of tiles of each slide of ``attention``.
     """
 
     loss: torch.Tensor
@@ -38,6 +39,7 @@ class HeadGradients:
     trained: tuple[str, ...]
     counted: Mapping[nn.Parameter, torch.Tensor]
     attention: list[torch.Tensor]
+    attended_tiles: list[int]
 
 
 @dataclass(frozen=True)
@@ -79,32 +81,33 @@ class BagHead:
             RequestError: nothing is trained, or the loss is refused.
         """
         # The gathered features are this step's own, so they may become leaves themselves.
-        bags: list[torch.Tensor] = [of.requires_grad_(trains_encoder and of.is_floating_point()) for of in features]
+        bags: list[torch.Tensor] = [bag.requires_grad_(trains_encoder and bag.is_floating_point()) for bag in features]
         keys = [DrawKey(key.seed, key.step, key.slide + number) for number in range(len(bags))]
         aggregated = [self.call(bag, slide.coords, k) for bag, slide, k in zip(bags, slides, keys, strict=True)]
         own = torch.stack([logits for logits, _ in aggregated])
         attention = [weights.detach() for _, weights in aggregated if weights is not None]
+        attended = [len(bag) for bag, (_, weights) in zip(bags, aggregated, strict=True) if weights is not None]
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not own.requires_grad:
             raise RequestError("neither encoder nor aggregator has a parameter to train; set requires_grad of some")
         # The loss of the gathered logits and the aggregator's graph are differentiated one after the other:
         # logits of other replicas have no graph here.
-        value, cotangent, by_loss = self._loss_of_all(own.detach(), labels.to(own.device), [*named.values()])
+        value, cotangent, of_loss = self._loss_of_all(own.detach(), labels.to(own.device), [*named.values()])
         leaves: list[torch.Tensor] = [*bags, *named.values()] if trains_encoder else [*named.values()]
-        of_own: tuple[torch.Tensor | None, ...] = torch.autograd.grad(own, leaves, cotangent, allow_unused=True)
-        of_bags: list[torch.Tensor | None] = list(of_own[: len(bags)]) if trains_encoder else [None] * len(bags)
-        by_own = dict(zip(named, of_own[len(leaves) - len(named) :], strict=True))
-        of_loss = dict(zip(named, by_loss, strict=True))
-        trained = tuple(name for name in named if by_own[name] is not None or of_loss[name] is not None)
+        of_leaves: tuple[torch.Tensor | None, ...] = torch.autograd.grad(own, leaves, cotangent, allow_unused=True)
+        of_bags: list[torch.Tensor | None] = list(of_leaves[: len(bags)]) if trains_encoder else [None] * len(bags)
+        # Of each parameter: its gradient by the aggregator, and by its use in the loss function itself.
+        by_aggregator = dict(zip(named, of_leaves[len(leaves) - len(named) :], strict=True))
+        by_loss = dict(zip(named, of_loss, strict=True))
+        trained = tuple(name for name in named if by_aggregator[name] is not None or by_loss[name] is not None)
         counted: dict[nn.Parameter, torch.Tensor] = {}
         for name in trained:
             # Gradients are summed over all ranks: those that several ranks have computed are counted once.
-            shares = [by_own[name]] if self.groups.replica.rank == 0 else []
-            shares += [of_loss[name]] if self.groups.all.rank == 0 else []
-            gradients = [share for share in shares if share is not None]
+            counts = ((by_aggregator, self.groups.replica.rank == 0), (by_loss, self.groups.all.rank == 0))
+            gradients = [gradient for by, here in counts if here and (gradient := by[name]) is not None]
             if gradients:
                 counted[named[name]] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
-        return HeadGradients(value, of_bags, trained, counted, attention)
+        return HeadGradients(value, of_bags, trained, counted, attention, attended)
 
     def _loss_of_all(
         self, own: torch.Tensor, own_labels: torch.Tensor, parameters: list[nn.Parameter]

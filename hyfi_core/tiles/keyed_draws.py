@@ -23,6 +23,8 @@ from hyfi_core.errors import RequestError
 from hyfi_core.ops import draws
 
 DrawnShape = tuple[int, ...]
+"""Shape of the random numbers that an operator draws."""
+# Operators that fill a tensor, and those that make one: name -> (what draws instead, its arguments).
 _FILLS: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "bernoulli_": (draws.bernoulli, ("p",)),
     "uniform_": (draws.uniform, ("from", "to")),
@@ -123,6 +125,7 @@ class KeyedDraws(TorchDispatchMode):
         )
 
     def _dropout(self, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (result, mask of what is kept), as ``native_dropout``."""
         if train is False or p == 0.0:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
         mask = self._numbers(draws.bernoulli, torch.empty_like(x, dtype=torch.bool), 1.0 - p)
@@ -155,16 +158,18 @@ class KeyedDraws(TorchDispatchMode):
         assert self._single is not None and self._tiles is not None
         number, count = len(self.shapes), len(self._tiles)
         one = self._single[number] if number < len(self._single) else ()
-        # The dim that is larger by the number of tiles; with one draw for a whole call, there is none.
-        dims = [d for d in range(len(shape)) if len(one) == len(shape) and shape[d] == one[d] * count]
-        others = [d for d in dims if all(a == b for i, (a, b) in enumerate(zip(shape, one, strict=True)) if i != d)]
-        if not others:
+        # That which is larger by the number of tiles, while all others are equal; with one draw for a whole call, there
+        # is none.
+        dims = []
+        if len(one) == len(shape):
+            dims = [d for d in range(len(shape)) if shape == (*one[:d], one[d] * count, *one[d + 1 :])]
+        if not dims:
             raise self._refusal(
                 f"value {number} of shape {shape}",
                 f"draws numbers of shape {shape} for {count} tiles and {one} for one, so that tiles share some",
                 "draw for each tile (not for a whole batch, as layer-drop does), or put that module in eval()",
             )
-        return others[0]
+        return dims[0]
 
     def _refusal(self, operator: str, what: str, instead: str) -> RequestError:
         return RequestError(

@@ -8,6 +8,7 @@ Chunks that do not fit are computed again in backward; the last ones are kept fi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.process_memory import available_bytes, resident_bytes, return_freed_now, return_what_is_freed
 from hyfi_core.runtime.saving.weight_shards import own_part
 from hyfi_core.tiles.encoding.encoder_facts import EncoderFacts
+from hyfi_core.tiles.reading import Like
 
 LARGEST_CHUNK = 32
 """Most tiles of a chunk: more were not faster on any device tried."""
@@ -63,9 +65,9 @@ class KeepingRoom:
         """Whether the memory in use leaves enough for a chunk and the rest of the step."""
         if self.memory_bytes is None:
             return True
-        # A chunk that is kept takes its activations, one that is not its work: enough for either.
-        rest = self.needs.lasting + int(max(self.needs.working, self.needs.kept) * SLACK) + _HEAP_BYTES
-        return _used_bytes(self.device) + rest <= self.memory_bytes
+        # A chunk that is kept takes its activations, one that is not what it needs at work: enough for either.
+        more_bytes = self.needs.lasting + int(max(self.needs.working, self.needs.kept) * SLACK) + _HEAP_BYTES
+        return _used_bytes(self.device) + more_bytes <= self.memory_bytes
 
     def prepare(self, backward: bool) -> None:
         """Before a chunk is encoded: return freed memory to the system where the heap could exceed the limit.
@@ -113,14 +115,14 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
     Raises:
         RequestError: not even one chunk at a time fits.
     """
-    each, rest = max(1, int(needs.kept * SLACK)), needs.lasting + int(needs.working * SLACK)
+    kept_bytes, needed_bytes = max(1, int(needs.kept * SLACK)), needs.lasting + int(needs.working * SLACK)
     used = _used_bytes(device)
-    if memory_bytes is not None and device.type == "cpu" and memory_bytes - used - rest < chunks * each:
+    if memory_bytes is not None and device.type == "cpu" and memory_bytes - used - needed_bytes < chunks * kept_bytes:
         return_freed_now()  # what earlier steps have freed is not in use
         used = _used_bytes(device)
     # Without a limit, half of what is free, divided among the ranks that share it.
     limit = memory_bytes if memory_bytes is not None else used + _free_bytes(device) // (2 * sharers)
-    free = limit - used - rest
+    free = limit - used - needed_bytes
     if free < 0:
         if memory_bytes is None:
             return 0  # nothing was promised
@@ -129,7 +131,21 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
             f"{needs.lasting:,} for features, aggregator and gradients, {int(needs.working * SLACK):,} for one chunk; "
             f"set it to at least {limit - free:,}, or use smaller chunks (chunk=)"
         )
-    return min(chunks, free // each)
+    return min(chunks, free // kept_bytes)
+
+
+def read_bytes(like: Like, input_dtype: torch.dtype, ahead: int) -> int:
+    """Return the bytes of one tile in a chunk at work, in the next one, and in chunks that are read further ahead.
+
+    Args:
+        like: shape and dtype of a tile as it is read.
+        input_dtype: of the encoder's input.
+        ahead: chunks that are read ahead.
+    """
+    shape, dtype = like
+    as_read, as_input = prod(shape) * dtype.itemsize, prod(shape) * input_dtype.itemsize
+    # The first two may be there in both forms.
+    return 2 * (as_read + as_input) + (ahead - 1) * as_read
 
 
 def new_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, reduces: bool) -> int:

@@ -118,6 +118,7 @@ def read_ahead(
 
 
 def _forget(slides: Sequence[TileSource], which: Sequence[int]) -> None:
+    """Free the memory that some slides keep between reads; not all sources keep any."""
     for slide in which:
         forget = getattr(slides[slide], "forget", None)
         if forget is not None:

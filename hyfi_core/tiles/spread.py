@@ -22,20 +22,25 @@ class AttentionSpread:
     effective_tiles: float
 
     @classmethod
-    def of(cls, attention: Sequence[torch.Tensor]) -> AttentionSpread | None:
+    def of(cls, attention: Sequence[torch.Tensor], tiles: Sequence[int] | None = None) -> AttentionSpread | None:
         """Return the spread of slides' attention, whatever its sum; None without slides.
 
         Args:
-            attention: one tensor a slide; heads or classes, in other dims than the longest, are averaged.
+            attention: one tensor a slide; heads or classes, in other dims than that of tiles, are averaged.
+            tiles: of each slide; None, or where no dim has as many: the longest dim is that of tiles.
         """
-        slides = [attention_of_tiles(of_slide) for of_slide in attention]
+        counts = [None] * len(attention) if tiles is None else tiles
+        slides = [
+            attention_of_tiles(of_slide, count if count in of_slide.shape else None)
+            for of_slide, count in zip(attention, counts, strict=True)
+        ]
         if not slides:
             return None
         peaks = [weights.max() * len(weights) for weights in slides]
         effective = [1.0 / weights.square().sum() for weights in slides]
         # One tensor for both, so that the host waits for the device once.
-        peak, tiles = torch.stack([torch.stack(peaks).mean(), torch.stack(effective).mean()]).tolist()
-        return cls(peak, tiles)
+        peak, effective_tiles = torch.stack([torch.stack(peaks).mean(), torch.stack(effective).mean()]).tolist()
+        return cls(peak, effective_tiles)
 
 
 def attention_of_tiles(attention: torch.Tensor, count: int | None = None) -> torch.Tensor:
@@ -45,8 +50,11 @@ def attention_of_tiles(attention: torch.Tensor, count: int | None = None) -> tor
         attention: of one slide, as the aggregator returns it.
         count: N, which one of its dims must be; None: its longest dim is that of tiles.
     """
-    wide = attention.detach().to(torch.promote_types(attention.dtype, torch.float32))
-    tiles = wide.shape.index(max(wide.shape) if count is None else count) if wide.dim() else 0
-    flat = wide.reshape(-1) if wide.dim() < 2 else wide.movedim(tiles, 0).flatten(1).mean(1)
+    flat = attention.detach().to(torch.promote_types(attention.dtype, torch.float32))
+    if flat.dim() < 2:
+        flat = flat.reshape(-1)
+    else:
+        dim_of_tiles = flat.shape.index(max(flat.shape) if count is None else count)
+        flat = flat.movedim(dim_of_tiles, 0).flatten(1).mean(1)
     # Attention of zeros stays zeros.
     return flat / flat.sum().clamp(min=torch.finfo(flat.dtype).tiny)

@@ -55,7 +55,7 @@ class SameWeights:
         self._equal_arithmetic = True
 
     def words(self, scope: Scope) -> list[int]:
-        """Return this rank's part of the message that compares a call, of which the group takes the maximum.
+        """Return this rank's part of the message that compares a call; the group takes the maximum of each word.
 
         The first word: whether a weight was changed. Then two for each of ``HeldWeights.groups``: a digest of a few
         values and its negative, so that the maxima are the negatives of each other if all ranks have the same.

@@ -48,13 +48,13 @@ class LinkTraffic:
         Args:
             nodes: the node of each rank of the plan.
         """
-        size, total = self.plan.ranks_per_replica, 0.0
-        firsts = range(0, self.plan.ranks, size)
-        for (a, b), length in self.pairs.items():
-            total += length * sum(nodes[first + a] != nodes[first + b] for first in firsts)
-        for ranks, length in self.reduced.items():
+        firsts = range(0, self.plan.ranks, self.plan.ranks_per_replica)  # of the replicas
+        total = 0.0
+        for (a, b), pair_bytes in self.pairs.items():
+            total += pair_bytes * sum(nodes[first + a] != nodes[first + b] for first in firsts)
+        for ranks, gradient_bytes in self.reduced.items():
             distinct = len({nodes[first + rank] for first in firsts for rank in ranks})
-            total += 2 * (distinct - 1) * length  # each of n nodes sends 2 (n - 1) / n of the gradients
+            total += 2 * (distinct - 1) * gradient_bytes  # each of n nodes sends 2 (n - 1) / n of the gradients
         return total
 
 
@@ -85,18 +85,20 @@ def link_traffic(program: Program, plan: ParallelPlan, lowered_plans: LoweredPla
                 _add_halos(pairs, ranked, placement.grids[stage], plane_ranks, rounds)
             _add_exchanges(pairs, divided.exchanges, group, placement.size, rounds)
         for (a, b), transfer in stages.between.items():
-            for first in range(0, plan.ranks_per_replica, placement.size):
+            for first in range(0, plan.ranks_per_replica, placement.size):  # of the planes
                 sources, targets = ([first + r for r in placement.group(s, direction)] for s in (a, b))
-                for source, way in product(range(transfer.sources), (False, True)):
-                    for target, pieces in transfer.outgoing(source, way).items():
+                # Values go forward, and their cotangents come back.
+                for source, back in product(range(transfer.sources), (False, True)):
+                    for target, pieces in transfer.outgoing(source, back).items():
                         _add(pairs, sources[source], targets[target], rounds * sum(piece.bytes for piece in pieces))
     return LinkTraffic(plan, pairs, _reduced(program, plan, placement, stages, pairs))
 
 
-def _add(pairs: _Pairs, a: int, b: int, length: float) -> None:
-    if a != b and length:
+def _add(pairs: _Pairs, a: int, b: int, sent_bytes: float) -> None:
+    """Add bytes that two ranks send to each other; none from a rank to itself."""
+    if a != b and sent_bytes:
         key = min(a, b), max(a, b)
-        pairs[key] = pairs.get(key, 0.0) + length
+        pairs[key] = pairs.get(key, 0.0) + sent_bytes
 
 
 def _add_halos(pairs: _Pairs, ranked: RankProgram, grid: tuple[int, int], group: Sequence[int], rounds: int) -> None:
@@ -112,26 +114,40 @@ def _add_halos(pairs: _Pairs, ranked: RankProgram, grid: tuple[int, int], group:
     rows, columns = grid
     # The rank in the middle has all neighbours; those at the border receive less.
     middle = rows // 2, columns // 2
-    for (down, right), length in _received(ranked, middle, columns).items():
+    for (down, right), halo_bytes in _received(ranked, middle, columns).items():
         for y, x in product(range(rows), range(columns)):
             if 0 <= y + down < rows and 0 <= x + right < columns:
                 peer = group[(y + down) * columns + x + right]
-                _add(pairs, group[y * columns + x], peer, 2 * rounds * length)  # backward returns as much
+                _add(pairs, group[y * columns + x], peer, 2 * rounds * halo_bytes)  # backward returns as much
 
 
 def _add_exchanges(
     pairs: _Pairs, exchanges: Sequence[PlaneExchange], group: Sequence[int], size: int, rounds: int
 ) -> None:
-    """Add the values that planes exchange, each of ``size`` ranks; those with a gradient return as much."""
+    """Add the bytes of the values that planes exchange to those of each pair of ranks.
+
+    Args:
+        pairs: pair of ranks -> bytes.
+        exchanges: of one stage.
+        group: ranks of the stage, within a plane.
+        size: ranks of a plane.
+        rounds: micro-batches of one direction in a step.
+    """
     for exchange in exchanges:
         for value in exchange.values:
-            length = rounds * (1 + (value.name in exchange.active)) * value.nbytes
+            times = 2 if value.name in exchange.active else 1  # a cotangent comes back
             for taker, rank in product(value.takers, group):
-                _add(pairs, value.owner * size + rank, taker * size + rank, length)
+                _add(pairs, value.owner * size + rank, taker * size + rank, rounds * times * value.nbytes)
 
 
 def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dict[tuple[int, int], float]:
-    """Return (rows, columns) to a peer -> bytes that a rank receives from there in a forward."""
+    """Return (rows, columns) from a rank to a peer -> bytes that the rank receives from there in a forward.
+
+    Args:
+        ranked: the stage, lowered for the rank in the middle of the grid.
+        middle: (row, column) of this rank.
+        columns: of the grid.
+    """
     received: dict[tuple[int, int], float] = {}
     sent: dict[tuple[int, int], float] = {}
     for call in ranked.instructions:
@@ -147,8 +163,8 @@ def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dic
         for totals, strips, sign in ((received, transfer.receives, 1), (sent, transfer.sends, -1)):
             for strip in strips:
                 y, x = divmod(strip.peer, columns)
-                way = sign * (y - middle[0]), sign * (x - middle[1])
-                totals[way] = totals.get(way, 0.0) + pixel_bytes * strip.box.area
+                offset = sign * (y - middle[0]), sign * (x - middle[1])
+                totals[offset] = totals.get(offset, 0.0) + pixel_bytes * strip.box.area
     # Of two rows, the middle one has no neighbour below: what it sends up is what the other row receives from below.
     return sent | received
 
@@ -156,8 +172,11 @@ def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dic
 def _reduced(
     program: Program, plan: ParallelPlan, placement: Placement, stages: LoweredStages, pairs: _Pairs
 ) -> dict[frozenset[int], float]:
-    """Return the reductions of gradients; those that a mirror sends point to point are added to ``pairs``."""
-    scale = 0.5 if plan.reduce_dtype == "bfloat16" else 1.0
+    """Return ranks of a replica -> bytes of the gradients that they reduce; add those that a mirror sends to ``pairs``.
+
+    A mirror sends point to point.
+    """
+    scale = 0.5 if plan.reduce_dtype == "bfloat16" else 1.0  # of the bytes of a weight, which is float32
     owners: dict[str, list[int]] = {}
     for stage, (piece, _, _) in enumerate(stages.each):
         for name in piece.program.parameters:
@@ -166,13 +185,13 @@ def _reduced(
     firsts = range(0, plan.ranks_per_replica, placement.size)  # of the planes
     reduced: dict[frozenset[int], float] = {}
     for name, users in owners.items():
-        length = float(value_bytes(program, name))
+        weight_bytes = float(value_bytes(program, name))
         holders = {r for stage in users for d in range(directions) for r in placement.group(stage, d)}
         ranks = frozenset(first + r for r in holders for first in firsts)
-        reduced[ranks] = reduced.get(ranks, 0.0) + scale * length
+        reduced[ranks] = reduced.get(ranks, 0.0) + scale * weight_bytes
         if directions < plan.directions:  # a mirror: gradients go to direction 0, new weights come back
             for stage in users:
                 mirrored = zip(placement.group(stage, 0), placement.group(stage, 1), strict=True)
                 for first, (owner, mirror) in product(firsts, mirrored):
-                    _add(pairs, first + owner, first + mirror, 2 * length)
-    return {ranks: length for ranks, length in reduced.items() if len(ranks) * plan.replicas > 1}
+                    _add(pairs, first + owner, first + mirror, 2 * weight_bytes)
+    return {ranks: total_bytes for ranks, total_bytes in reduced.items() if len(ranks) * plan.replicas > 1}

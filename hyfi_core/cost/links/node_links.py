@@ -59,15 +59,22 @@ class NodeLinks:
             edge: (from, to) of stages.
             incoming: what each rank of the later stage receives.
         """
-        slowest, per_node = 0.0, self._machine.devices_per_node
+        slowest_s, per_node = 0.0, self._machine.devices_per_node
         for direction, begin in product(range(self._plan.directions), self._begins):
-            for target, sent in self._between(edge, direction, incoming).items():
+            for target, received in self._between(edge, direction, incoming).items():
                 node = (begin + target) // per_node
-                slowest = max(slowest, sum(self._messages_s(((begin + r) // per_node != node, n) for r, n in sent)))
-        return slowest
+                messages = (((begin + source) // per_node != node, length) for source, length in received)
+                slowest_s = max(slowest_s, sum(self._messages_s(messages)))
+        return slowest_s
 
     def _between(self, edge: tuple[int, int], direction: int, incoming: Sequence[Messages]) -> dict[int, Messages]:
-        """Return rank -> (rank, bytes) of what it receives for all of its cells, one message for each cell and peer."""
+        """Return rank -> (sender, bytes) of what it receives for all of its cells, one message for each cell and peer.
+
+        Args:
+            edge: (from, to) of stages.
+            direction: whose ranks are meant.
+            incoming: what each rank of the later stage receives; with cells, each cell.
+        """
         cells = self._plan.cell_grid or (1, 1)
         fine, incoming_by_rank = self._placement.by_cells(cells), dict[int, list[tuple[int, float]]]()
         sources, targets = ([cell // prod(cells) for cell in fine.group(stage, direction)] for stage in edge)
@@ -104,8 +111,12 @@ class NodeLinks:
         return kinds
 
     def _messages_s(self, messages: Iterable[tuple[bool | None, float]]) -> tuple[float, float]:
-        """Return (overhead of the messages, time of the bytes); both links carry bytes at the same time."""
-        machine, overhead_s, wire_s = self._machine, 0.0, [0.0, 0.0]
+        """Return (overhead of the messages, time of the bytes); both links carry bytes at the same time.
+
+        Args:
+            messages: (whether it leaves the node, bytes) of each; None: there is no such message.
+        """
+        machine, overhead_s, wire_s = self._machine, 0.0, [0.0, 0.0]  # within the node, and over the network
         for network, length in messages:
             if network is not None:
                 link = self._link(network)

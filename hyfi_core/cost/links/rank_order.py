@@ -83,6 +83,7 @@ def _tiled(grid: tuple[int, int], tile: tuple[int, int]) -> list[int]:
 
 
 def _in_places(ranks: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
+    """Return the rank at each place, if the first of ``ranks`` takes the first of ``places``, and so on."""
     order = [0] * len(places)
     for rank, position in zip(ranks, places, strict=True):
         order[position] = rank

@@ -56,18 +56,19 @@ class GradientHolders:
             return 0.0
         # When each level is free again: the next bucket waits for it.
         free_s = [0.0] * 3
-        ready_s, bucket, end_s, left = 0.0, 0.0, 0.0, list(gradients)
-        for number, (complete_s, length) in enumerate(left, 1):
-            ready_s, bucket = complete_s, bucket + length
+        bucket_bytes, end_s, in_order = 0.0, 0.0, list(gradients)
+        for number, (complete_s, length) in enumerate(in_order, 1):
+            bucket_bytes += length
             # As the engine: small gradients share a message, and the last one is sent as it is.
-            if bucket >= BUCKET_BYTES or number == len(left):
-                end_s = ready_s
-                for level, seconds in enumerate(self._levels_s(bucket, machine)):
+            if bucket_bytes >= BUCKET_BYTES or number == len(in_order):
+                end_s = complete_s
+                for level, seconds in enumerate(self._levels_s(bucket_bytes, machine)):
                     end_s = free_s[level] = max(end_s, free_s[level]) + seconds
-                bucket = 0.0
-        # On a CPU, copying and adding take the time of those who compute, wherever they fall.
-        on_cores_s = self._on_cores_s(sum(length for _, length in left), machine) if machine.device == "cpu" else 0.0
-        return max(on_cores_s, end_s - backward_s)
+                bucket_bytes = 0.0
+        if machine.device != "cpu":
+            return max(0.0, end_s - backward_s)
+        # Copying and adding take the time of those who compute, wherever they fall.
+        return max(self._on_cores_s(sum(length for _, length in in_order), machine), end_s - backward_s)
 
     def _on_cores_s(self, length: float, machine: MachineModel) -> float:
         """Return the time that reducing gradients of this length takes within nodes, which is computing on CPUs."""

@@ -69,7 +69,7 @@ def _parse(tree: Any, source: str) -> MachineModel:
     return MachineModel(
         name=str(tree["name"]),
         device=tree["device"],
-        devices_per_node=int(_number(tree, "devices_per_node", source)),
+        devices_per_node=_count(tree, "devices_per_node", source),
         memory_bytes=int(_number(tree, "memory_bytes", source)),
         peak_flops_per_s={dtype: _number(peaks, dtype, source) for dtype in (*DTYPES, *({"tf32"} & set(peaks)))},
         memory_bytes_per_s=_number(tree, "memory_bytes_per_s", source),
@@ -113,6 +113,13 @@ def _number(tree: Mapping[str, Any], key: str, source: str) -> float:
     return float(value)
 
 
+def _count(tree: Mapping[str, Any], key: str, source: str) -> int:
+    value = _number(tree, key, source)
+    if not value.is_integer():
+        raise RequestError(f"machine {source}: {key}: given {value!r}; allowed: a whole number from 1")
+    return int(value)
+
+
 def _forward_backward(tree: Mapping[str, Any], kind: str, source: str, section: str = "") -> tuple[float, float]:
     pair = tree.get(kind)
     if not isinstance(pair, list) or len(pair) != 2:
@@ -128,8 +135,8 @@ def _link(tree: Mapping[str, Any], key: str, source: str) -> DeviceLink:
 
 def _cores(tree: Mapping[str, Any], source: str) -> SharedCores:
     section = _section(tree, "cores", source)
-    count, turn_s, waiting = (_number(section, key, source) for key in ("count", "turn_s", "waiting"))
-    return SharedCores(int(count), turn_s, waiting)
+    turn_s, waiting = _number(section, "turn_s", source), _number(section, "waiting", source)
+    return SharedCores(_count(section, "count", source), turn_s, waiting)
 
 
 def _update(tree: Mapping[str, Any], source: str) -> UpdateCost:

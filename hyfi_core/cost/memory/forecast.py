@@ -117,14 +117,13 @@ def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], w
 
     Args:
         forecasts: the forecast of each stage that it holds.
-        moments: what the rank does when it may hold the most.
+        moments: what the rank does when it may hold the most; places in them are those of ``forecasts``.
         way: whether to count the peak or the least, see ``PeakOrLeast``.
     """
-    copies = UPDATE_COPIES if way == "peak" else 0
     # During the update no maps are left, but the optimizer's temporary tensors of one weight.
-    update = sum(forecast.state_bytes for forecast in forecasts) + copies * max_of(
-        forecast.largest_weight_bytes for forecast in forecasts
-    )
+    update = sum(forecast.state_bytes for forecast in forecasts)
+    if way == "peak":
+        update += UPDATE_COPIES * max_of(forecast.largest_weight_bytes for forecast in forecasts)
     always, totals = sum(forecast.written_bytes for forecast in forecasts), [update]
     for moment in moments:
         waits = sum(count * forecast.waiting_bytes for forecast, count in zip(forecasts, moment.waiting, strict=True))
@@ -141,7 +140,7 @@ def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], w
 
 
 def max_of(sizes: Iterable[int]) -> int:
-    """Return the largest number; of arrays, that of each place."""
+    """Return the largest number; if any of them are arrays, an array with the largest at each place."""
     return reduce(lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b), sizes)
 
 

@@ -23,6 +23,7 @@ The rules were found with PyTorch's memory profiler; ``tests/hyfi_core/cost/memo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -260,10 +261,8 @@ class Lifetimes:
         inputs = {name for name in op.inputs if name in self._program.values}
         if keeps == "other factors":
             # A factor is kept for the gradient of another one; in x · x, each is the other's.
-            active = [name for name in op.inputs if name in self.active]
-            inputs = {
-                name for name in inputs if any(active_name != name for active_name in active) or active.count(name) > 1
-            }
+            active = Counter(name for name in op.inputs if name in self.active)
+            inputs = {name for name in inputs if active.keys() - {name} or active[name] > 1}
         if keeps == "outputs":
             return outputs
         return (inputs | outputs if keeps == "inputs and outputs" else inputs) - self._fixed
@@ -279,12 +278,12 @@ class Lifetimes:
         facts = facts_of(op)
         if facts.passes_on:
             return 0
-        output_bytes = sum(value_bytes(self._program, name) for name in self.carried(op.inputs))
+        cotangent_bytes = sum(value_bytes(self._program, name) for name in self.carried(op.inputs))
         # The cotangent of a norm is computed through a temporary map.
-        return 2 * output_bytes if facts.kind == "norm" else output_bytes
+        return 2 * cotangent_bytes if facts.kind == "norm" else cotangent_bytes
 
     def _reorders(self, op: Operator) -> int:
-        """Return a new gradient before it is added, and what a convolution has in other orders.
+        """Return the bytes of a new gradient before it is added, and of what a convolution has in other orders.
 
         Under autocast, kernels sum it in the wider dtype and return the narrower one, which is converted: there are
         never more than two, and the kernels of the map's cotangent have been freed.
@@ -293,11 +292,11 @@ class Lifetimes:
             return 0
         total, item = 0, self._kernel_item(op)
         for name in (name for name in op.inputs if name in self._program.parameters):
-            values = self._program.values[name]
+            weight = self._program.values[name]
             total += value_bytes(self._program, name)
-            if item < values.dtype.itemsize:
-                total += prod(values.shape) * item
-            elif prod(values.shape[2:]) > 1:
+            if item < weight.dtype.itemsize:
+                total += prod(weight.shape) * item
+            elif prod(weight.shape[2:]) > 1:
                 total += value_bytes(self._program, name) + self._blocked_bytes(op, name)
         return total
 
@@ -315,5 +314,5 @@ class Lifetimes:
         out_channels, in_channels, *window = self._program.values[weight].shape
         item = min(self._kernel_item(op), self._program.values[weight].dtype.itemsize)
         groups = max(1, self._program.values[op.inputs[0]].shape[1] // in_channels)
-        padded = (-(-count // _BLOCK) * _BLOCK for count in (out_channels // groups, in_channels))
-        return groups * prod(padded) * prod(window) * item
+        padded_channels = (-(-count // _BLOCK) * _BLOCK for count in (out_channels // groups, in_channels))
+        return groups * prod(padded_channels) * prod(window) * item

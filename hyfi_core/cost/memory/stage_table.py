@@ -108,10 +108,11 @@ class StageTable:
         ]
 
 
-def _of_stage(table: Any, a: int, b: int) -> Any:
+def _of_stage(table: Any, first: int, last: int) -> Any:
+    """Return the entry of the stage between two places; a number that all stages share as it is."""
     if isinstance(table, TablePeak):
-        return _StagePeak(table, a, b)
-    return int(table[a, b]) if isinstance(table, np.ndarray) else table
+        return _StagePeak(table, first, last)
+    return int(table[first, last]) if isinstance(table, np.ndarray) else table
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class TablePeak:
 
 @dataclass(frozen=True)
 class _StagePeak:
-    """That of one stage in a table."""
+    """The peak of one stage in a table: of that between the places ``first`` and ``last``."""
 
     table: TablePeak
     first: int
@@ -282,11 +283,13 @@ def _later_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: 
 
 
 def _first_part(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> _Walks:
+    """Return what stages hold in the first of two parts; arguments as for ``_first_in_two``."""
     reorders = np.array([lifetime.first_reorders for lifetime in adds], dtype=np.int64)
     return replace(walk, entering=walk.entering + kept, maps=np.maximum(0, walk.maps - by_each), reorders=reorders)
 
 
 def _second_part(walk: _Walks, adds: Sequence[Lifetime], by_each: Table) -> _Walks:
+    """Return what stages hold in the second of two parts; arguments as for ``_first_in_two``."""
     reorders = [lifetime.reorders if lifetime.between else 0 for lifetime in adds]
     return replace(walk, maps=by_each, reorders=np.array(reorders, dtype=np.int64))
 

@@ -106,7 +106,7 @@ def _remaining_share(programs: Programs, request: PlanRequest, planes: int, best
         planes: their number.
         best: the forecast of the best plan without planes, which they would have to beat.
     """
-    # Of a size that has been captured: another capture takes seconds.
+    # As in the best plan, for which the model has been captured: another capture takes seconds.
     images = request.batch // best.plan.replicas // best.plan.microbatches
     program, crowded = programs(images), request.ranks > 1 and request.machine.devices_per_node > 1
     # Without the overhead of starting operators, which planes may save altogether.
@@ -116,7 +116,7 @@ def _remaining_share(programs: Programs, request: PlanRequest, planes: int, best
     branches = pack_branches(program, program.outputs, (), planes)
     if not branches.owners:
         return None
-    least_s = whole_s = 0.0
+    least_s = whole_s = 0.0  # of a micro-batch on one rank: with the branches on planes, and without
     for region in branches.regions:
         loads = [0.0] * planes
         for name in region:
@@ -124,7 +124,8 @@ def _remaining_share(programs: Programs, request: PlanRequest, planes: int, best
             for plane in (branches.owners[name],) if name in branches.owners else range(planes):
                 loads[plane] += seconds[name]
         least_s += max(loads)
+    microbatches, ranks_per_plane = request.batch / images, request.ranks / planes
     # Not even with exchanges that take no time.
-    if request.batch / images * least_s * planes / request.ranks >= best.step_s:
+    if microbatches * least_s / ranks_per_plane >= best.step_s:
         return None
     return least_s / whole_s

@@ -28,12 +28,13 @@ class CutCandidate:
 
 def cut_candidates(program: Program) -> list[CutCandidate]:
     """Return the places where a program can be cut, in order."""
-    last: dict[str, int] = {}
+    end_of: dict[str, int] = {}  # module -> the number of operators up to its end
     for index, op in enumerate(program.operators):
-        parts = op.module.split(".")
-        last.update({".".join(parts[: n + 1]): index + 1 for n in range(len(parts)) if op.module})
+        parts = op.module.split(".") if op.module else []
+        # The module of the operator, and all that contain it.
+        end_of.update({".".join(parts[: depth + 1]): index + 1 for depth in range(len(parts))})
     ends: dict[int, str] = {}
-    for module, index in last.items():
+    for module, index in end_of.items():
         # Of modules that end at one operator, the outermost.
         if index < len(program.operators) and (index not in ends or module.count(".") < ends[index].count(".")):
             ends[index] = module

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.machine import MachineModel
@@ -98,7 +99,7 @@ def with_cuts(
 
 
 class _Search:
-    """Dynamic programming: best[k][j] = smallest time of the slowest of the first k stages, up to position j."""
+    """Dynamic programming: best[j] = smallest time of the slowest of the stages so far, if the last ends at place j."""
 
     def __init__(self, plan: ParallelPlan, measured: _Measured, machine: MachineModel) -> None:
         self._plan, self._machine = plan, machine
@@ -117,7 +118,7 @@ class _Search:
         best = [0.0 if end == 0 else float("inf") for end in range(places)]
         choices: list[list[int]] = []
         for stage in range(stages):
-            row, choice = [float("inf")] * places, [0] * places
+            row, choice = [float("inf")] * places, [0] * places  # with this stage; where it begins then
             for end in range(stage + 1, places - (stages - 1 - stage)):
                 for start in range(end - 1, stage - 1, -1):  # the stage grows
                     own_s = self._stage_s(stage, start, end)
@@ -139,6 +140,7 @@ class _Search:
         return tuple(reversed(cuts))
 
     def _stage_s(self, stage: int, start: int, end: int) -> float:
+        """Return the time of a stage between two places, with the message at its end; infinite if it does not fit."""
         if self._plan.memory_bytes is not None and self._stage_bytes(stage, start, end) > self._plan.memory_bytes:
             return float("inf")
         compute = self._between(self._seconds, start, end) / self._ranks[stage]
@@ -154,6 +156,7 @@ class _Search:
         return (1 + STATE_COPIES) * self._between(self._weights, start, end) + activations
 
     def _between(self, sums: Sequence[float], start: int, end: int) -> float:
+        """Return the sum over the operators between two places, from the sums up to each operator."""
         return sums[self._places[end]] - sums[self._places[start]]
 
     def _no_room(self) -> str:
@@ -170,10 +173,8 @@ class _Search:
 
 
 def _sums(items: Sequence[float]) -> list[float]:
-    sums = [0.0]
-    for item in items:
-        sums.append(sums[-1] + item)
-    return sums
+    """Return the sums of the first 0, 1, 2 … items."""
+    return list(accumulate(items, initial=0.0))
 
 
 def _weight_bytes(program: Program) -> list[float]:

@@ -93,22 +93,35 @@ class StagesAnywhere:
         """Return the bytes of the rank that needs most, for each choice of cuts, by the forecast."""
         ends = self.ends(rows)
         chosen = [_chosen(stage, ends[:, at], ends[:, at + 1]) for at, stage in enumerate(self.stages)]
-        each = (held_bytes([chosen[s] for s, _ in hosted], of) for hosted, of in fullest_moments(self.plan).items())
-        return self._most(np.maximum(max_of(each), self.stages[0].start_bytes))
+        by_rank = (
+            held_bytes([chosen[stage] for stage, _ in hosted], moments)
+            for hosted, moments in fullest_moments(self.plan).items()
+        )
+        return self._most(np.maximum(max_of(by_rank), self.stages[0].start_bytes))
 
     def most_held(self, each: NDArray[_Number]) -> NDArray[_Number]:
-        """Return the sum over the stages that a rank holds, of the rank with most; stages are the first axis."""
+        """Return the sum of ``each`` over the stages that a rank holds, of the rank with the largest sum.
+
+        Args:
+            each: a number for each stage (first axis) and each choice of cuts.
+        """
         moments = fullest_moments(self.plan)
         sums: NDArray[_Number] = np.max([each[[stage for stage, _ in hosted]].sum(0) for hosted in moments], axis=0)
         return sums
 
     def at(self, tables: Sequence[NDArray[_Number]], rows: CutRows) -> NDArray[_Number]:
-        """Return the numbers of all stages (first axis) for each choice of cuts (second axis)."""
+        """Return the numbers of all stages (first axis) for each choice of cuts (second axis).
+
+        Args:
+            tables: of each stage, a number from each place to each other.
+            rows: the choices.
+        """
         ends = self.ends(rows)
         numbers: NDArray[_Number] = np.array([t[ends[:, s], ends[:, s + 1]] for s, t in enumerate(tables)])
         return numbers
 
     def _most(self, forecast: Table) -> Table:
+        """Return what is needed at most where this is forecast."""
         return (self.off * forecast).astype(np.int64)
 
     def ends(self, rows: CutRows) -> CutRows:
@@ -132,17 +145,18 @@ def average_bytes(plan: ParallelPlan, program: Program, table: StageTable) -> in
         table: of the same program.
     """
     anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
-    stages, sizes = forecast_memory(program, anywhere, table.stages(()) * plan.stages), [prod(g) for g in plan.grids]
-    flights = [microbatches_in_flight(plan, stage) for stage in range(plan.stages)]
-    parts = list(zip(sizes, stages, flights, strict=True))
-    always = plan.directions * min(size * stage.written_bytes for size, stage, _ in parts)
-    # Of two stages on a rank, not both need to have most micro-batches in flight at the same time.
-    in_two = plan.divides_backwards
-    least = [min(each.waiting_bytes, each.between_bytes) if in_two else each.waiting_bytes for each in stages]
-    saved = min(
-        size * (stage.saved_bytes + (n - 1) * waits) for (size, stage, n), waits in zip(parts, least, strict=True)
-    )
-    return (always + saved) // sum(sizes)
+    # The whole model as it would be on the grid of each stage.
+    wholes, sizes = forecast_memory(program, anywhere, table.stages(()) * plan.stages), [prod(g) for g in plan.grids]
+    always_bytes, saved_bytes = [], []
+    for stage, (whole, size) in enumerate(zip(wholes, sizes, strict=True)):
+        waiting = whole.waiting_bytes
+        if plan.divides_backwards:
+            waiting = min(waiting, whole.between_bytes)
+        always_bytes.append(plan.directions * size * whole.written_bytes)
+        saved_bytes.append(size * (whole.saved_bytes + (microbatches_in_flight(plan, stage) - 1) * waiting))
+    # Each part of the model is on some grid: the least of all grids. Of two stages on a rank, not both need to have
+    # most micro-batches in flight at the same time.
+    return (min(always_bytes) + min(saved_bytes)) // sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -169,7 +183,7 @@ class FittingCuts:
         return self._names(best) if rank_bytes <= self.room_bytes else None, rank_bytes
 
     def beside(self) -> tuple[tuple[str, ...], ...]:
-        """Return the fastest cuts that fit of those with one cut at the next place; with halos they may be faster."""
+        """Return cuts that fit and have one cut a place beside those of ``fastest``; with halos they may be faster."""
         best, cuts = self._best, self.stages.plan.stages - 1
         # Each cut one place later, and each one earlier.
         rows = best + np.concatenate([np.eye(cuts, dtype=np.int64), -np.eye(cuts, dtype=np.int64)])
@@ -179,6 +193,7 @@ class FittingCuts:
 
     @cached_property
     def _best(self) -> CutRows:
+        """The cuts that ``_order`` puts first: the fastest that fit, or those that exceed the room by least."""
         rows = self._by_stages() if self.stages.plan.directions == 1 else self._near_best()
         fastest: CutRows = rows[self._order(rows)[0]]
         return fastest
@@ -199,8 +214,8 @@ class FittingCuts:
             seconds = np.maximum(seconds, rounds * each_s.sum(0))
         elif plan.directions == 1:  # every stage waits for those before it
             seconds = (rounds - 1) * each_s.max(0) + each_s.sum(0)
-        # The last key counts first: bytes beyond the room, then seconds.
-        return np.lexsort((seconds, np.maximum(0, self.stages.needed(rows) - self.room_bytes)))
+        bytes_beyond = np.maximum(0, self.stages.needed(rows) - self.room_bytes)
+        return np.lexsort((seconds, bytes_beyond))  # the last key counts first
 
     def _by_stages(self) -> CutRows:
         """Return the cuts that fit and have the shortest slowest stage, and the shortest sum; else the smallest."""
@@ -216,6 +231,7 @@ class FittingCuts:
     def _near_best(self) -> CutRows:
         """Return the best of all cuts, or if they are too many, of a coarse choice and what is near."""
         cuts, places = self.stages.plan.stages - 1, len(self.stages.names)
+        # As many places, evenly spread, as have few enough combinations.
         few = next(count for count in range(places, cuts - 1, -1) if comb(count, cuts) <= _MOST_ROWS)
         spread = np.unique(np.linspace(1, places, few).round().astype(np.int64))
         rows = spread[_combinations(few, cuts)]

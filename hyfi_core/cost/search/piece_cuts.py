@@ -101,11 +101,14 @@ class PieceCuts:
         Args:
             more: fraction of it that is allowed in addition.
         """
-        # With the upper limit, any cuts are enough.
+        # Bisection: any cuts fit ``high``, and none fit less than ``low``.
         low, high = 0, int(self.peaks.max() + self.taken.max() * self.count)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._cuts(middle) is not None else (middle + 1, high)
+            if self._cuts(middle) is not None:
+                high = middle
+            else:
+                low = middle + 1
         row = self._cuts(low + int(low * more))
         assert row is not None, "the model has as many places as cuts"
         return row

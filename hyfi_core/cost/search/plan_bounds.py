@@ -58,12 +58,12 @@ class _Work:
 
     @classmethod
     def sum(cls, parts: Iterable[_Work]) -> _Work:
-        """Return the work of several parts."""
+        """Return the work of several parts together."""
         total = cls()
         for part in parts:
             total.kernels_s += part.kernels_s
-            for at, seconds in part.by_map.items():
-                total.by_map[at] = total.by_map.get(at, 0.0) + seconds
+            for size, seconds in part.by_map.items():
+                total.by_map[size] = total.by_map.get(size, 0.0) + seconds
         return total
 
     def ranks_s(self, grids: Iterable[tuple[int, int]]) -> float:
@@ -73,7 +73,7 @@ class _Work:
         ceil(h/R) ceil(w/C), so it counts R C ceil(h/R) ceil(w/C) / (h w) times: many ranks cannot divide a small map.
         """
         grids = tuple(grids)
-        return sum(seconds * min(_repeated(at, grid) for grid in grids) for at, seconds in self.by_map.items())
+        return sum(seconds * min(_repeated(size, grid) for grid in grids) for size, seconds in self.by_map.items())
 
 
 class _PricedProgram(NamedTuple):
@@ -162,22 +162,20 @@ class PlanBounds:
         Raises:
             RequestError: as ``cut_program``.
         """
-        key = self._images(plan), plan.cuts, _modes(plan)
+        images, modes = self._images(plan), _modes(plan)
+        key = images, plan.cuts, modes
         if key not in self._stages:
-            pieces = self.pieces(plan)
-            works = []
-            for piece, mode in zip(pieces, key[2], strict=True):
-                works_by_name = self._of_operators(key[0], mode)
-                works.append(
-                    _Work.sum(works_by_name[op.name] for op in piece.program.operators if op.name in works_by_name)
-                )
+            pieces, works = self.pieces(plan), list[_Work]()
+            for piece, mode in zip(pieces, modes, strict=True):
+                known = self._of_operators(images, mode)
+                works.append(_Work.sum(known[op.name] for op in piece.program.operators if op.name in known))
             self._stages[key] = tuple(works), max(update_s(piece.program, self._machine) for piece in pieces)
-        stages, least_update_s = self._stages[key]
-        each = zip(stages, plan.grids, _divided(plan), strict=True)
+        works_of_stages, least_update_s = self._stages[key]
+        each = zip(works_of_stages, plan.grids, _divided(plan), strict=True)
         return tuple(work.ranks_s([parts]) / prod(grid) + work.kernels_s for work, grid, parts in each), least_update_s
 
     def before(self, plan: ParallelPlan, places: Sequence[int]) -> list[list[float]]:
-        """Return, for each stage of a plan, the least time of all operators before each place if they were in it.
+        """Return, for each stage of a plan, the least time that all operators before each place would take in it.
 
         Args:
             plan: any; its cuts do not matter.
@@ -245,12 +243,12 @@ class PlanBounds:
         """Return the least work of an operator."""
         cost = costs.each[op.name]
         kinds: tuple[str, ...] = (cost.kind,)
-        known: tuple[str, ...] = ()
+        cheaper_again: tuple[str, ...] = ()  # kinds by which a second forward may be priced, too
         if cost.kind == "norm" and has_live_statistics(op):
             kinds = {None: ("norm", "shared_norm"), True: ("shared_norm",), False: ("norm",)}[mode.shared]
-            known = (KNOWN_NORM,)
+            cheaper_again = (KNOWN_NORM,)
         bare_s, seconds = (
-            min(self._of_kind(cost, machine, kind, (kind, *known), mode.forwards) for kind in kinds)
+            min(self._of_kind(cost, machine, kind, (kind, *cheaper_again), mode.forwards) for kind in kinds)
             for machine in (self._bare, self._machine)
         )
         return _Work({costs.sizes.get(op.first_output, _NO_MAP): bare_s}, seconds - bare_s)
@@ -265,18 +263,17 @@ class PlanBounds:
 
 
 def _map_sizes(program: Program, costs: Mapping[str, OperatorCost]) -> dict[str, tuple[int, ...]]:
-    """Return map -> its height and width: results of convolutions, and what windows and pixels are computed to next."""
+    """Return map -> its height and width: of convolutions, and of the windows and pointwise operators that follow."""
     sizes: dict[str, tuple[int, ...]] = {}
     for op in program.operators:
         name, kind = op.first_output, costs[op.name].kind
         if name not in program.values or len(program.values[name].shape) != 4:
             continue
-        size, before = (
-            tuple(program.values[name].shape[-2:]),
-            {sizes[name_before] for name_before in op.inputs if name_before in sizes},
-        )
-        pooled = before and facts_of(op).window is not None
-        if kind.endswith("convolution") or pooled or (kind in ("norm", "elementwise", "view") and size in before):
+        size = tuple(program.values[name].shape[-2:])
+        input_sizes = {sizes[taken] for taken in op.inputs if taken in sizes}
+        pooled = input_sizes and facts_of(op).window is not None
+        pointwise = kind in ("norm", "elementwise", "view") and size in input_sizes
+        if kind.endswith("convolution") or pooled or pointwise:
             sizes[name] = size
     return sizes
 
@@ -297,5 +294,6 @@ def _repeated(size: tuple[int, ...], grid: tuple[int, int]) -> float:
     """Return the least pixels of the largest part times the ranks, relative to the map; 1 for what is not a map."""
     if size == _NO_MAP or grid == _NO_MAP:
         return 1.0
-    orders = grid, grid[::-1]  # y and x of a map may have been exchanged
-    return min(prod(ranks * -(-side // ranks) / side for side, ranks in zip(size, way, strict=True)) for way in orders)
+    either_way = grid, grid[::-1]  # y and x of a map may have been exchanged
+    # -(-a // b) rounds up: the side of the largest part.
+    return min(prod(n * -(-side // n) / side for side, n in zip(size, ranks, strict=True)) for ranks in either_way)

@@ -61,9 +61,9 @@ def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
             continue
         for grids in _arrangements(request.ranks // replicas):
             for rounds in divisors(request.batch // replicas):
-                # Of one stage, any number: it has no bubble.
-                if rounds > _MOST_ROUNDS * len(grids) > _MOST_ROUNDS:
-                    continue  # the bubble is small already
+                # One stage has no bubble, which more micro-batches would make smaller: any number of them is tried.
+                if len(grids) > 1 and rounds > _MOST_ROUNDS * len(grids):
+                    continue
                 for schedule in _schedules(grids):
                     if schedule not in BIDIRECTIONAL or rounds % 2 == 0:
                         yield plan_of(request, grids, rounds, replicas, schedule)
@@ -127,19 +127,20 @@ def _compositions(ranks: int) -> Iterator[tuple[int, ...]]:
         if ranks % stages == 0:
             yield (ranks // stages,) * stages
         yield (ranks - stages + 1, *(1,) * (stages - 1))
-    halves, left = [], ranks
-    while left > 1:
-        halves.append(left - left // 2)
-        left //= 2
-        yield (*halves, left)
+    halves, remaining = [], ranks
+    while remaining > 1:
+        halves.append(remaining - remaining // 2)
+        remaining //= 2
+        yield (*halves, remaining)
 
 
 def _all_compositions(ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield all tuples of numbers from 1 whose sum is ``ranks``."""
     if ranks == 0:
         yield ()
     for first in range(1, ranks + 1):
-        for remainder in _all_compositions(ranks - first):
-            yield (first, *remainder)
+        for later in _all_compositions(ranks - first):
+            yield (first, *later)
 
 
 def divisors(number: int) -> list[int]:

@@ -33,10 +33,10 @@ class StudiedMemory:
 
 
 class PlanMemory:
-    """Knows what plans need, and makes them fit.
+    """Computes what plans need, and the ways in which they fit.
 
-    Many plans are asked for and few are cut: ``ways`` takes the tables of all stages. So do ``fits`` and
-    ``needed_bytes`` where the tables are exact; else they take the stages themselves.
+    ``ways`` reads memory from the tables of all stages, because few of the many plans that it is asked for are ever
+    cut. ``fits`` and ``needed_bytes`` do so where the tables are exact; else they cut the model.
 
     Args:
         programs: captures the model.
@@ -120,8 +120,8 @@ class PlanMemory:
         if key not in self._bounds_of:
             room = self._request.memory_bytes - self._request.held_bytes
             least = int(self._off * average_bytes(plan, self._programs(self._images(plan)), self._table(plan)))
-            # The tables of all stages take longer: only where the average would fit.
-            least = least if least > room else max(least, self._anywhere(plan).least_bytes())
+            if least <= room:  # the tables of all stages take longer: only where the average would fit
+                least = max(least, self._anywhere(plan).least_bytes())
             self._bounds_of[key] = self._request.held_bytes + least
             if least > room:
                 self._refused[key] = self._bounds_of[key], plan
@@ -135,6 +135,7 @@ class PlanMemory:
         return self.counted(self._forecast(plan, table.stages(cuts))) <= self._request.memory_bytes
 
     def _forecast(self, plan: ParallelPlan, stages: list[StageMaps]) -> int:
+        """Return the bytes of the rank that needs most, its process included, from those of the plan's stages."""
         most = max(rank_bytes(self._programs(self._images(plan)), plan, stages))
         return self._request.held_bytes + int((self._off if plan.spill is None else SPILLING_OFF) * most)
 

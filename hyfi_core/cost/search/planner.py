@@ -87,8 +87,9 @@ class StudiedModel:
         """Return the bounds of plans for a request; they depend on whether ranks share nodes, not on their number."""
         crowded = request.ranks > 1
         if crowded not in self._bounds:
-            of = request.batch, request.ranks, request.machine, request.dtype
-            self._bounds[crowded] = PlanBounds(self.programs, *of)
+            self._bounds[crowded] = PlanBounds(
+                self.programs, request.batch, request.ranks, request.machine, request.dtype
+            )
         return self._bounds[crowded]
 
 
@@ -213,7 +214,8 @@ class _PlanTrials:
             examined = heapq.heappop(queue)
             # No bound behind it is lower, and none is above the time of its step. Of equal times the first in the
             # family counts, so that the result does not depend on the queue.
-            if (examined.bound_s, examined.number) >= (fastest[-1][:2] if len(fastest) == top else (below_s, (0, 0))):
+            slowest = fastest[-1][:2] if len(fastest) == top else (below_s, (0, 0))
+            if (examined.bound_s, examined.number) >= slowest:
                 break
             if examined.costs is None:
                 for each in self._examined(examined):
@@ -239,7 +241,7 @@ class _PlanTrials:
     def _examined(self, examined: _Examined) -> list[_Examined]:
         """Return what is still to be considered of a plan, with the next bound: it, or each way in which it fits."""
         try:
-            if not examined.each_s:
+            if not examined.each_s:  # not cut yet
                 return list(self._that_fit(examined))
             if not examined.waits:
                 added = self.waits_s(examined.plan)
@@ -303,14 +305,14 @@ class _PlanTrials:
         """Return the forecasts of simple strategies, or the reasons why they do not work."""
         request, batch = self._request, self._request.batch
         forecasts: dict[str, StepForecast | str] = {}
-        words: dict[str, tuple[Strategy, ScheduleName, int]] = {
-            "data parallel": ("data", "1f1b", batch),
-            "spatial only": ("spatial", "1f1b", batch),
-            "layer parallel": ("model", "sequential", batch),
-            "pipeline": ("model", "1f1b", batch),
+        simple: dict[str, tuple[Strategy, ScheduleName]] = {
+            "data parallel": ("data", "1f1b"),
+            "spatial only": ("spatial", "1f1b"),
+            "layer parallel": ("model", "sequential"),
+            "pipeline": ("model", "1f1b"),
         }
-        for name, (strategy, schedule, images) in words.items() if request.ranks > 1 else ():
-            plan = plan_for(strategy, request.ranks, images)
+        for name, (strategy, schedule) in simple.items() if request.ranks > 1 else ():
+            plan = plan_for(strategy, request.ranks, batch)
             if batch % plan.replicas:
                 forecasts[name] = f"a batch of {batch} cannot be divided among {plan.replicas} replicas"
                 continue

@@ -70,10 +70,15 @@ def resized(single: Program, two: Program, images: int) -> Program:
         single: the program for one image.
         two: the program for two images.
         images: number of images of the program to return.
+
+    Raises:
+        _DiffersError: they differ in more than sizes.
     """
     same = ("parameters", "buffers", "image", "outputs", "mutations")
-    sizes = [[(name, item.shape, item.dtype) for name, item in program.constants.items()] for program in (single, two)]
-    if any(getattr(single, name) != getattr(two, name) for name in same) or sizes[0] != sizes[1]:
+    constants, of_two = (
+        [(name, item.shape, item.dtype) for name, item in program.constants.items()] for program in (single, two)
+    )
+    if any(getattr(single, name) != getattr(two, name) for name in same) or constants != of_two:
         raise _DiffersError
     if len(single.operators) != len(two.operators) or single.values.keys() != two.values.keys():
         raise _DiffersError
@@ -105,7 +110,11 @@ def _value(single: ValueInfo, two: ValueInfo, images: int) -> ValueInfo:
 
 
 def _on_line(single: Any, two: Any, images: int) -> Any:
-    """Return an argument with every whole number extrapolated to ``images`` images."""
+    """Return an argument with every whole number extrapolated from one image and two to ``images`` images.
+
+    Raises:
+        _DiffersError: the two differ in something else.
+    """
     if type(single) is not type(two):
         raise _DiffersError
     # Not isinstance: True is an int, too.

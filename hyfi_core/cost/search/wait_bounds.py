@@ -129,9 +129,10 @@ class WaitBounds:
         added, splits, links = [], list[Mapping[str, Split] | None](), NodeLinks(plan, self._machine)
         for stage, (piece, grid) in enumerate(zip(pieces, grids, strict=True)):
             waits = self._of_grid(program, grid, plan.gather_bytes)
-            holds = waits is not None and _holds(waits.whole, piece, grid, operators[stage], splits)
-            splits.append(waits.whole.ranked.splits if waits is not None and holds else None)
-            if waits is None or not holds or grid == (1, 1):
+            if waits is not None and not _holds(waits.whole, piece, grid, operators[stage], splits):
+                waits = None
+            splits.append(None if waits is None else waits.whole.ranked.splits)
+            if waits is None or grid == (1, 1):
                 added.append(0.0)
                 continue
             seconds = self._exchanges_s(program, waits, operators[stage], turn_s)
@@ -199,6 +200,7 @@ def _kinds(cost: OperatorCost) -> tuple[str, ...]:
 
 
 def _as_lowered(piece: Stage) -> list[Operator]:
+    """Return the operators of a stage as they would be lowered."""
     pooled = pool_before_relu(piece.program, (*refs_in(piece.outputs), *piece.sent))
     return lowered_operators(pooled, piece.outputs, piece.sent)
 
@@ -244,6 +246,7 @@ def _pointwise_chain(
 ) -> _PointwiseChain:
     """Return the chain that ends with an operator, whose results windows need beyond a rank's part."""
     layout, flow, operators = needs[0].layout, last, [last.name]
+    # Back from the last operator, through values that nothing else reads.
     while flow.window is None and len(flow.takes) == 1:
         (value,) = flow.takes
         if sketch.readers[value] != 1 or value not in makers or sketch.layouts[value] != layout:

@@ -171,7 +171,7 @@ class LoweredPlans:
 
     def clear(self) -> None:
         """Forget everything: plans and this refer to each other, and would stay until Python collects such cycles."""
-        for kept in (
+        for cache in (
             self._plans,
             self._stages,
             self._active,
@@ -180,7 +180,7 @@ class LoweredPlans:
             self._derived,
             self._layouts,
         ):
-            kept.clear()
+            cache.clear()
 
     def layouts(self, program: Program, target: Target) -> WholeLayouts | None:
         """Return the layouts of a whole model on a grid, None if it cannot be lowered so; kept as by ``active``.
@@ -292,9 +292,16 @@ def _lower_stage(
     active: frozenset[str],
     layouts: Callable[[Target], WholeLayouts | None],
 ) -> tuple[DividedStage, list[Operator]]:
-    """Return the programs of the rank in the middle of a grid, and the operators of the stage.
+    """Return a stage, lowered for the rank in the middle of a grid, and its operators.
 
-    ``layouts`` returns those of the whole model on the grid of a target.
+    Args:
+        piece: the stage.
+        grid: rows and columns of ranks.
+        entries: how the values that it receives are split.
+        fine: the plan, with cells as ranks.
+        machine: by which lengths of fused runs are chosen.
+        active: values of the whole model that carry gradients.
+        layouts: returns those of the whole model on the grid of a target; None if it cannot be lowered so.
     """
     exits = piece.sent
     program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))

@@ -124,18 +124,18 @@ def forecast_step(
         "reduce": max(0.0, run.makespan_s - computed_s),
     }
     return StepForecast(
-        plan,
-        step_s,
-        sum(run.busy_s) / len(run.busy_s) / step_s,
-        run.bubble,
-        exposed_s,
-        rank_bytes(program, plan),
-        grown_bytes(program, plan, machine.device),
-        tuple(rounds * stage.computing_s for stage in costs.stages),
-        run,
-        rounds * slowest.spilled.moving_s,
-        rounds * slowest.spilled.moved_bytes,
-        rounds * slowest.spilled.again_s,
+        plan=plan,
+        step_s=step_s,
+        busy=sum(run.busy_s) / len(run.busy_s) / step_s,
+        bubble=run.bubble,
+        exposed_s=exposed_s,
+        memory_bytes=rank_bytes(program, plan),
+        resident_bytes=grown_bytes(program, plan, machine.device),
+        compute_s=tuple(rounds * stage.computing_s for stage in costs.stages),
+        simulation=run,
+        moving_s=rounds * slowest.spilled.moving_s,
+        moved_bytes=rounds * slowest.spilled.moved_bytes,
+        recomputing_s=rounds * slowest.spilled.again_s,
     )
 
 
@@ -171,13 +171,15 @@ def _update_s(plan: ParallelPlan, costs: StageCosts) -> float:
     """Return the time of the end of a step on the rank with the most weights to update."""
     placement = Placement.of(_collapsed(plan))
     # Point to point, the second direction gets its weights from the owner, and updates none.
-    hosted = [
+    updated = [
         {stage for stage, direction in placement.hosted(rank) if direction == 0 or plan.mirror == "all_reduce"}
         for rank in range(placement.size)
     ]
-    longest_s = costs.watch_s + max(sum(costs.stages[stage].update_s for stage in stages) for stages in hosted)
-    cores, nodes = costs.machine.cores, -(-plan.ranks // costs.machine.devices_per_node)
-    return longest_s if cores is None else longest_s * max(1.0, plan.ranks / nodes / cores.count)
+    longest_s = costs.watch_s + max(sum(costs.stages[stage].update_s for stage in stages) for stages in updated)
+    if costs.machine.cores is None:
+        return longest_s
+    nodes = -(-plan.ranks // costs.machine.devices_per_node)
+    return longest_s * max(1.0, plan.ranks / nodes / costs.machine.cores.count)
 
 
 def _collapsed(plan: ParallelPlan) -> ParallelPlan:
@@ -270,6 +272,7 @@ def grown_bytes(program: Program, plan: ParallelPlan, device: str) -> tuple[int,
     states = [sum(stages[stage].state_bytes for stage, _ in placement.hosted(rank)) for rank in range(placement.size)]
     maps = [max(0, needs - state) for needs, state in zip(plane_bytes, states, strict=True)]
     for needs, of_maps, kept_by_rank in zip(plane_bytes, maps, kept_bytes(program, plan, maps), strict=True):
+        # Planes divide maps, and each has all weights.
         grown.append(kept_by_rank + needs - of_maps + of_maps // plan.branches)
     return tuple(grown) * plan.branches
 

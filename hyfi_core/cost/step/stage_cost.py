@@ -181,8 +181,8 @@ class StageCosts:
         scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
         weight_s = clock.weight_s if self._plan.divides_backwards else clock.backward_s  # in which gradients are made
         # In two parts, the gradients of weights are made in the second alone, in the same order.
-        quicker = weight_s / (clock.backward_s or 1.0)
-        gradients = [(quicker * ready_s, scale * length) for ready_s, length in clock.gradients]
+        shorter = weight_s / (clock.backward_s or 1.0)
+        gradients = [(shorter * ready_s, scale * length) for ready_s, length in clock.gradients]
         group = GradientHolders.of(self._plan, index, self.machine.devices_per_node)
         forward_s, backward_s = clock.forward_s + waits.total_s, clock.backward_s + recompute_s + waits.total_s
         spilled = NOTHING_SPILLED
@@ -346,13 +346,14 @@ class StageCosts:
 
 def _bytes_by_peer(grid: tuple[int, int], strips: Sequence[Strip], pixel_bytes: float) -> dict[PeerOffset, float]:
     """Return peer -> bytes of its strips, for the rank in the middle of a grid, for which stages are lowered."""
-    (_, columns), result = grid, dict[PeerOffset, float]()
+    _, columns = grid
     middle_y, middle_x = divmod(middle_rank(grid), columns)
+    bytes_by_peer: dict[PeerOffset, float] = {}
     for strip in strips:
         y, x = divmod(strip.peer, columns)
         peer = y - middle_y, x - middle_x
-        result[peer] = result.get(peer, 0.0) + pixel_bytes * strip.box.area
-    return result
+        bytes_by_peer[peer] = bytes_by_peer.get(peer, 0.0) + pixel_bytes * strip.box.area
+    return bytes_by_peer
 
 
 def update_s(program: Program, machine: MachineModel) -> float:

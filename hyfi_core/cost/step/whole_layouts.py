@@ -51,14 +51,13 @@ class WholeLayouts:
         """Whether a program has the same layouts, because it differs in the number of images alone."""
         if program is self.program:
             return True
-        own = self.program.values
-        # What ranks gather depends on its size.
-        if self.ranked.gathered or any(
-            split.dims != (2, 3) or not split.plain for split in self.ranked.splits.values()
-        ):
+        if self.ranked.gathered:  # whether ranks gather a map depends on its size
             return False
-        return own.keys() == program.values.keys() and all(
-            own[name].shape[1:] == program.values[name].shape[1:] for name in self.ranked.splits if name in own
+        if any(split.dims != (2, 3) or not split.plain for split in self.ranked.splits.values()):
+            return False
+        own, other = self.program.values, program.values
+        return own.keys() == other.keys() and all(
+            own[name].shape[1:] == other[name].shape[1:] for name in self.ranked.splits if name in own
         )
 
     def hold_for(self, operators: Sequence[Operator], entries: Mapping[str, Split | None]) -> bool:
@@ -74,6 +73,7 @@ class WholeLayouts:
         )
 
     def _same(self, op: Operator) -> bool:
+        """Whether the whole model has an operator with the same layouts under this name."""
         whole, splits = self.operators.get(op.name), self.ranked.splits
         if whole is op or whole == op:
             return True

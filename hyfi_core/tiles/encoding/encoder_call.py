@@ -73,7 +73,8 @@ class EncoderCall:
             tiles: ``(n, 3, T, T)`` as the encoder takes them.
             key: of random numbers.
             numbers: of these tiles in their slide.
-            single: the shapes that a call for one tile draws; empty: it draws none.
+            single: the shapes of random numbers that a call for one tile draws, in order; empty: it draws none; None:
+                not known yet.
             group: with exact norms (the ranks that share the slide, its number of tiles); None in evaluation mode.
 
         Raises:
@@ -104,7 +105,7 @@ class EncoderCall:
 
 
 def keeping_nothing() -> saved_tensors_hooks:
-    """Context of a forward without a backward: the same kernels as with a graph, without its memory."""
+    """Return a context of a forward that has no backward: the same kernels as with a graph, without its memory."""
     return saved_tensors_hooks(lambda tensor: None, _lost)
 
 

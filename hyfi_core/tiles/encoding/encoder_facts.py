@@ -107,7 +107,7 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
             one = _trial(call, tiles[-1:], key, [_TILES - 1], shapes, backward)
             several = _trial(call, tiles, key, range(_TILES), shapes, backward)
             _check_buffers(call, buffers)
-            alone = _mixes(call, tiles, key, shapes, one, several)
+            alone = _must_be_alone(call, tiles, key, shapes, one, several)
     finally:
         with torch.no_grad():
             for name, buffer in call.encoder.named_buffers():
@@ -193,13 +193,25 @@ def _check_buffers(call: EncoderCall, before: dict[str, torch.Tensor]) -> None:
             )
 
 
-def _mixes(
+def _must_be_alone(
     call: EncoderCall, tiles: torch.Tensor, key: DrawKey, shapes: tuple[DrawnShape, ...], one: _Trial, several: _Trial
 ) -> bool:
-    """Return whether tiles must be encoded one by one; refuse an encoder that mixes the tiles of a call."""
+    """Return whether tiles must be encoded one by one, because random numbers depend on the others of a call.
+
+    Args:
+        call: of the encoder.
+        tiles: of the trials ``(n, 3, T, T)``.
+        key: of random numbers.
+        shapes: of all numbers that a call for one tile draws.
+        one: the trial of the last tile alone.
+        several: the trial of all tiles.
+
+    Raises:
+        RequestError: it mixes the tiles of a call, also without random numbers.
+    """
     if _equal_to_rounding(one.features[0], several.features[-1]):
         return False
-    if shapes:  # are they the random numbers?
+    if shapes:  # perhaps only the random numbers differ
         flags = [(module, module.training) for module in call.encoder.modules()]
         # Without dropout, what still differs is mixed by the encoder itself.
         call.encoder.eval()
@@ -220,5 +232,6 @@ def _mixes(
 
 
 def _equal_to_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two feature vectors are equal, but for the rounding of their dtype."""
     scale = float(other.abs().max())
     return float((one - other).abs().max()) <= _TOLERANCE.get(one.dtype, _LOOSE) * max(scale, 1e-6)

@@ -80,13 +80,12 @@ class EncoderPass:
         features = [SlideFeatures(self.parts, slide, self.comm, width, dtype, device) for slide in slides]
         graphs: list[torch.Tensor | None] = []
         kept_vectors = self._kept_vectors()
-        stored = [
-            None if kept_vectors is None else kept_vectors.get(self.slides[chunk.slide], chunk) for chunk in self.chunks
-        ]
+        stored: list[torch.Tensor | None] = [None] * len(self.chunks)  # vectors of earlier steps
+        if kept_vectors is not None:
+            stored = [kept_vectors.get(self.slides[chunk.slide], chunk) for chunk in self.chunks]
         missing = [chunk for chunk, vectors in zip(self.chunks, stored, strict=True) if vectors is None]
-        read = self.reader.read(
-            self.slides, missing, self.like, self._waited, not self.trains or not self.facts.trained
-        )
+        no_backward = not self.trains or not self.facts.trained
+        read = self.reader.read(self.slides, missing, self.like, self._waited, last=no_backward)
         for chunk, vectors in zip(self.chunks, stored, strict=True):
             # The last chunks are kept: backward begins with them, so that their memory is free soonest.
             keeps = len(graphs) >= len(self.chunks) - kept and (room is None or room.fits_another())
@@ -101,11 +100,11 @@ class EncoderPass:
             features[chunk.slide].put(chunk.start, encoded)
             graphs.append(encoded if keeps and encoded.requires_grad else None)
             del encoded
-            for of in features[: chunk.slide + 1]:  # in order: those after it wait for their chunks
-                of.start()
-        for of in features:
-            of.start()
-        return [of.gathered() for of in features], graphs
+            for of_slide in features[: chunk.slide + 1]:  # in order: those after it wait for their chunks
+                of_slide.start()
+        for of_slide in features:
+            of_slide.start()
+        return [of_slide.gathered() for of_slide in features], graphs
 
     def backward(
         self,
@@ -163,6 +162,7 @@ class EncoderPass:
             return self.call(inputs, key, chunk.tiles, self.facts.shapes, group)
 
     def _guard(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward, which must not draw random numbers."""
         return NoDrawsInBackward() if self.facts.shapes else nullcontext()
 
 

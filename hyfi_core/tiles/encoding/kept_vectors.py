@@ -66,6 +66,7 @@ class KeptVectors:
 
 
 def _key(slide: TileSource, chunk: TileChunk) -> tuple[str, int, int]:
+    """Return what tells a chunk from all others: (identity of its slide or "", first tile, tile after the last)."""
     return str(getattr(slide, "identity", "")), chunk.start, chunk.stop
 
 

@@ -36,12 +36,11 @@ class ShardedPass(EncoderPass):
         width, dtype, device = self.facts.features, self.facts.dtype, self.call.device
         features = [SlideFeatures(self.parts, n, self.comm, width, dtype, device) for n in range(len(self.slides))]
         graphs: list[torch.Tensor | None] = []
-        kept, limited = self._by_all(kept, "min"), room is not None and room.memory_bytes is not None
-        read = self._read(self.chunks, not self.trains or not self.facts.trained)
+        kept = self._by_all(kept, "min")
+        read = self._read(self.chunks, last=not self.trains or not self.facts.trained)
         for number, chunk in enumerate(self.chunks):
             keeps = number >= len(self.chunks) - kept
-            if keeps and limited:
-                assert room is not None
+            if keeps and room is not None and room.memory_bytes is not None:
                 # Alike on all ranks: a chunk that is computed again gathers weights once more.
                 keeps = bool(self._by_all(int(room.fits_another()), "min"))
             if room is not None:
@@ -50,9 +49,9 @@ class ShardedPass(EncoderPass):
             features[chunk.slide].put(chunk.start, encoded)
             graphs.append(encoded if keeps and encoded.requires_grad else None)
             del encoded
-        for of in features:  # not while weights are gathered: on a GPU, two groups could wait for each other
-            of.start()
-        return [of.gathered() for of in features], graphs
+        for of_slide in features:  # not while weights are gathered: on a GPU, two groups could wait for each other
+            of_slide.start()
+        return [of_slide.gathered() for of_slide in features], graphs
 
     def backward(
         self,
@@ -88,6 +87,7 @@ class ShardedPass(EncoderPass):
             yield next(read)[1] if len(chunk) else dummy
 
     def _encoded(self, chunk: TileChunk, tiles: torch.Tensor, keeps: bool) -> torch.Tensor:
+        """Return the features of a chunk; those of a dummy are empty, but have a graph."""
         real = chunk if len(chunk) else TileChunk(chunk.slide, 0, 1)
         # None of a dummy's features, but its graph: backward gathers weights for it as for others.
         return super()._encoded(real, tiles, keeps)[: len(chunk)]

@@ -28,7 +28,9 @@ class ShardedOwnership(ParameterOwnership):
         """Return the weights that are whole, and so the same, on all ranks."""
         held = super().held()
         names = {name for name in held.names if name.startswith(WATCHED)}
-        return HeldWeights(names, [of and [n for n in of if n.startswith(WATCHED)] for of in held.groups])
+        # None: this rank is not in the group.
+        groups = [None if group is None else [n for n in group if n.startswith(WATCHED)] for group in held.groups]
+        return HeldWeights(names, groups)
 
     def here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a state with this rank's shards of the whole tensors in it."""
@@ -110,7 +112,7 @@ def clip_shards(
     """Scale gradients down to a norm over the whole model (collective), as ``runtime.gradients.clip``.
 
     Args:
-        parameters: of this rank; shards are summed over ranks, whole parameters count once.
+        parameters: of this rank, with a gradient or without; shards are summed over ranks, whole ones count once.
         max_norm: largest norm.
         everyone: all ranks.
         replicas: number of replicas, which hold the same gradients.

@@ -123,6 +123,8 @@ def test_messages_leave_the_node_when_the_ranks_do() -> None:
         ({"device": "tpu"}, "device: given 'tpu'; allowed: cpu or cuda"),
         ({"efficiency": {"convolution": 0.5}}, "efficiency.convolution: given 0.5"),
         ({"node": 3}, "node: given 3"),
+        ({"devices_per_node": 0.5}, "devices_per_node: given 0.5; allowed: a whole number from 1"),
+        ({"cores": {"count": 1.5, "turn_s": 1e-3, "waiting": 0.1}}, "count: given 1.5; allowed: a whole number"),
         ({"overhead_s": {"mist": [1.0, 1.0]}}, "overhead_s.mist: unknown"),
         ({"cores": {"count": 2, "turn_s": 1e-3}}, "waiting: given None"),
         ({"peak_flops_per_s": {"float32": "fast"}}, "float32: given 'fast'"),

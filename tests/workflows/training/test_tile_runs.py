@@ -207,6 +207,8 @@ def test_spread_of_attention() -> None:
     assert AttentionSpread.of([one, even]) == AttentionSpread(2.5, 2.5)
     assert AttentionSpread.of([torch.stack([one / 3, even])]) == AttentionSpread.of([(one / 3 + even) / 2])
     assert AttentionSpread.of([]) is None
+    # Eight heads, all of them at the first of three tiles: the longest dim is not that of tiles.
+    assert AttentionSpread.of([torch.tensor([[1.0, 0.0, 0.0]] * 8)], [3]) == AttentionSpread(3.0, 1.0)
 
 
 def test_validate_gives_the_metrics_of_the_run(
