@@ -40,10 +40,13 @@ def equal(
                 f"{name} is {tuple(value.shape)} {value.dtype} in the module and "
                 f"{tuple(actual_value.shape)} {actual_value.dtype} in the program"
             )
-        # The norm below leaves NaN out, so that equal ones are no difference.
+        # The norms below leave NaN and infinite values out: equal ones are no difference.
         if not torch.equal(value.isnan(), actual_value.isnan()):
             return f"{name} is NaN at other places in the module than in the program"
-        error, size = _norm(value.double() - actual_value.double()), max(_norm(value), _SMALL * sizes[name.split()[0]])
+        if not torch.equal(_infinite(_wide(value)), _infinite(_wide(actual_value))):
+            return f"{name} is infinite at other places in the module than in the program"
+        error = _norm(_wide(value) - _wide(actual_value))
+        size = max(_norm(value), _SMALL * sizes[name.split()[0]])
         if not error <= tolerance * size:
             return f"{name} has a relative error of {error / size if size else error:.1e}"
     return None
@@ -58,15 +61,16 @@ def first_module(model: nn.Module, program: Program, image: torch.Tensor) -> str
             if name is not None and isinstance(values.get(name), torch.Tensor):
                 captured.setdefault(op.module, []).append(values[name])
 
-    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
     with torch.no_grad(), RepeatableDraws():
-        interpret(program, parameters, {n: b.clone() for n, b in buffers.items()}, image, keep)
+        interpret(program, parameters, buffers, image, keep)
         outputs = _outputs(model, image)
     # Children finish before their parents, so the first module that differs is the innermost.
     for path, output in outputs:
         # Which of its operators computed the output is not recorded: any of their values may be it.
-        own = (value for at, values in captured.items() if at == path or at.startswith(f"{path}.") for value in values)
-        if captured.keys() & {path} and not any(_close(output, value) for value in own):
+        inside = [values for at, values in captured.items() if at == path or at.startswith(f"{path}.")]
+        if path in captured and not any(_close(output, value) for values in inside for value in values):
             return f"; the first module that differs is {path} ({type(model.get_submodule(path)).__name__})"
     return ""
 
@@ -90,9 +94,23 @@ def _outputs(model: nn.Module, image: torch.Tensor) -> list[tuple[str, torch.Ten
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and _norm(a.double() - b.double()) <= 1e-4 * max(_norm(a), 1e-30)
+    a, b = _wide(a), _wide(b)
+    if a.shape != b.shape or not torch.equal(_infinite(a), _infinite(b)):
+        return False
+    return _norm(a - b) <= 1e-4 * max(_norm(a), 1e-30)
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values in float64; complex numbers as pairs in a new last dim."""
+    value = value.detach()
+    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
+
+
+def _infinite(value: torch.Tensor) -> torch.Tensor:
+    """Return the infinite values of a tensor, and 0 elsewhere."""
+    return torch.where(value.isinf(), value, 0.0)
 
 
 def _norm(value: torch.Tensor) -> float:
-    # Where both are infinite or NaN, their difference is NaN, which counts as 0.
-    return float(torch.nan_to_num(value.detach().double()).norm())
+    """Return the norm of the finite values of a tensor."""
+    return float(torch.nan_to_num(_wide(value), nan=0.0, posinf=0.0, neginf=0.0).norm())

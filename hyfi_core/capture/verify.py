@@ -65,13 +65,13 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
     """
     stored = StoredTensors()
     try:
-        unseen = _compare(model, shape, dtype, output or (lambda value: value), "", stored)
-        if unseen is None and any(module.training for module in model.modules()):
+        reason = _compare(model, shape, dtype, output or (lambda value: value), "", stored)
+        if reason is None and any(module.training for module in model.modules()):
             with _evaluating(model):  # a failing capture is reported when this mode is used
                 _compare(model, shape, dtype, output or (lambda value: value), ", in evaluation mode", stored)
     finally:
         stored.void()
-    return unseen
+    return reason
 
 
 def _compare(
@@ -182,7 +182,7 @@ def _small_shapes(shape: Shape) -> Iterator[Shape]:
 
 
 def _of_program(model: nn.Module, program: Program, shape: Shape, dtype: torch.dtype, pick: Output) -> Observed:
-    """Return the results of a program."""
+    """Return the results of two steps of a program, from the model's present weights and buffers."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
 
@@ -205,13 +205,13 @@ def _exceeds_rounding(
     try:
         exact = copy.deepcopy(model).double()
         with undisturbed(exact):
-            expected = _steps(
+            exact_expected = _steps(
                 exact, shape, exact_dtype, lambda image: pick(exact(image)), lambda: dict(exact.named_buffers())
             )
         actual = _of_program(exact, capture(exact, shape, exact_dtype), shape, exact_dtype, pick)
     except Exception:  # the model requires its own dtype
         return equal(expected, _of_program(model, program, shape, dtype, pick), _COARSE) is not None
-    return equal(expected, actual, _TOLERANCE[torch.float64]) is not None
+    return equal(exact_expected, actual, _TOLERANCE[torch.float64]) is not None
 
 
 def _steps(
@@ -221,7 +221,17 @@ def _steps(
     run: Callable[[torch.Tensor], Any],
     buffers: Callable[[], Mapping[str, torch.Tensor]],
 ) -> Observed:
-    """Run forward and backward of each step; the loss is a randomly weighted sum of all outputs."""
+    """Run two steps; return their outputs and gradients, and the buffers afterwards.
+
+    The loss is a randomly weighted sum of all outputs.
+
+    Args:
+        model: has the parameters; its training mode counts.
+        shape: of the images.
+        dtype: of the images.
+        run: the forward.
+        buffers: returns the present buffers by name.
+    """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     values: Observed = {}
     for step in range(1, _STEPS + 1):
@@ -237,16 +247,8 @@ def _steps(
             gradients = torch.autograd.grad(differentiable, list(trained.values()), weights, allow_unused=True)
             named = reversed([*zip(trained, gradients, strict=True)])  # in the order of backward
             values.update({f"gradient of {name} in step {step}": gradient for name, gradient in named})
-    cumulative = _cumulative(model)
-    for name, buffer in buffers().items():
-        if name.rpartition(".")[0] not in cumulative:
-            values[f"buffer {name}"] = buffer.detach().clone()
+    values.update({f"buffer {name}": buffer.detach().clone() for name, buffer in buffers().items()})
     return values
-
-
-def _cumulative(model: nn.Module) -> set[str]:
-    """Return the norms with cumulative statistics, which the engine updates, not the program."""
-    return {name for name, module in model.named_modules() if getattr(module, "momentum", 0.0) is None}
 
 
 def _image(shape: Shape, dtype: torch.dtype, model: nn.Module, step: int) -> torch.Tensor:

@@ -17,11 +17,16 @@ NAN, INF = float("nan"), float("inf")
         ([1.0, INF], [1.0, INF], None),
         ([1.0, 2.0], [NAN, 2.0], "NaN at other places"),
         ([NAN, 2.0], [1.0, 2.0], "NaN at other places"),
-        ([1.0, 2.0], [INF, 2.0], "relative error of inf"),
+        ([1.0, 2.0], [INF, 2.0], "infinite at other places"),
+        ([INF, 2.0], [-INF, 2.0], "infinite at other places"),
+        ([INF, 2.0], [INF, 2.1], "relative error"),
+        ([1.0 + 2.0j], [1.0 + 3.0j], "relative error"),
         ([1.0, 2.0], [1.0, 2.1], "relative error"),
     ],
 )
-def test_what_is_no_number_equals_only_itself(module: list[float], program: list[float], words: str | None) -> None:
+def test_what_is_no_number_equals_only_itself(
+    module: list[float | complex], program: list[float | complex], words: str | None
+) -> None:
     difference = equal({"output 0": torch.tensor(module)}, {"output 0": torch.tensor(program)}, 1e-4)
     assert (difference is None) if words is None else (difference is not None and words in difference)
 

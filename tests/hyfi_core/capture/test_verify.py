@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 import hyfi_core
+from hyfi_core.capture import verify
+from hyfi_core.capture.export import capture
 from hyfi_core.capture.verify import verify_capture
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.threads import run_ranks
@@ -122,6 +125,15 @@ def test_a_model_that_runs_on_no_small_image_is_said_to_be_unchecked() -> None:
         UserWarning, match="Large could not be compared with its capture: it fails on every image size tried"
     ):
         hyfi_core.parallelize(Large(), (1, 3, 2048, 2048), PLAN, AloneCommunicator())
+
+
+def test_a_model_that_is_captured_in_its_own_dtype_alone_is_compared_in_it() -> None:
+    """In float64 the module runs and its capture fails: what the two compute in float32 is compared, and no mixture."""
+    model, shape = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten()), (2, 3, 8, 8)
+    program = capture(model, shape, torch.float32)
+    with mock.patch("hyfi_core.capture.verify.capture", side_effect=RequestError("float32 only")):
+        expected = verify._of_program(model, program, shape, torch.float32, lambda output: output)
+        assert not verify._exceeds_rounding(model, shape, torch.float32, lambda output: output, expected, program)
 
 
 def test_a_model_of_one_size_is_checked_at_that_size() -> None:
