@@ -96,8 +96,8 @@ def _exported(
         return exported
 
 
-# ``copy`` converts and broadcasts its source; these two operators do the same and have derivatives.
 def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Return ``aten.copy``, the source with the dtype and shape of ``into``, by two operators with derivatives."""
     return source.to(into.dtype).expand(into.shape)
 
 
@@ -105,22 +105,27 @@ def _difference(
     x: torch.Tensor, n: int = 1, dim: int = -1, prepend: torch.Tensor | None = None, append: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return ``torch.diff`` as slices and subtractions, which have rules."""
+    # As PyTorch, which then leaves ``prepend`` and ``append`` out; a copy, as the result must not be the input itself.
+    if n == 0:
+        return x.clone()
     ends = [part for part in (prepend, x, append) if part is not None]
     result = torch.cat(ends, dim) if len(ends) > 1 else x
     for _ in range(n):
         above, below = result.narrow(dim, 1, result.shape[dim] - 1), result.narrow(dim, 0, result.shape[dim] - 1)
         # PyTorch refuses ``-`` for bools; its ``diff`` of bools is this.
         result = above ^ below if result.dtype == torch.bool else above - below
-    # With n=0 a copy, as of PyTorch: the result must not be the input itself.
-    return result.clone() if result is x else result
+    return result
 
 
 def _rotated(x: torch.Tensor, k: int = 1, dims: tuple[int, int] = (0, 1)) -> torch.Tensor:
-    # A quarter turn is a flip and a transposition, a half turn two flips: all operators with rules.
-    turned = x.flip((dims[1],)) if k % 4 in (1, 2) else x.flip((dims[0],)) if k % 4 == 3 else x
-    if k % 4 == 2:
-        return turned.flip((dims[0],))
-    return turned.transpose(*dims).clone() if k % 2 else turned.clone()
+    """Return ``torch.rot90`` of ``k`` quarter turns as flips and a transposition, which have rules."""
+    first, second = dims
+    quarter_turns = k % 4
+    if quarter_turns == 0:
+        return x.clone()
+    if quarter_turns == 2:
+        return x.flip((second,)).flip((first,))
+    return x.flip((second if quarter_turns == 1 else first,)).transpose(first, second).clone()
 
 
 _DECOMPOSED: dict[Any, Any] = {torch.ops.aten.diff.default: _difference, torch.ops.aten.rot90.default: _rotated}
@@ -138,6 +143,7 @@ def _decompositions(traced: ExportedProgram) -> dict[Any, Any]:
 
 
 def _targets(traced: ExportedProgram) -> set[Any]:
+    """Return all operators and functions that the graph and its nested graphs call."""
     graphs = [module.graph for module in traced.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     return {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
 
@@ -265,7 +271,10 @@ def _refuse_numbers(node: torch.fx.Node) -> None:
 
 
 def _is_device_of_capture(node: torch.fx.Node, key: str) -> bool:
-    """Whether an argument says that a tensor stays where it is; one on a GPU may come from the host."""
+    """Whether an argument is ``device="cpu"`` of a conversion: without it, the result stays on its rank's device.
+
+    The device ``cuda`` is kept, because the tensor that is converted may be on the host.
+    """
     if key != "device" or node.target is not torch.ops.aten._to_copy.default:
         return False
     return torch.device(node.kwargs[key]).type == "cpu"  # type: ignore[arg-type]
@@ -311,9 +320,8 @@ def _argument(item: Any) -> Any:
     if isinstance(item, torch.device):
         return torch.device(item.type)  # the current one of each rank: programs of ranks are compared
     if isinstance(item, (list, tuple)):
-        return (
-            tuple(_argument(part) for part in item) if isinstance(item, tuple) else [_argument(part) for part in item]
-        )
+        parts = [_argument(part) for part in item]
+        return tuple(parts) if isinstance(item, tuple) else parts
     return item
 
 

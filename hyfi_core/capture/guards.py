@@ -132,6 +132,7 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
         calls.begin()
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
+        """Refuse what the forward has changed, or take it back; the order of these checks matters."""
         calls.end()  # what follows is not part of the forward
         register_output(output)
         _refuse_counted(outside, outside_attributes(model))
@@ -154,6 +155,7 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
 
 @contextlib.contextmanager
 def _counted(calls: WatchedCalls) -> Iterator[None]:
+    """Context of a checkpoint's function: it counts as one level of ``calls.checkpoints``."""
     calls.checkpoints += 1
     try:
         yield
@@ -238,6 +240,7 @@ def _apply(function: Any, *args: Any, **named: Any) -> Any:
 
 @contextlib.contextmanager
 def _untraced() -> Iterator[None]:
+    """Context in which the patched functions are PyTorch's own, as outside of a trace; used inside of one."""
     _trace.traces = False
     try:
         yield
@@ -281,16 +284,18 @@ def _normalise_instances(module: _InstanceNorm, x: torch.Tensor) -> torch.Tensor
     They are means over the images of each image's mean and unbiased variance. In evaluation mode, it is a batch norm.
     """
     mean, variance = module.running_mean, module.running_var
-    if not _traces() or mean is None or variance is None or x.dim() != 4:
+    if not _traces() or mean is None or variance is None:
         plain: torch.Tensor = _PLAIN_INSTANCE_NORM(module, x)
         return plain
     module._check_input_dim(x)
+    if x.dim() == module._get_no_batch_dim():  # one image, without a batch dim
+        return _normalise_instances(module, x[None])[0]
     affine = module.weight, module.bias
     if not module.training:
         return F.batch_norm(x, mean, variance, *affine, False, 0.0, module.eps)
     momentum = 0.0 if module.momentum is None else module.momentum
     # Detached: PyTorch's kernel gives running statistics no gradient either.
-    of_images = torch.var_mean(x.detach().to(mean.dtype), (2, 3), correction=1)
+    of_images = torch.var_mean(x.detach().to(mean.dtype), tuple(range(2, x.dim())), correction=1)
     for statistic, per_image in zip((variance, mean), of_images, strict=True):
         statistic.copy_(statistic * (1.0 - momentum) + per_image.mean(0) * momentum)
     return F.instance_norm(x, None, None, *affine, True, momentum, module.eps)
@@ -336,12 +341,14 @@ def register_output(output: Any) -> None:
 
 
 def _attributes(output: Any) -> tuple[list[Any], tuple[str, ...]]:
+    """Return (values, names) of the fields of a dataclass, or of an object's attributes."""
     fields = dataclasses.fields(output) if dataclasses.is_dataclass(output) else ()
     names = tuple(field.name for field in fields) or tuple(vars(output))
     return [getattr(output, name) for name in names], names
 
 
 def _put_together(kind: type, values: Any, names: Any) -> Any:
+    """Return an object of a class with these attributes, the inverse of ``_attributes``."""
     # Without ``__init__``, whose arguments may be other ones than the attributes.
     output: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):

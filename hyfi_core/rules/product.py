@@ -151,11 +151,13 @@ def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Spli
 
 
 def sum_of_parts(builder: Builder, function: Any, inputs: Sequence[str], output: str) -> None:
-    """Emit the sum over ranks of ``function`` of each rank's part, in float32 or wider."""
+    """Emit the sum over ranks of ``function`` of each rank's part: floats in float32 or wider, integers as they are."""
     partial, summed = builder.fresh(output), builder.fresh(output)
 
     def own(*tensors: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = function(*tensors)
+        if not result.is_floating_point():
+            return result
         # Wide before the sum: 16 bits would be rounded on each rank, and once more together.
         return result.to(torch.promote_types(result.dtype, torch.float32))
 

@@ -37,7 +37,10 @@ def _reduced_dims(
     name = op.args[0].name
     rank = len(builder.shape(name))
     argument = op.args[dims_at] if len(op.args) > dims_at else None
-    dims = range(rank) if argument is None else [argument] if isinstance(argument, int) else argument
+    dims = [argument] if isinstance(argument, int) else argument
+    # As PyTorch: no dims are all dims, but ``any(dim=())`` and ``all(dim=())`` reduce none.
+    if dims is None or (not dims and not op.text.startswith(("aten.any", "aten.all"))):
+        dims = range(rank)
     keepdim = op.args[keepdim_at] if len(op.args) > keepdim_at else op.kwargs.get("keepdim", False)
     return name, tuple(sorted(dim % rank for dim in dims)), bool(keepdim)
 
@@ -66,7 +69,7 @@ def _sum(builder: Builder, op: Operator, mean: bool) -> None:
 
 
 def _fewer(split: Split, gone: tuple[int, ...]) -> Split:
-    """Return how a value is split after dims other than height and width are removed."""
+    """Return how a value is split after the dims ``gone``, which are neither height nor width, are removed."""
     y, x = (dim - sum(removed < dim for removed in gone) for dim in split.dims)
     return Split(split.layout, (y, x), leads=split.leads)
 
@@ -165,11 +168,13 @@ def maximum(builder: Builder, op: Operator) -> None:
         if "min" not in op.text:
             builder.communicate(MaxOverSpace(dims, keepdim), (part,), op.outputs, "reduce")
             return
-        # The least is the largest of the negatives.
-        negated, top = builder.fresh(name), builder.fresh(op.first_output)
-        builder.compute(lambda tensor: -tensor, (part,), (negated,), builder.splits[name])
-        builder.communicate(MaxOverSpace(dims, keepdim), (negated,), (top,), "reduce")
-        builder.compute(lambda tensor: -tensor, (top,), op.outputs)
+        # The least is the largest of the negatives; of integers and truth values, of those with all bits inverted,
+        # because a negative byte wraps around.
+        invert = torch.neg if builder.values[name].dtype.is_floating_point else torch.bitwise_not
+        inverted, top = builder.fresh(name), builder.fresh(op.first_output)
+        builder.compute(lambda tensor: invert(tensor), (part,), (inverted,), builder.splits[name])
+        builder.communicate(MaxOverSpace(dims, keepdim), (inverted,), (top,), "reduce")
+        builder.compute(lambda tensor: invert(tensor), (top,), op.outputs)
 
 
 def truth(builder: Builder, op: Operator) -> None:
@@ -215,21 +220,19 @@ def vector_norm(builder: Builder, op: Operator) -> None:
         )
 
     def powers(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.to(accumulator(tensor)).abs()
+        # The result's dtype may be wider: it is an argument of the operator.
+        tensor = tensor.to(torch.promote_types(accumulator(tensor), narrow)).abs()
         return (tensor if order == 1 else tensor.pow(order)).sum(dims, keepdim=keepdim)
 
     def root(total: torch.Tensor) -> torch.Tensor:
-        # The derivative of the root at zero is infinite; that of PyTorch's norm is defined as zero.
-        zero = total == 0
-        norm = total if order == 1 else torch.where(zero, 0.0, torch.where(zero, 1.0, total).pow(1 / order))
-        return norm.to(narrow)
+        return (total if order == 1 else _rooted(total, order)).to(narrow)
 
     _through_sum(builder, part, op.outputs, powers, root)
 
 
 def variance(builder: Builder, op: Operator) -> None:
     """``var``, ``std``, ``var_mean`` and ``std_mean``, with any correction."""
-    rooted = op.text.startswith("aten.std")
+    is_deviation = op.text.startswith("aten.std")
     with_mean = "_mean." in op.text
     setting = op.kwargs.get("correction")
     correction = 1 if setting is None else setting
@@ -246,17 +249,22 @@ def variance(builder: Builder, op: Operator) -> None:
     def finish(moments: torch.Tensor) -> Any:
         # Moments are of all ranks, and biased.
         corrected = moments[1] * (count / (count - correction))
-        result: torch.Tensor = (corrected.sqrt() if rooted else corrected).to(dtype)
+        result = (_rooted(corrected, 2.0) if is_deviation else corrected).to(dtype)
         return (result, moments[0].to(dtype)) if with_mean else result
 
     builder.compute(finish, (moments_over_ranks(builder, name, dims, keepdim),), op.outputs)
 
 
+def _rooted(sums: torch.Tensor, order: float) -> torch.Tensor:
+    """Return roots whose gradient at zero is zero, as those of PyTorch's norms and deviations; it would be infinite."""
+    zero = sums == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, sums).pow(1 / order))
+
+
 def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool, groups: int = 0) -> str:
     """Emit mean and biased variance over a whole map; return the name of both, stacked, in float64.
 
-    With up to ``MOST_ROWS`` ranks, each sends its mean and variance in a separate row of one message, which avoids
-    cancellation for any mean. For more ranks the message would be long: they sum Σ x and Σ x².
+    Up to ``MOST_ROWS`` ranks send rows of their own, without cancellation; more ranks sum Σ x and Σ x²: short messages.
 
     Args:
         builder: of the rank's program.
@@ -281,6 +289,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     shares = Constant(torch.tensor(counts, dtype=torch.float64).div_(count))
 
     def moments(tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's share of the sums; or its row among zeros for others, whose sum has all rows exactly."""
         tensor = tensor.to(accumulator(tensor))
         # Sums of nothing tie the result to the input, so that all ranks have the same backward.
         if not own_count:
@@ -293,11 +302,11 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
             row = row if apart else row * own_count
         if not apart:
             return row
-        # Zeros for the rows of other ranks: their sum has all rows, exactly.
         before, behind = row.new_zeros((rank, *row.shape)), row.new_zeros((ranks - 1 - rank, *row.shape))
         return torch.cat([before, row[None], behind])
 
-    def together(rows: torch.Tensor) -> torch.Tensor:
+    def moments_of_all(rows: torch.Tensor) -> torch.Tensor:
+        """Return (mean, biased variance) of the whole map, from what all ranks have sent."""
         if not apart:
             mean = rows[0] / count
             return torch.stack([mean, (rows[1] / count - mean * mean).clamp(min=0.0)])  # may round below 0
@@ -310,12 +319,12 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     rows, summed, moments_name = (builder.fresh(part, (), torch.float64) for _ in range(3))
     builder.compute(moments, (part,), (rows,))
     builder.communicate(SumOverRanks(), (rows,), (summed,), "reduce")
-    builder.compute(together, (summed,), (moments_name,))
+    builder.compute(moments_of_all, (summed,), (moments_name,))
     return moments_name
 
 
 def _try_not_over_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> bool:
-    """Emit a reduction that is not over both height and width; return whether it is one."""
+    """Emit a reduction over dims without height, without width or without both; return False for one over both."""
     space = set(builder.splits[op.args[0].name].dims)
     reduced = space & set(dims)
     if reduced == space:

@@ -45,6 +45,7 @@ def interpolated(find: _Find) -> Rule:
 
     def rule(builder: Builder, op: Operator) -> None:
         """Bicubic and antialiased resizing to any size."""
+        refuse_bytes(builder, op)
         name, align = op.args[0].name, bool(op.args[2])
         factors = op.args[3] if len(op.args) > 3 and op.args[3] is not None else (None, None)
         dims = builder.splits[name].dims
@@ -92,6 +93,17 @@ class _WeightedTaps:
         return result
 
 
+def refuse_bytes(builder: Builder, op: Operator) -> None:
+    """Refuse to resize integers by weighted sums: PyTorch's kernels of bytes have weights and rounding of their own.
+
+    Raises:
+        RequestError: the operator's map is not floating point.
+    """
+    dtype = builder.values[op.args[0].name].dtype
+    if not dtype.is_floating_point:
+        builder.refuse(op, f"resizes a map of {dtype}", "a map of floats, such as y.float(), or mode='nearest'")
+
+
 def _scale(size: int, outputs: int, align: bool, factor: float | None) -> torch.Tensor:
     """Return the distance between neighbouring outputs, in inputs."""
     if align:
@@ -116,6 +128,7 @@ def antialiased(support: float, weigh: Callable[[torch.Tensor], torch.Tensor]) -
     """Return a function that returns the taps of antialiased resizing, for a filter with this support at scale 1."""
 
     def find(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neighbours:
+        """Return the taps of all outputs; the filter is stretched where a map is made smaller."""
         stretch = scale.clamp(min=1.0)
         reach_px = support * stretch
         # PyTorch ignores ``align_corners`` here.

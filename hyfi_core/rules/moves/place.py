@@ -54,7 +54,9 @@ def pad(builder: Builder, op: Operator) -> None:
         pad_circular(builder, op, space)
     else:
         fold = _reflected if mode == "reflect" else _replicated
-        tables = [[fold(i, shape[d]) for i in range(-b, shape[d] + a)] for d, (b, a) in zip(dims, space, strict=True)]
+        tables = []
+        for dim, (before, behind) in zip(dims, space, strict=True):
+            tables.append([fold(at, shape[dim]) for at in range(-before, shape[dim] + behind)])
         _by_table(builder, op.outputs[:1], name, tables)
 
 
@@ -91,12 +93,14 @@ def _pad_constant(
 
 
 def _reflected(index: int, size: int) -> int:
+    """Return the input pixel that a reflecting padding puts at ``index``, from -(size - 1) to 2 · (size - 1)."""
     # A mirror at 0, without repeating it, and one at the last pixel.
     index = abs(index)
     return index if index < size else 2 * (size - 1) - index
 
 
 def _replicated(index: int, size: int) -> int:
+    """Return the input pixel that a replicating padding puts at ``index``: the nearest one."""
     return min(max(index, 0), size - 1)
 
 
@@ -143,6 +147,7 @@ def split_of_space(builder: Builder, op: Operator, dim: int) -> None:
 
 
 def _lengths(op: Operator, size: int) -> list[int]:
+    """Return the lengths of the pieces of a ``split`` or ``chunk`` of a dim of this size."""
     if op.text == "aten.split_with_sizes.default":
         return list(op.args[1])
     # ``chunk`` takes a number of pieces, ``split`` their length.
@@ -152,7 +157,8 @@ def _lengths(op: Operator, size: int) -> list[int]:
 
 def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
     """``cat`` along y or x: each rank receives the pixels of each input that are in its part."""
-    names = [item.name for item in op.args[0]]
+    # PyTorch leaves out tensors of shape (0,), with which loops of ``cat`` begin.
+    names = [item.name for item in op.args[0] if builder.shape(item.name) != (0,)]
     first = next(builder.splits[name] for name in names if name in builder.splits)
     if first.in_batch:
         cat_of_groups(builder, op)
@@ -169,13 +175,13 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
     y, x = first.dims
     # A new layout: a rank's parts of two inputs would not be beside each other in the joined map.
     layout = Layout.even(shape[y], shape[x], builder.grid)
-    start, pieces, inputs = 0, [], []
+    start, is_present, inputs = 0, [], []
     for name in names:
         stop = start + builder.shape(name)[dim]
         band = Box(start, stop, 0, shape[x]) if dim == y else Box(0, shape[y], start, stop)
         # From the joined map's coordinates to those of this input.
         need = layout.parts.within(band).shift(-band.y0, -band.x0)
-        pieces.append(not need[builder.rank].empty)
+        is_present.append(not need[builder.rank].empty)
         inputs.append(_piece(builder, name, first.dims, need))
         start = stop
 
@@ -183,7 +189,8 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         # Of inputs of several dtypes, a rank may have those of one.
-        return torch.cat([tensor for tensor, some in zip(tensors, pieces, strict=True) if some], dim).to(dtype)
+        pieces = [tensor for tensor, present in zip(tensors, is_present, strict=True) if present]
+        return torch.cat(pieces, dim).to(dtype)
 
     builder.compute(call, tuple(inputs), op.outputs, Split(layout, first.dims))
 

@@ -21,6 +21,7 @@ from hyfi_core.rules.accepted_maps import on_maps
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import arguments, pair
 from hyfi_core.rules.moves.axis import Axis, Selection, reach, scattered
+from hyfi_core.rules.moves.interpolate import refuse_bytes
 from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.reduction import mean_over_space
 
@@ -58,6 +59,7 @@ def conv_transpose2d(builder: Builder, op: Operator) -> None:
 
 def upsample_bilinear(builder: Builder, op: Operator) -> None:
     """Bilinear resizing to any size, corners aligned or not."""
+    refuse_bytes(builder, op)
     name, align = op.args[0].name, bool(op.args[2])
     factors = op.args[3] if len(op.args) > 3 else None
     dims = builder.splits[name].dims
@@ -77,6 +79,7 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
     ]
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the result: along y, then along x, each output of its two inputs."""
         result = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         for dim, (low, high, weight) in zip(dims, own, strict=True):
             sides = [1] * tensor.dim()
@@ -89,6 +92,7 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
 
 
 def _between(low: list[int], high: list[int]) -> Any:
+    """Return ``Axis.interval`` of outputs that read the inputs from ``low`` to ``high``, both ascending."""
     return lambda start, stop: (low[start], high[stop - 1] + 1)
 
 
@@ -144,6 +148,7 @@ def adaptive_avg_pool2d(builder: Builder, op: Operator) -> None:
 
 
 def _adaptive(size: int, count: int) -> Axis:
+    """Return the axis of an adaptive pool of ``size`` inputs to ``count`` outputs."""
     return Axis(count, lambda start, stop: (start * size // count, -(-stop * size // count)))
 
 

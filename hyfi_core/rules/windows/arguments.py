@@ -23,12 +23,10 @@ class Sliding:
     Attributes:
         window: along (y, x).
         symmetric: along which of (y, x) the padding is the same at both ends, so that the native call can do it.
-        fill: value outside of the map.
     """
 
     window: Window
     symmetric: tuple[bool, bool]
-    fill: float = 0.0
 
 
 def conv2d(op: Operator, shape: ShapeOf) -> Sliding:
@@ -48,7 +46,7 @@ def max_pool2d(op: Operator, shape: ShapeOf) -> Sliding:
     """Return the window of a max pool; with ``ceil_mode`` it may extend beyond the padding."""
     _, kernel, stride, padding, dilation, ceil_mode = arguments(op.args, ([], [0, 0], [1, 1], False), 2)
     window = _window(pair(kernel), pair(stride or kernel), pair(padding), pair(dilation))
-    return Sliding(window, (not ceil_mode, not ceil_mode), float("-inf"))
+    return Sliding(window, (not ceil_mode, not ceil_mode))
 
 
 def avg_pool2d(op: Operator, shape: ShapeOf) -> Sliding:

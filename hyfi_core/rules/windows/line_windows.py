@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.constants import Constant
-from hyfi_core.ops.reduce import FirstMaximum
+from hyfi_core.ops.reduce import FirstMaximum, least
 from hyfi_core.plan.boxes import Boxes, Interval
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.accepted_maps import on_tiles, one_map
@@ -77,7 +77,8 @@ def conv1d(builder: Builder, op: Operator) -> None:
 def max_pool1d(builder: Builder, op: Operator) -> None:
     """Max pooling over positions, as a convolution over positions."""
     _, kernel, stride, padding, dilation, _ = arguments(op.args, ([], [0], [1], False), 2)
-    line = _Line(_number(kernel), _number(padding), _number(dilation), float("-inf"))
+    fill = least(builder.values[op.args[0].name].dtype)
+    line = _Line(_number(kernel), _number(padding), _number(dilation), fill)
     rows = _rows(builder, op, line, _number(stride or kernel))
     if rows is None:  # no row is divided: it has been emitted as it is
         return
@@ -153,6 +154,8 @@ def _with_ends(builder: Builder, name: str, line: _Line) -> str:
         return name
 
     def boxes(down: int, columns: Any) -> Boxes:
+        """Return, for each rank, the rows ``down`` below its own, of the columns that ``columns(x0, x1)`` returns."""
+
         def moved(start: int, stop: int) -> Interval:
             return (start + down, stop + down)
 
@@ -166,11 +169,12 @@ def _with_ends(builder: Builder, name: str, line: _Line) -> str:
     )
     pieces = [need for need in needs if any(not box.empty for box in need)]
     inputs = tuple(builder.moved(name, need, fill=line.fill) for need in pieces)
-    some = [not need[builder.rank].empty for need in pieces]
+    is_present = [not need[builder.rank].empty for need in pieces]
 
     def joined(*tensors: torch.Tensor) -> torch.Tensor:
         # cat refuses an empty list: a rank without pixels returns an empty piece.
-        return torch.cat([tensor for tensor, present in zip(tensors, some, strict=True) if present] or tensors[:1], 3)
+        present = [tensor for tensor, is_here in zip(tensors, is_present, strict=True) if is_here]
+        return torch.cat(present or tensors[:1], 3)
 
     result = builder.fresh(name)
     builder.compute(joined, inputs, (result,))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.avg_pool import AvgPool
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.ops.reduce import least
 from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.transfer import plan_transfer
 from hyfi_core.plan.window import Window
@@ -49,7 +48,7 @@ def try_overlapped_max_pool(
 ) -> bool:
     """Emit a max pool that overlaps its halo exchange; see ``try_overlapped_convolution``."""
     name = op.args[0].name
-    halo = _own_halo(builder, name, split, need, -math.inf)
+    halo = _own_halo(builder, name, split, need, least(builder.values[name].dtype))
     if halo is None:
         return False
     pool = MaxPool(halo, window, split.layout.parts[builder.rank], native)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.avg_pool import counts
 from hyfi_core.ops.constants import Constant
+from hyfi_core.ops.reduce import least
 from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.accepted_maps import on_maps
@@ -137,7 +138,7 @@ def _subsampled_convolution(builder: Builder, op: Operator, stride: tuple[int, i
 
 
 def max_pool2d(builder: Builder, op: Operator) -> None:
-    """Max pooling; values outside the map are -inf."""
+    """Max pooling; values outside the map are the smallest of their dtype, for floats -inf."""
     sliding = windows.max_pool2d(op, builder.shape)
     y, x = sliding.window.y, sliding.window.x
     plan = _sliding(builder, op, sliding)
@@ -145,7 +146,7 @@ def max_pool2d(builder: Builder, op: Operator) -> None:
         return
     if try_overlapped_max_pool(builder, op, sliding.window, plan.split, plan.need, plan.native):
         return
-    canvas = builder.moved(op.args[0].name, plan.need, fill=sliding.fill)
+    canvas = builder.moved(op.args[0].name, plan.need, fill=least(builder.values[op.args[0].name].dtype))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride, dilation = (y.kernel, x.kernel), (y.stride, x.stride), (y.dilation, x.dilation)
