@@ -118,7 +118,8 @@ class Program:
             for op in self.operators
         )
         shapes = sorted((name, info.shape, str(info.dtype)) for name, info in self.values.items())
-        return hashlib.sha256(f"{text}\n{shapes}\n{self.outputs}".encode()).hexdigest()
+        mutations = sorted(self.mutations.items())
+        return hashlib.sha256(f"{text}\n{shapes}\n{self.outputs}\n{mutations}".encode()).hexdigest()
 
     def equals(self, other: Program) -> bool:
         """Whether another program computes the same, with constants of the same values."""

@@ -82,16 +82,16 @@ def _recorded(tensors: list[torch.Tensor], name: str, number: int) -> torch.Tens
 
 @_recorded.register_fake
 def _(tensors: list[torch.Tensor], name: str, number: int) -> torch.Tensor:
-    # ``_unlike`` and ``_not_pointwise`` have shown before that the result is like the first tensor.
+    # ``_unsupported`` and ``_not_pointwise`` have shown before that the result is like the first tensor.
     return torch.empty_like(tensors[0])
 
 
-def _not_here(context: Any, *cotangents: Any) -> Any:
+def _no_backward(context: Any, *cotangents: Any) -> Any:
     raise RuntimeError("a trace has no backward")
 
 
 # With a backward, results require gradients in the trace, as those of ``Function.apply`` do.
-_recorded.register_autograd(_not_here)
+_recorded.register_autograd(_no_backward)
 
 
 def recorded(
@@ -113,7 +113,7 @@ def recorded(
     constants = tuple(None if at in places else item for at, item in enumerate(arguments))
     called = PointwiseFunction(function, constants, places)
     tensors = [arguments[position] for position in places]
-    reason = _unlike(tensors, constants)
+    reason = _unsupported(tensors, constants)
     if reason is None:
         with untraced():
             reason = _not_pointwise(called, tensors)
@@ -122,11 +122,18 @@ def recorded(
             f"the model calls {function.__module__}.{function.__qualname__}, an autograd.Function that {reason}, at "
             f"{calling_line()}: only those that compute pixel by pixel can be divided; {_ADVICE}"
         )
-    # Captures repeat: an equal call has the number that it had before.
-    if called not in _KNOWN:
-        _KNOWN.append(called)
-    result: torch.Tensor = _recorded(tensors, called.name, _KNOWN.index(called))
+    result: torch.Tensor = _recorded(tensors, called.name, _number_of(called))
     return result
+
+
+def _number_of(called: PointwiseFunction) -> int:
+    """Return the number of a call in ``_KNOWN``: captures repeat, and an equal call has the number of the first."""
+    for number, known in enumerate(_KNOWN):
+        # By the text of constants, which tells True from 1 and 1.0, and in which NaN equals NaN.
+        if known.function is called.function and known.places == called.places and known.name == called.name:
+            return number
+    _KNOWN.append(called)
+    return len(_KNOWN) - 1
 
 
 def function_of(target: Any, args: Sequence[Any]) -> PointwiseFunction | None:
@@ -134,7 +141,7 @@ def function_of(target: Any, args: Sequence[Any]) -> PointwiseFunction | None:
     return _KNOWN[args[2]] if target is torch.ops.hyfi.pointwise_function.default else None
 
 
-def _unlike(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> str | None:
+def _unsupported(tensors: Sequence[torch.Tensor], constants: tuple[Any, ...]) -> str | None:
     """Return why these arguments are not supported; None if they are."""
     if not all(is_constant(item) for item in constants):
         return "takes an argument that is neither a tensor nor a constant"
@@ -189,7 +196,15 @@ def _differs(called: PointwiseFunction, samples: list[torch.Tensor]) -> str | No
 
 
 def _results(called: PointwiseFunction, samples: list[torch.Tensor]) -> list[Any]:
-    """Return the result and the gradients of all tensors, None for one that has none."""
+    """Return the result of a call and the gradients of its tensors, None for one that has none.
+
+    Args:
+        called: the function.
+        samples: its tensors, and the result's cotangent last.
+
+    Raises:
+        _UnsuitableError: the result is not one tensor like the first, or an argument was changed in place.
+    """
     leaves = [sample.clone().requires_grad_(sample.is_floating_point()) for sample in samples[:-1]]
     # A leaf cannot be changed in place: by this product, such a change is found instead of raised.
     inputs = [leaf * 1 for leaf in leaves]

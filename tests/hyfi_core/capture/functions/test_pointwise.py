@@ -96,6 +96,27 @@ def test_the_capture_is_what_the_module_computes() -> None:
     assert verify_capture(Net(), SHAPE, torch.float32) is None
 
 
+class OfKind(torch.autograd.Function):
+    """Its factor is told by the type of a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, one: float) -> torch.Tensor:
+        ctx.factor = {bool: 2.0, int: 3.0, float: 5.0}[type(one)]
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+        return dy * ctx.factor, None
+
+
+def test_equal_constants_of_other_types_are_other_constants() -> None:
+    class Uses(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([OfKind.apply(x, one) for one in (1, 1.0, True)])
+
+    assert verify_capture(Uses(), SHAPE, torch.float32) is None
+
+
 class Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,25 @@ def test_a_flag_that_switches_a_later_forward_is_refused(middle: Any) -> None:
     assert module_state(net) == before and net.training
 
 
+def test_a_flag_that_says_which_buffer_is_changed_is_refused() -> None:
+    """Both forwards have the same operators: only the buffer that takes the new value is another."""
+
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("first", torch.zeros(()))
+            self.register_buffer("later", torch.zeros(()))
+            self.began = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            (self.later if self.began else self.first).copy_(x.mean())
+            self.began = True
+            return x * 2
+
+    with pytest.raises(RequestError, match="'began'"):
+        capture(Turns(), SHAPE, torch.float32)
+
+
 def test_a_flag_of_evaluation_for_training_is_refused_in_evaluation() -> None:
     def middle(net: Any, x: torch.Tensor) -> torch.Tensor:
         net.ready = net.ready or not net.training
