@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
+
 from hyfi_core.capture.stages import Stage
 from hyfi_core.ops.boundary import BoundaryTransfer, BoundaryValue
 from hyfi_core.plan.layout import Layout
@@ -41,6 +43,7 @@ def boundary(
     grids: tuple[tuple[int, int], tuple[int, int]],
     active: Collection[str],
     channels_last: bool,
+    device: str = "cpu",
 ) -> BoundaryTransfer:
     """Return the transfer between two stages.
 
@@ -52,6 +55,7 @@ def boundary(
         grids: rows and columns of both.
         active: values whose cotangents are sent back.
         channels_last: whether maps are received in this format.
+        device: of values.
     """
     carried = []
     for name in source.exits[target]:
@@ -65,4 +69,4 @@ def boundary(
             shape, dims = split.opened(info.shape)
             carried.append(BoundaryValue(name, shape, info.dtype, gradient, dims, *parts, split.folded()))
     sizes = [rows * columns for rows, columns in grids]
-    return BoundaryTransfer(tuple(carried), sizes[0], sizes[1], channels_last)
+    return BoundaryTransfer(tuple(carried), sizes[0], sizes[1], channels_last, torch.device(device))

@@ -14,7 +14,7 @@ ranks, so each rank returns its partial cotangent to the sender, which adds them
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -133,12 +133,14 @@ class BoundaryTransfer:
         sources: number of ranks of the first stage.
         targets: number of ranks of the second stage.
         channels_last: whether four-dimensional values are sent and received in this format.
+        device: of values; a rank that receives nothing has an empty part there, too.
     """
 
     values: tuple[BoundaryValue, ...]
     sources: int
     targets: int
     channels_last: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def outgoing(self, source: int, back: bool = False) -> Pieces:
         """Return position in the second stage -> pieces that ``source`` sends there, or with ``back`` receives."""
@@ -175,7 +177,7 @@ class BoundaryTransfer:
             box, parts = self.origin(value, target, at_source=False), received.get(value.name, [])
             full = self._only(value, box, parts)
             if full is None:
-                full = self._canvas(value, box, messages)
+                full = self._canvas(value, box)
                 # Pieces of different owners do not overlap, so that copies are enough here.
                 for part in parts:
                     copy_box(value.cut(full, part.piece.box, box), part.tensor)
@@ -192,7 +194,7 @@ class BoundaryTransfer:
                 continue
             full = self._only(value, box, parts)
             if full is None:
-                full = self._canvas(value, box, messages).zero_()
+                full = self._canvas(value, box).zero_()
                 for part in parts:
                     # Here they do overlap: halos of several receivers read the same pixel, and its cotangent is their
                     # sum.
@@ -213,11 +215,10 @@ class BoundaryTransfer:
     def _format(self, dims: int) -> torch.memory_format:
         return torch.channels_last if self.channels_last and dims == 4 else torch.contiguous_format
 
-    def _canvas(self, value: BoundaryValue, box: Box | None, messages: Mapping[int, Delivery]) -> torch.Tensor:
-        tensors = (t for m in messages.values() for t in (m.tensors if isinstance(m, HandedOver) else (m,)))
-        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    def _canvas(self, value: BoundaryValue, box: Box | None) -> torch.Tensor:
+        """Return an unset tensor for a rank's part of a value."""
         shape = value.local_shape(box)
-        return torch.empty(shape, dtype=value.dtype, device=device, memory_format=self._format(len(shape)))
+        return torch.empty(shape, dtype=value.dtype, device=self.device, memory_format=self._format(len(shape)))
 
     @cached_property
     def _planned(self) -> dict[tuple[int, bool, bool], Pieces]:
@@ -256,13 +257,12 @@ def cut_out(
 
     A value that is missing from ``tensors`` (a cotangent that was not computed) is zeros.
     """
-    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     parts = []
     for piece in pieces:
         tensor = tensors.get(piece.value.name)
         if tensor is None:
             # The receiver expects this many bytes: leaving them out would shift all that follow.
-            parts.append(torch.zeros(piece.shape, dtype=piece.value.dtype, device=device))
+            parts.append(torch.zeros(piece.shape, dtype=piece.value.dtype, device=boundary.device))
             continue
         origin = boundary.origin(piece.value, position, at_source)
         parts.append(piece.value.cut(piece.value.opened(tensor, origin), piece.box, origin).to(piece.value.dtype))

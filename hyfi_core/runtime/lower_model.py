@@ -221,7 +221,7 @@ class _StagesOfRank:
         grids = self._settings.placement.grids[source], self._settings.placement.grids[target]
         have, need = self._splits[source], self._entries[target]
         stage, active, plane = self._stages[source], self._settings.active, self._settings.plane
-        return boundary(stage, target, have, need, grids, active, plane.channels_last)
+        return boundary(stage, target, have, need, grids, active, plane.channels_last, plane.device)
 
     def _lower(self, index: int, position: int) -> HostedStage:
         """Return a stage as the rank at a position of its grid runs it.

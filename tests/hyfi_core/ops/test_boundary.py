@@ -111,6 +111,18 @@ def test_values_within_a_rank_are_handed_over_and_cotangents_copied() -> None:
         assert not copied or {t.data_ptr() for t in back.values()} == {t.data_ptr() for t in handed.tensors}
 
 
+def test_a_rank_without_messages_has_its_empty_parts_on_the_device_of_the_others() -> None:
+    """Its next collective sends from there: NCCL takes no tensor of the host."""
+    one, two = Layout.even(1, 4, (1, 1)), Layout.even(1, 4, (2, 1))
+    boundary = BoundaryTransfer((split_value("map", (1, 4), one, two),), 1, 2, device=torch.device("meta"))
+    assert boundary.incoming(0) == {}
+    empty = boundary.arrived(0, {})["map"]
+    assert empty.is_meta and not empty.numel()
+    (pieces,) = boundary.incoming(1, back=True).values()
+    (zeros,) = cut_out(boundary, 1, pieces, {}, at_source=False)  # of a cotangent that was not computed
+    assert zeros.is_meta
+
+
 def test_what_carries_no_gradient_does_not_come_back_and_types_are_kept() -> None:
     side, a, b = (4, 6), Layout.even(4, 6, (1, 2)), Layout.even(4, 6, (2, 1))
     mask = BoundaryValue("mask", (2, 3, 4, 6), torch.bool, False, (2, 3), a.parts, b.parts)
