@@ -17,36 +17,34 @@ large libraries keep the loading of weights, configurations and exports in the s
 from __future__ import annotations
 
 import argparse
-import enum
 import functools
 import os
 import random
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from hyfi_core.capture.code_names import chains_in, globals_assigned_in, words_in
+from hyfi_core.capture.members import (
+    VALUES,
+    dict_of,
+    holders,
+    is_users_function,
+    known_class,
+    looked_up,
+    unwrapped,
+)
 from hyfi_core.capture.places import INSTALLED, is_users, is_users_file
 
-_SETTINGS = (torch.dtype, torch.device, complex, bytes, enum.Enum)
-_VALUES = (bool, int, float, str, type(None), list, tuple, dict, set, frozenset, *_SETTINGS)
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, np.ndarray, nn.Module)
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.device})
 _GENERATORS = (random.Random, np.random.Generator, torch.Generator)
-_IDENTITIES = (types.FunctionType, types.BuiltinFunctionType)
-_WRAPPERS = {
-    staticmethod: "__func__",
-    classmethod: "__func__",
-    types.MethodType: "__func__",
-    property: "fget",
-    functools.cached_property: "func",
-}
 _LISTS = frozenset({list, tuple})
 _CONTAINERS = frozenset({list, tuple, set, dict, OrderedDict})
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
@@ -55,13 +53,19 @@ _CREATING = frozenset({"__init__", "__new__", "__post_init__"})
 _NEVER_REACHED = frozenset({"__del__", "__getstate__", "__init_subclass__", "__reduce__", "__repr__", "__setstate__"})
 _MAKE_NAMES = frozenset({"getattr", "attrgetter", "methodcaller", "vars", "__dict__", "eval", "exec", "globals"})
 """Functions by which code reads attributes whose names are not in the code."""
-_NOTHING = object()
 _DEPTH = 6
 """Depth to which calls between functions of installed packages are followed; of the user's own, all are."""
 
 NamedValues = Iterator[tuple[str, Any]]
-_Member = tuple[type, str, Any, bool]
-"""(class, name, value, whether the class is the user's own)."""
+
+
+class _Member(NamedTuple):
+    """A method or an attribute of a class; ``own``: whether the class is the user's own, not of a package."""
+
+    holder: type
+    name: str
+    value: Any
+    own: bool
 
 
 def outside_values(model: nn.Module, attributes: Iterable[Any] | None = None) -> NamedValues:
@@ -101,54 +105,25 @@ def memories(model: nn.Module) -> tuple[list[Memoised], list[tuple[Any, str]]]:
     return walk.memoised, walk.assigned
 
 
-class _KnownClass:
-    """What a class held when it was last read; kept alive, so that no address is used again.
-
-    Attributes:
-        methods: (name, function) of the user's functions in it, unwrapped.
-        values: the same of plain values that count.
-        objects: the same of others.
-    """
-
-    def __init__(self, holder: type) -> None:
-        self._held = vars(holder)
-        self._items, self._names = [*self._held.values()], [*self._held]
-        self._ids = [*map(id, self._items)]
-        functions = {name: _unwrapped(value) for name, value in self._held.items()}
-        functions = {name: value for name, value in functions.items() if isinstance(value, types.FunctionType)}
-        self._functions, self._codes = [*functions.values()], [f.__code__ for f in functions.values()]
-        self.methods = [(name, function) for name, function in functions.items() if _is_users(function)]
-        self.values = [(n, v) for n, v in self._held.items() if isinstance(v, _VALUES) and not n.startswith("__")]
-        members = [(n, v) for n, v in self._held.items() if not isinstance(v, (*_VALUES, types.FunctionType))]
-        self.objects = [(n, v) for n, v in members if type(v) not in _WRAPPERS and not n.startswith("__")]
-
-    def is_same(self) -> bool:
-        """Whether it holds the same objects under the same names, and its functions the same code."""
-        return (
-            [*map(id, self._held.values())] == self._ids
-            and [*self._held] == self._names
-            and [function.__code__ for function in self._functions] == self._codes
-        )
-
-
-_CLASSES: dict[type, _KnownClass] = {}
-
-
 class _Walk:
     """One walk over the user's functions and classes that a forward reaches, each once.
 
     A method or attribute of a class is reached if code that is reached has its name, as an attribute or as a text. Code
     of the user that makes up names as it runs (``getattr``) reaches all of the user's classes.
+
+    Attributes:
+        memoised: functions with ``functools.lru_cache`` that were met.
+        assigned: (dict of globals or class, name) of what functions may assign.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # id -> the object, so that no address is used again
         self.memoised: list[Memoised] = []
         self.assigned: list[tuple[Any, str]] = []
-        self._names: set[str] = {"forward"}
-        self._waiting: dict[str, list[_Member]] = {}
-        self._reached: list[_Member] = []
-        self._reaches_all = False
+        self._names: set[str] = {"forward"}  # in code that was read
+        self._waiting: dict[str, list[_Member]] = {}  # name -> members that no code has named yet
+        self._reached: list[_Member] = []  # members still to be read
+        self._reaches_all = False  # whether the user's code makes up names
 
     def of_model(self, model: nn.Module, attributes: Iterable[Any]) -> NamedValues:
         """Yield what the methods of the model's classes read, then what ``attributes`` of its modules read."""
@@ -167,15 +142,16 @@ class _Walk:
             yield from self._of_member(*self._reached.pop())
 
     def _of_member(self, holder: type, name: str, value: Any, own: bool) -> NamedValues:
-        full = f"{holder.__qualname__}.{name}"
-        if isinstance(value, (*_VALUES, *_HOLDERS)):
-            yield full, value
-        elif _is_users(value):
+        """Yield a reached member of a class, and what it reads; the parts of ``_Member`` are the arguments."""
+        full_name = f"{holder.__qualname__}.{name}"
+        if isinstance(value, (*VALUES, *_HOLDERS)):
+            yield full_name, value
+        elif is_users_function(value):
             if own or name == "forward":
-                yield full, value
+                yield full_name, value
             yield from self._of_function(value, _DEPTH)
         else:
-            yield from self._found_by_own(full, value, _DEPTH)
+            yield from self._of_value_in_own_code(full_name, value, _DEPTH)
 
     def _of_attribute(self, value: Any) -> NamedValues:
         """Yield what an attribute of a module reads; the attribute itself is compared with the module."""
@@ -200,23 +176,27 @@ class _Walk:
                 self._add_class(of_item)
 
     def _of_method(self, name: str, method: types.MethodType, depth: int) -> NamedValues:
+        """Yield what a bound method reads: its object and its function's names."""
         yield from self._of_object(name, method.__self__)
         yield from self._of_function(method, depth)
 
     def _of_object(self, name: str, item: Any) -> NamedValues:
+        """Yield an object of a class of the user's, whose methods then count; modules and tensors count elsewhere."""
         kind: Any = type(item)
         if _is_own_class(kind) and not issubclass(kind, (nn.Module, torch.Tensor)):
             yield name, item
             self._add_class(kind)
 
     def _is_new(self, item: Any) -> bool:
+        """Whether an object is met for the first time; from now on it is known."""
         if id(item) in self._seen:
             return False
         self._seen[id(item)] = item
         return True
 
     def _keep_memoised(self, values: Iterable[Any]) -> None:
-        functions = (_unwrapped(value) for value in values)
+        """Add those of some values to ``memoised`` that have a cache."""
+        functions = (unwrapped(value) for value in values)
         self.memoised += [value for value in functions if isinstance(value, functools._lru_cache_wrapper)]
 
     def _add_class(self, kind: type, created: bool = False) -> None:
@@ -226,17 +206,15 @@ class _Walk:
                 self._reached += self._waiting.pop(_created_by(holder), ())
             if not self._is_new(holder):
                 continue
-            own, entry = _is_own_class(holder), _CLASSES.get(holder)
-            if entry is None or not entry.is_same():
-                entry = _CLASSES[holder] = _KnownClass(holder)
-            self._keep_memoised(value for _, value in entry.objects)
+            own, known = _is_own_class(holder), known_class(holder)
+            self._keep_memoised(value for _, value in known.objects)
             if own:
-                unset = (name for name, value in entry.values if value is None or type(value) is bool)
+                unset = (name for name, value in known.values if value is None or type(value) is bool)
                 self.assigned += [(holder, name) for name in unset]
-                self.assigned += [(holder, name) for name, value in entry.objects if isinstance(value, torch.Tensor)]
-            members = entry.methods + (entry.values if entry.methods or own else []) + (entry.objects if own else [])
+                self.assigned += [(holder, name) for name, value in known.objects if isinstance(value, torch.Tensor)]
+            members = known.methods + (known.values if known.methods or own else []) + (known.objects if own else [])
             for name, value in members:
-                self._add_member((holder, name, value, own), created)
+                self._add_member(_Member(holder, name, value, own), created)
 
     def _add_member(self, member: _Member, created: bool) -> None:
         """Note a member of a class as reached, or as waiting until code that is read names it."""
@@ -258,16 +236,16 @@ class _Walk:
         if own and not self._reaches_all and not _MAKE_NAMES.isdisjoint(words):
             self._reaches_all = True
             for members in self._waiting.values():
-                self._reached += [member for member in members if member[3]]
-                members[:] = [member for member in members if not member[3]]
+                self._reached += [member for member in members if member.own]
+                members[:] = [member for member in members if not member.own]
 
     def _of_function(self, function: Any, depth: int) -> NamedValues:
         """Yield what a function may read: defaults, variables of its closure, and globals that it names."""
-        function = _unwrapped(function)
+        function = unwrapped(function)
         if isinstance(function, functools.partial):
-            yield from self._found("partial()", function, own=True, depth=depth)
+            yield from self._of_value("partial()", function, own=True, depth=depth)
             return
-        if not _is_users(function) or not self._is_new(function):
+        if not is_users_function(function) or not self._is_new(function):
             return
         name, own = function.__qualname__, _is_own(function.__code__)
         self._read_names(function.__code__, own)
@@ -278,19 +256,26 @@ class _Walk:
                 content: Any = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            yield from self._found(f"{name}: {variable}", content, own, depth)
+            yield from self._of_value(f"{name}: {variable}", content, own, depth)
         self.assigned += [(function.__globals__, assigned) for assigned in globals_assigned_in(function.__code__)]
         for chain in chains_in(function.__code__):
             if own:
-                self.assigned += _holders(function.__globals__, chain)
-            yield from self._found(*_looked_up(function.__globals__, chain), own, depth)
+                self.assigned += holders(function.__globals__, chain)
+            yield from self._of_value(*looked_up(function.__globals__, chain), own, depth)
 
-    def _found(self, name: str, value: Any, own: bool, depth: int) -> NamedValues:
-        """Yield what a function reads under a name; ``own``: it is the user's code, which is followed everywhere."""
+    def _of_value(self, name: str, value: Any, own: bool, depth: int) -> NamedValues:
+        """Yield a value that a function reads, if it counts, and what this value reads in turn.
+
+        Args:
+            name: under which the function reads it.
+            value: any.
+            own: whether the function is the user's own code, which is followed everywhere.
+            depth: how many calls between functions of packages are still followed.
+        """
         self._keep_memoised((value,))
         if value is sys.modules:
             return  # an import changes nothing that a forward computes
-        if isinstance(value, (*_VALUES, *_GENERATORS)):
+        if isinstance(value, (*VALUES, *_GENERATORS)):
             yield name, value
         elif own and (value is os.environ or value is os.getenv):
             yield "os.environ", dict(os.environ)
@@ -299,79 +284,24 @@ class _Walk:
                 yield name, value
             yield from self._of_function(value, depth if own else depth - 1)
         elif own:
-            yield from self._found_by_own(name, value, depth)
+            yield from self._of_value_in_own_code(name, value, depth)
 
-    def _found_by_own(self, name: str, value: Any, depth: int) -> NamedValues:
+    def _of_value_in_own_code(self, name: str, value: Any, depth: int) -> NamedValues:
+        """Yield as ``_of_value`` for values that count only in the user's own code: objects, classes, methods."""
         if isinstance(value, (types.BuiltinFunctionType, torch.Tensor)):
             yield name, value
         elif isinstance(value, functools.partial):
             yield name, (value.args, value.keywords)
-            yield from self._found(name, value.func, own=True, depth=depth)
+            yield from self._of_value(name, value.func, own=True, depth=depth)
         elif isinstance(value, type):
             if _is_own_class(value):
                 self._add_class(value, created=True)
         elif isinstance(value, types.MethodType):
             yield from self._of_method(name, value, depth)
-        elif "__wrapped__" in (attributes := _dict_of(value)):  # functools.lru_cache
-            yield from self._found(name, attributes["__wrapped__"], own=True, depth=depth)
+        elif "__wrapped__" in (attributes := dict_of(value)):  # functools.lru_cache
+            yield from self._of_value(name, attributes["__wrapped__"], own=True, depth=depth)
         else:
             yield from self._of_object(name, value)
-
-
-def _looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, Any]:
-    """Return (name, value) of a chain ``name.attribute.attribute``, as far as it needs no computation."""
-    value = names.get(chain[0], _NOTHING)
-    for number, attribute in enumerate(chain[1:], 1):
-        attribute_value = _NOTHING
-        # The value itself counts as a whole; its attributes are methods or computed.
-        if value is not os.environ and not isinstance(value, (*_VALUES, types.FunctionType, torch.Tensor, nn.Module)):
-            attribute_value = _attribute(value, attribute)
-        if isinstance(value, (types.ModuleType, type)) and _is_replaceable(attribute_value):
-            attribute_value = _NOTHING
-        if attribute_value is _NOTHING:
-            return ".".join(chain[:number]), value
-        value = attribute_value
-    return ".".join(chain), value
-
-
-def _holders(names: Mapping[str, Any], chain: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
-    """Yield (class or dict, name) of the attributes in a chain, to which a function may assign."""
-    value = names.get(chain[0], _NOTHING)
-    for attribute in chain[1:]:
-        owner = value if isinstance(value, type) else _dict_of(value)
-        if attribute not in (vars(owner) if isinstance(owner, type) else owner):
-            return
-        yield owner, attribute
-        value = _attribute(value, attribute)
-
-
-def _is_replaceable(value: Any) -> bool:
-    """Whether this is a function of PyTorch, which a trace in another thread may replace in its module or class."""
-    return isinstance(value, _IDENTITIES) and value is not os.getenv and not _is_users(value)
-
-
-def _attribute(holder: Any, name: str) -> Any:
-    """Return an attribute from the dicts of an object, a module or a class with its bases."""
-    kinds = holder.__mro__ if isinstance(holder, type) else ()
-    for members in (_dict_of(holder), *(vars(kind) for kind in kinds)):
-        if name in members:
-            return _unwrapped(members[name]) if kinds else members[name]
-    return _NOTHING
-
-
-def _dict_of(value: Any) -> Mapping[str, Any]:
-    """Return the attributes that an object holds, without calling its ``__getattr__``, which may raise."""
-    try:
-        attributes: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return attributes
-
-
-def _unwrapped(value: Any) -> Any:
-    """Return the function of a method, a property or a static method; other values unchanged."""
-    kind = type(value)
-    return getattr(value, _WRAPPERS[kind]) if kind in _WRAPPERS else value
 
 
 def _created_by(holder: type) -> str:
@@ -388,13 +318,5 @@ def _is_own_class(kind: Any) -> bool:
 
 @functools.cache
 def _is_own(code: types.CodeType) -> bool:
+    """Whether code is the user's own, and not of an installed package."""
     return is_users(code) and INSTALLED not in code.co_filename
-
-
-@functools.cache
-def _is_users_code(code: types.CodeType) -> bool:
-    return is_users(code)
-
-
-def _is_users(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and _is_users_code(value.__code__)
