@@ -25,12 +25,13 @@ def current_device() -> torch.device:
 
 
 def as_in_this_thread(device: torch.device) -> Callable[[], None]:
-    """Return what gives another thread the current stream of this one; threads that compute for it call this first.
+    """Return a function that gives the thread that calls it the current GPU and stream of this thread.
 
-    On another stream its kernels could run before those that they wait for. It also makes the GPU the current one.
+    Threads that compute for this one call it first: on another stream, their kernels could run before those that they
+    wait for.
 
     Args:
-        device: of what the threads compute; nothing is done for a CPU.
+        device: of what the threads compute; for a CPU, the function does nothing.
     """
     if device.type != "cuda":
         return lambda: None

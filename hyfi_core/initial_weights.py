@@ -49,6 +49,11 @@ class _Forgotten(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Read a shape or another fact of the tensor, or draw it again.
+
+        Raises:
+            _ForgottenUsedError: the function does something else.
+        """
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             # Reading an attribute comes here as ``__get__`` of its descriptor, which knows the name.
@@ -97,22 +102,23 @@ class InitialWeights:
         for name, tensor in named.items():
             names.setdefault(id(tensor), set()).add(name)
         self._shapes = order.shapes
+        # By place in the order of registration; a tensor that was replaced since has no name.
         self._names = [names.get(id(tensor), set()) for tensor in order.tensors]
 
     def prepare(self, names: Collection[str]) -> None:
-        """Draw the values of some tensors, which calls return afterwards."""
-        wanted = {place for place, of in enumerate(self._names) if not of.isdisjoint(names)}
+        """Build the model again with values, and keep those of the tensors with these names for later calls."""
+        needed_places = {place for place, of_place in enumerate(self._names) if not of_place.isdisjoint(names)}
         with _BUILDING:
             torch.manual_seed(self._seed)
-            order = _Order(wanted)
+            order = _Order(needed_places)
             try:
                 with order.watching():
                     model = self._build()
                 # Another order than in the first build would give places to other tensors.
-                exact = order.shapes == self._shapes
+                is_exact = order.shapes == self._shapes
             except _ForgottenUsedError:
-                exact = False
-            if not exact:
+                is_exact = False
+            if not is_exact:  # the whole model, without forgetting
                 torch.manual_seed(self._seed)
                 model = self._build()
         self._values = {name: tensor for name, tensor in _named(model).items() if name in names}
@@ -189,6 +195,7 @@ class _Order:
 
 
 def _forgotten(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without values that takes the place of this one in its module."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         return torch.Tensor._make_subclass(_ForgottenParameter, empty, tensor.requires_grad)

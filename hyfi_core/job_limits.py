@@ -110,9 +110,9 @@ def _groups(proc: Path, controller: str) -> Iterator[tuple[Path, int]]:
     for version, root, mounted in _mounts(proc, controller) if paths else ():
         if version not in paths:
             continue
-        inside = Path(paths[version])
-        below = inside.relative_to(root) if inside.is_relative_to(root) else Path()  # a container sees its own as root
-        folder = mounted / below
+        group = Path(paths[version])
+        # A container sees its own group as the root, and may not see where that is in the whole hierarchy.
+        folder = mounted / group.relative_to(root) if group.is_relative_to(root) else mounted
         yield folder, version
         yield from ((above, version) for above in folder.parents if above.is_relative_to(mounted))
 
@@ -122,9 +122,10 @@ def _mounts(proc: Path, controller: str) -> Iterator[tuple[int, Path, Path]]:
     with suppress(OSError):
         for line in (proc / "mountinfo").read_text().splitlines():
             before, _, after = line.partition(" - ")
-            fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
+            _, _, _, root, mount_point, *_ = before.split()
+            kind, _, options = after.split(maxsplit=2)
             if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
-                yield (2 if kind == "cgroup2" else 1), Path(fields[3]), Path(fields[4])
+                yield (2 if kind == "cgroup2" else 1), Path(root), Path(mount_point)
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Iterator[MemoryLimit]:

@@ -48,8 +48,11 @@ def _imported(label: str, module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except (ImportError, AttributeError) as error:
         reason = describe_hidden(error, Path.cwd())
-        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        # Any other AttributeError is a fault inside the module, which a traceback shows best.
         if reason is None and not isinstance(error, ImportError):
             raise
-        advice = f"; {reason}" if reason is not None else "; is its folder on PYTHONPATH?" if absent else ""
+        advice = "" if reason is None else f"; {reason}"
+        # The module itself or a package around it is missing, not one that it imports.
+        if not advice and isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            advice = "; is its folder on PYTHONPATH?"
         raise RequestError(f"{label}: {error}{advice}") from error

@@ -37,6 +37,7 @@ def plain_checkpoints(inside: Inside) -> Iterator[None]:
 
     # ``checkpoint(use_reentrant=False)`` calls the function where this generator yields, once.
     def without_reentrance(*args: Any, **kwargs: Any) -> Iterator[None]:
+        """Yield once, as PyTorch's generator of this name does, without its hooks that recompute."""
         context = inside()
         if context is None:
             yield from _GENERATOR(*args, **kwargs)

@@ -73,8 +73,8 @@ class LossGuard(TorchFunctionMode):
                 f"the loss reads {name!r} of the model ({calling_line()}), whose current values are on the ranks of "
                 f"other stages; use a plan of one stage, or weight_decay of the optimizer for a penalty on weights"
             )
-        lost = isinstance(tensor, nn.Parameter) and tensor.requires_grad and torch.is_grad_enabled()
-        if lost and id(tensor) not in self._trained:
+        gets_gradient = isinstance(tensor, nn.Parameter) and tensor.requires_grad and torch.is_grad_enabled()
+        if gets_gradient and id(tensor) not in self._trained:
             raise RequestError(
                 f"the loss uses a trainable parameter of shape {tuple(tensor.shape)} that the model's forward does not "
                 f"use ({calling_line()}); its gradient would not be summed over the ranks. Use it in the model's "

@@ -172,18 +172,19 @@ def is_empty(value: Any) -> bool:
 def changed_since(before: Hashable, after: Hashable) -> list[tuple[str, str]]:
     """Return (path of a module, attribute) of all changes between two results of ``module_state``."""
     assert isinstance(before, tuple) and isinstance(after, tuple)
-    # The last of the four parts of a state has the attributes; ``modules`` is the third.
-    before_values = dict(before[-1])
-    names = [key for key, value in after[-1] if before_values.get(key) != value]
-    return names + [
-        (name, "") for (name, module), was in zip(after[2], before[2], strict=False) if (name, module) != was
-    ]
+    *_, modules_before, attributes_before = before
+    *_, modules_after, attributes_after = after
+    values_before = dict(attributes_before)
+    names = [key for key, value in attributes_after if values_before.get(key) != value]
+    pairs = zip(modules_before, modules_after, strict=False)
+    return names + [(path, "") for was, (path, module) in pairs if (path, module) != was]
 
 
 def same_modes(before: Hashable, after: Hashable) -> bool:
     """Whether two results of ``module_state`` have the same modules, tensors, ``training`` and ``requires_grad``."""
     assert isinstance(before, tuple) and isinstance(after, tuple)
-    return before[:3] == after[:3] and all(name != "training" for _, name in changed_since(before, after))
+    # All but the attributes, which are the last of the four parts.
+    return before[:-1] == after[:-1] and all(name != "training" for _, name in changed_since(before, after))
 
 
 def describe_value(model: nn.Module, path: str, name: str) -> str:

@@ -69,7 +69,7 @@ class _ValueUses(NamedTuple):
         name: of the value.
         maker: position of the operator that computes it.
         users: positions of those that take it, in ascending order.
-        in_order: whether later ones of them are never in earlier stages.
+        in_order: whether, for any cuts, no user is in an earlier stage than the users before it.
     """
 
     name: str
@@ -119,14 +119,17 @@ class ProgramCutter:
         )
 
     def _serving_mutations_only(self) -> dict[int, tuple[int, ...]]:
-        """Return operators that only serve changed buffers -> those that compute their inputs, if there are any."""
-        serving = self._program.needed(set(refs_in(self._results)))
-        beside = {}
+        """Return operator -> operators that compute its inputs, of those that no result needs, only a changed buffer.
+
+        Operators whose inputs are all weights, buffers or the image are left out.
+        """
+        needed_by_results = self._program.needed(set(refs_in(self._results)))
+        makers_of_inputs = {}
         for at, op in enumerate(self._operators):
-            inputs = tuple(self._makers[name] for name in op.inputs if name in self._makers)
-            if inputs and not any(name in serving for name in op.outputs if name is not None):
-                beside[at] = inputs
-        return beside
+            makers = tuple(self._makers[name] for name in op.inputs if name in self._makers)
+            if makers and not any(name in needed_by_results for name in op.outputs if name is not None):
+                makers_of_inputs[at] = makers
+        return makers_of_inputs
 
     def _uses_of_values(self) -> tuple[_ValueUses, ...]:
         """Return the uses of all values that may be sent; what takes the results stands behind all operators."""
@@ -286,7 +289,7 @@ def free_values(program: Program, operators: Sequence[Operator]) -> set[str]:
 
 
 def _watched_buffers(program: Program) -> dict[str, str]:
-    """Return value -> the changed buffer of the user's module that it is, before or after the change."""
+    """Return value -> name of a buffer that the program changes: its value before the change and that after it."""
     changed = {name: value for value, name in program.buffers.items() if name in program.mutations}
     return {value: name for name, value in changed.items()} | {program.mutations[name]: name for name in changed}
 

@@ -115,7 +115,7 @@ class StateWatch:
         return self.taken
 
     def settled(self, capture: Callable[[], Program]) -> Program:
-        """Return a captured program, and take the state in which its capture leaves the model.
+        """Capture the model until a capture leaves its state unchanged; return the program, and take that state.
 
         Args:
             capture: captures the model.
@@ -162,6 +162,7 @@ class StateWatch:
         return self._state
 
     def _compared(self) -> list[Hashable]:
+        """Return the present values of all that may change without a new object; compared with ``_others``."""
         values = dict(self._own)
         attributes = [value for module in self._modules for value in module.others()]
         compared = [comparable(value, values) for value in attributes]

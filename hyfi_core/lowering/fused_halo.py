@@ -149,16 +149,14 @@ def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]
     return needs
 
 
-# Cached: networks repeat their blocks, and several depths are compared.
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # as below: networks repeat their blocks, and several depths are compared
 def _need(window: Window, boxes: Boxes, map_box: Box) -> Boxes:
     return window.input_boxes(boxes).within(map_box)
 
 
 @lru_cache(maxsize=4096)
 def _owned(layout: Layout, need: Boxes) -> bool:
+    """Whether every rank's part has all that it needs, within the map."""
     return layout.parts.cover(need, layout.map)
 
 
@@ -169,16 +167,18 @@ def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
     exchanged: set[str] = set()
     at = 0
     while at < len(sketch.flows):
-        flow = sketch.flows[at]
-        # What no flow makes has no margin: infinity, so that the next window exchanges it.
-        reached = sketch.reached[at]
-        counts = {v: (0 if v in exchanged else windows_behind.get(v, math.inf)) + (v in reached) for v in flow.takes}
+        flow, reached = sketch.flows[at], sketch.reached[at]
+        counts = {}
+        for value in flow.takes:
+            # What no flow makes has no margin: infinity, so that the next window exchanges it.
+            behind = 0 if value in exchanged else windows_behind.get(value, math.inf)
+            counts[value] = behind + 1 if value in reached else behind
         over = next((value for value in reached if counts[value] > depth), None)
         if over is not None:
             begin = _branch_point(sketch, made_by, over, depth)
             exchanged.add(begin)
             # Back to the first operator behind the new exchange: what was counted there is no longer so.
-            at = made_by.get(begin, -1) + 1  # counting restarts after it
+            at = made_by.get(begin, -1) + 1
             continue
         for value in flow.makes:
             # A fixed value has no margin, so that the next window exchanges it at any depth.

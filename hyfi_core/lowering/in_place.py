@@ -71,6 +71,7 @@ def _is_small_relu(call: LocalCall, ranked: RankProgram) -> bool:
 
 
 def _makes_fresh(instruction: Instruction) -> bool:
+    """Whether an instruction's first result is new memory that its backward does not read."""
     if isinstance(instruction, LocalCall):
         return instruction.source is not None and facts_of(instruction.source).fresh
     if isinstance(instruction.operator, LocalProduct):
@@ -94,24 +95,24 @@ def _pools_over(instructions: list[Instruction], fresh: set[str]) -> Iterator[In
             # Backward runs in reverse: users behind the pool have had theirs, those before it have not.
             other_users = (at for at in users.get(str(instruction.inputs[0]), ()) if at != index)
             # Only values of ``fresh`` are listed: other memory belongs to somebody else.
-            mine = str(instruction.inputs[0]) in users
-            if mine and all(_saves_nothing(instructions[at], of_map=at < index) for at in other_users):
+            is_fresh = str(instruction.inputs[0]) in users
+            if is_fresh and all(_saves_nothing(instructions[at], pools_save=at < index) for at in other_users):
                 operator: Any = replace(instruction.operator, overwrites_map=True)
                 yield replace(instruction, operator=operator)
                 continue
         yield instruction
 
 
-def _saves_nothing(instruction: Instruction, of_map: bool) -> bool:
+def _saves_nothing(instruction: Instruction, pools_save: bool) -> bool:
     """Whether an instruction neither changes its inputs nor saves them for backward.
 
     Args:
         instruction: any.
-        of_map: whether this includes max pools, which save their input only for its memory.
+        pools_save: whether max pools count as saving theirs; they need the memory alone, until their backward has run.
     """
     if isinstance(instruction, LocalCall):
         return instruction.source is not None and instruction.source.text == "aten.add.Tensor"
-    return isinstance(instruction.operator, (Relu, AvgPool) if of_map else (Relu, AvgPool, *_POOLS))
+    return isinstance(instruction.operator, (Relu, AvgPool) if pools_save else (Relu, AvgPool, *_POOLS))
 
 
 def _in_place(call: LocalCall, free: set[str]) -> Instruction:

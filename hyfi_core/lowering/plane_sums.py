@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hyfi_core.capture.program import Operator, Program, Ref, refs_in
@@ -32,42 +32,42 @@ def sum_in_planes(program: Program, branches: Branches, results: Iterable[str]) 
     uses = Counter(name for op in program.operators for name in op.inputs)
     uses.update((*results, *refs_in(program.outputs), *program.mutations.values()))
     maker = {name: op for op in program.operators for name in op.outputs if name is not None}
-    adds = {op.name for op in program.operators if op.name not in branches.owners and _is_sum(program, op)}
-    # A sum that only another sum reads is part of that one's tree.
-    inner = {
-        maker[name].name
-        for op in program.operators
-        if op.name in adds
-        for name in op.inputs
-        if name in maker and maker[name].name in adds and uses[name] == 1
-    }
-    owners, instead = dict(branches.owners), dict[str, list[Operator]]()
-    for root in program.operators:
-        if root.name not in adds - inner:
+    sums = [op for op in program.operators if op.name not in branches.owners and _is_sum(program, op)]
+    inner = _inner_sums(sums, maker, uses)
+    owners, replacements = dict(branches.owners), dict[str, list[Operator]]()
+    for root in sums:
+        if root.name in inner:
             continue
         tree, terms = _tree(root, maker, inner)
-        planes: dict[int, list[str]] = {}
+        planes: dict[int, list[str]] = {}  # plane -> the terms that it computes and nobody else reads
         for name in terms:
             if name in maker and maker[name].name in owners and uses[name] == 1:
                 planes.setdefault(owners[maker[name].name], []).append(name)
         together = {plane: names for plane, names in planes.items() if len(names) > 1}
         if together:
             # The tree's sums are written anew at its root, when all of its terms are there.
-            instead.update({op.name: [] for op in tree})
-            instead[root.name] = _regrouped(tree, terms, together, owners)
-    if not instead:
+            replacements.update({op.name: [] for op in tree})
+            replacements[root.name] = _regrouped(tree, terms, together, owners)
+    if not replacements:
         return program, branches
     positions = {op.name: program.ordinal(op) for op in program.operators}  # random numbers depend on them
-    operators = tuple(replacement for op in program.operators for replacement in instead.get(op.name, (op,)))
-    new_names = {name: tuple(op.name for op in ops) for name, ops in instead.items()}
+    operators = tuple(new_op for op in program.operators for new_op in replacements.get(op.name, (op,)))
+    new_names = {name: tuple(op.name for op in ops) for name, ops in replacements.items()}
     regions = tuple(
-        tuple(replacement for name in region for replacement in new_names.get(name, (name,)))
-        for region in branches.regions
+        tuple(new_name for name in region for new_name in new_names.get(name, (name,))) for region in branches.regions
     )
     return replace(program, operators=operators, ordinals=positions), replace(branches, regions=regions, owners=owners)
 
 
+def _inner_sums(sums: Sequence[Operator], maker: Mapping[str, Operator], uses: Mapping[str, int]) -> set[str]:
+    """Return the names of the sums that only another sum reads: they are part of that one's tree."""
+    names = {op.name for op in sums}
+    terms = [term for op in sums for term in op.inputs if term in maker and uses[term] == 1]
+    return names & {maker[term].name for term in terms}
+
+
 def _is_sum(program: Program, op: Operator) -> bool:
+    """Whether an operator adds two values of one shape and dtype, without a factor."""
     if op.text != "aten.add.Tensor" or op.kwargs or not all(isinstance(item, Ref) for item in op.args):
         return False
     infos = [program.values[name] for name in (*op.inputs, op.first_output)]
@@ -75,7 +75,7 @@ def _is_sum(program: Program, op: Operator) -> bool:
 
 
 def _tree(root: Operator, maker: dict[str, Operator], inner: set[str]) -> tuple[list[Operator], list[str]]:
-    """Return the sums within a sum, itself last, and their terms."""
+    """Return (the sums within a sum, itself last; the terms of all of them, in order)."""
     tree: list[Operator] = []
     terms: list[str] = []
     for name in (item.name for item in root.args):
@@ -91,10 +91,18 @@ def _tree(root: Operator, maker: dict[str, Operator], inner: set[str]) -> tuple[
 def _regrouped(
     tree: Sequence[Operator], terms: Sequence[str], together: dict[int, list[str]], owners: dict[str, int]
 ) -> list[Operator]:
-    """Return the same sums, with the terms of each plane first; records which plane owns them."""
+    """Return the sums of a tree in another order: first the terms of each plane, then what is left.
+
+    Args:
+        tree: the sums, the root last.
+        terms: what they add, in order.
+        together: plane -> its terms, two or more.
+        owners: gets the plane of each sum of its terms.
+    """
     sums: list[Operator] = []
 
     def total(names: Sequence[str], plane: int | None) -> str:
+        """Append the sums that add these values, on ``plane`` or on all (None); return the name of the last one."""
         first = names[0]
         for name in names[1:]:
             # n terms need n - 1 sums in any order: the names of the old ones are enough.

@@ -73,8 +73,10 @@ def on_plane(ranked: RankProgram, plane: Plane, rank: int) -> RankProgram:
             # Instructions of other planes alone need no call here: they exchange without this plane.
             if sent or received:
                 instructions.append(CollectiveCall(step, sent, received, "stage", between_planes=True))
-        elif plane.index in step[1]:
-            instructions.append(step[0])
+            continue
+        instruction, computing = step
+        if plane.index in computing:
+            instructions.append(instruction)
     return replace(ranked, instructions=tuple(instructions), undivided=ranked.instructions)
 
 
@@ -87,7 +89,7 @@ def exchanges(ranked: RankProgram, plane: Plane, rank: int) -> list[PlaneExchang
 
 
 def _steps(ranked: RankProgram, plane: Plane, rank: int) -> Iterator[PlaneExchange | tuple[Instruction, _PlaneSet]]:
-    """Yield the instructions, each with the planes that compute it, and the exchanges between them."""
+    """Yield (instruction, planes that compute it) of all planes, and the exchanges between them, in order."""
     computed, used = _where(ranked, plane.branches)
     owner_of: dict[str, int] = {}  # value that other planes need -> the plane that has it
     for index, instruction in enumerate(ranked.instructions):
@@ -107,7 +109,7 @@ def _steps(ranked: RankProgram, plane: Plane, rank: int) -> Iterator[PlaneExchan
 
 
 def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_PlaneSet], dict[str, _PlaneSet]]:
-    """Return the planes that compute each instruction, and those that use each value.
+    """Return (the planes that compute each instruction, value -> the planes that use it).
 
     An instruction without owner is computed in all planes that use its results; results of the program are used by all.
     """

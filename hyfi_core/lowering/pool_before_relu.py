@@ -31,13 +31,13 @@ def pool_before_relu(program: Program, results: Iterable[str]) -> Program:
     uses = Counter(name for op in program.operators for name in op.inputs)
     uses.update((*results, *refs_in(program.outputs), *program.mutations.values()))
     relus = {op.outputs[0]: op for op in program.operators if op.text == "aten.relu.default"}
-    # Not where positions are used: a window without positive pixels has its maximum elsewhere after relu, which makes
-    # all of them equal.
-    pools = {
-        relus[op.args[0].name].name: op
-        for op in program.operators
-        if op.text in _POOLS and op.args[0].name in relus and uses[op.args[0].name] == 1 and not any(op.outputs[1:])
-    }
+    pools: dict[str, Operator] = {}  # name of a relu -> the pool that alone uses its result
+    for op in program.operators:
+        relu = relus.get(op.args[0].name) if op.text in _POOLS else None
+        # Not where positions are used: a window without positive pixels has its maximum elsewhere after relu, which
+        # makes all of them equal.
+        if relu is not None and uses[op.args[0].name] == 1 and not any(op.outputs[1:]):
+            pools[relu.name] = op
     if not pools:
         return program
     values = dict(program.values)

@@ -157,14 +157,14 @@ def _active(ranked: RankProgram, chosen: tuple[Instruction, ...], sources: set[s
     Both through floating-point values only, and not through ``detach``: a parameter that decides only which position
     is taken has no gradient, and a gradient of zeros would let weight decay change it.
     """
-    chosen = tuple(instruction for instruction in chosen if not _detaches(instruction))
+    passing = tuple(instruction for instruction in chosen if not _detaches(instruction))
     reached = set(sources)
-    for instruction in chosen:
+    for instruction in passing:
         if any(name in reached for name in instruction.inputs):
             reached.update(o for o in instruction.outputs if o is not None and ranked.floating(o))
     # Not through mutations: new values of buffers carry no gradient.
     needed_names = {*refs_in(ranked.outputs), *ranked.exits}
-    for instruction in reversed(chosen):
+    for instruction in reversed(passing):
         if any(
             output in needed_names and ranked.floating(output) for output in instruction.outputs if output is not None
         ):

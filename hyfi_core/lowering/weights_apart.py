@@ -44,8 +44,9 @@ def _apart(
     factors = [name for name in instruction.inputs if name in trained and len(ranked.values[name].shape) > 1]
     if op is None or not facts_of(op).product or not factors:  # a bias alone is no reason to keep anything
         return instruction
-    if all(name in parameters for name in instruction.inputs):  # a product of weights: its gradient goes on
+    is_parameter = tuple(name in parameters for name in instruction.inputs)
+    if all(is_parameter):  # a product of weights: its gradient goes on
         return instruction
-    facts, of_user = facts_of(op), tuple(name in parameters for name in instruction.inputs)
-    operator = LocalProduct(instruction.function, of_user, facts.gradient == "new", facts.fresh)
+    facts = facts_of(op)
+    operator = LocalProduct(instruction.function, is_parameter, facts.gradient == "new", facts.fresh)
     return CustomCall(operator, instruction.inputs, instruction.outputs)

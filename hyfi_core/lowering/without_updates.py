@@ -72,7 +72,8 @@ def _read(program: Program, results: set[str]) -> set[str]:
     names = set(results)
     for op in reversed(program.operators):
         if any(name in names for name in op.outputs if name is not None):
-            by_map = has_live_statistics(op) and not any(name in names for name in op.outputs[1:] if name is not None)
-            running = {getattr(item, "name", None) for item in op.args[_RUNNING]} if by_map else set()
-            names.update(name for name in op.inputs if name not in running)
+            # Only the map is needed, not new running statistics: the old ones are not read either.
+            only_map = has_live_statistics(op) and not any(name in names for name in op.outputs[1:] if name is not None)
+            unread = {getattr(item, "name", None) for item in op.args[_RUNNING]} if only_map else set()
+            names.update(name for name in op.inputs if name not in unread)
     return names

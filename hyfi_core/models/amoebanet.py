@@ -61,6 +61,7 @@ class FactorizedReduction(nn.Module):
 
 
 def _identity(channels: int, stride: int) -> nn.Module:
+    """Return no operation, or with a stride of 2 one that halves the map."""
     return nn.Identity() if stride == 1 else FactorizedReduction(channels, channels)
 
 

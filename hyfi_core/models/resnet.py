@@ -46,6 +46,7 @@ class Residual(nn.Module):
         self._channels = width
 
     def _stage(self, block: type[Block], planes: int, blocks: int, stride: int) -> nn.Sequential:
+        """Return the next blocks, the first one with ``stride``; keeps count of the channels after them."""
         layers: list[nn.Module] = []
         for index in range(blocks):
             layers.append(block(self._channels, planes, stride if index == 0 else 1, self.norm))
@@ -243,10 +244,12 @@ def resnet_v2(
 
 
 def _legal(depth: int, step: int) -> bool:
+    """Whether a depth is step · n + 2 with n of at least 1."""
     return depth > 2 and (depth - 2) % step == 0
 
 
 def _blocks(depth: int, step: int, name: str) -> int:
+    """Return the blocks of each stage, n of step · n + 2 = depth; refuse other depths."""
     if not _legal(depth, step):
         below = max(1, (depth - 2) // step) * step + 2
         raise RequestError(f"{name} has no depth {depth}; depths are {step}n + 2: use {below} or {below + step}")

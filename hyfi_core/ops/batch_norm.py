@@ -172,6 +172,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         d_affine = d_weight.to(dtype), d_bias.to(dtype)
 
         def finish() -> Cotangents:
+            """Return the cotangents, once the sums over ranks have arrived."""
             if needs_grad and not needs_grad[0]:
                 return None, *d_affine
             if self._has_kernel(own):
@@ -394,5 +395,6 @@ class KnownStatistics(torch.autograd.Function):
         # CUDA's kernel returns no sum for a bias without a weight.
         scale = torch.ones_like(mean) if weight is None and needed[2] else weight
         statistics = None, None, mean, inverse  # in training mode it reads no running statistics
-        found = torch.ops.aten.native_batch_norm_backward(cotangents[0], own, scale, *statistics, True, 0.0, needed)
-        return *(cotangent if has else None for cotangent, has in zip(found, needed, strict=True)), None, None
+        results = torch.ops.aten.native_batch_norm_backward(cotangents[0], own, scale, *statistics, True, 0.0, needed)
+        gradients = (result if is_needed else None for result, is_needed in zip(results, needed, strict=True))
+        return *gradients, None, None  # mean and 1/σ follow from the map

@@ -37,13 +37,14 @@ def cut(
     # Nothing of the map: an empty view, at a place that exists in the tensor, with all that is needed around it.
     if inside.empty:
         inside = Box(have.y0, have.y0, have.x0, have.x0)
-        above, below, left, right = (0, 0, 0, 0) if need.empty else (need.height, 0, need.width, 0)
+        above, below, left, right = (0, 0, 0, 0) if need.empty else (need.height, 0, need.width, 0)  # all padding
     else:
         above, below = inside.y0 - need.y0, need.y1 - inside.y1
         left, right = inside.x0 - need.x0, need.x1 - inside.x1
     local = inside.relative_to(have)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the needed box of a tensor whose box is ``have``."""
         result = tensor.narrow(dims[0], local.y0, local.height).narrow(dims[1], local.x0, local.width)
         if need.empty and tuple(result.shape[dim] for dim in dims) != need.shape:
             sides = list(result.shape)
@@ -75,10 +76,10 @@ def copy_box(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 def in_words(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return views of both as rows of the largest words that fit; None without such words, or without gaps."""
-    alike = target.shape == source.shape and target.dtype == source.dtype and target.device == source.device
+    are_alike = target.shape == source.shape and target.dtype == source.dtype and target.device == source.device
     # Memory of a view that is conjugated or negated when it is read has other bits.
-    lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source))
-    if not alike or lazy or target.dim() != 4 or not target.numel():
+    is_lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source))
+    if not are_alike or is_lazy or target.dim() != 4 or not target.numel():
         return None
     # Both without gaps: one copy of memory.
     if target.stride() == source.stride() and (

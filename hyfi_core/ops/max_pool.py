@@ -141,9 +141,11 @@ class MaxPool(Banded, RemakesSaved):
         return shape_alone
 
     def _kept(self, own: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+        """Return what forward saves of the indices of maxima."""
         return indices if self.leaves_wide else self._narrow(own, indices, padding)
 
     def _narrow(self, own: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+        """Return indices in a byte each where that is enough and the map is not kept; else the same."""
         places = self._places(own, padding)
         return indices if self.holds_map or not places.fits else places.narrow(indices)
 

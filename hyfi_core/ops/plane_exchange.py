@@ -138,10 +138,12 @@ class PlaneExchange:
         return received
 
     def _packed(self, bundle: Sequence[PlaneValue], own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the message of a bundle: its values one behind the other."""
         flat = [laid_out(own[value.name].to(value.dtype), self.channels_last).reshape(-1) for value in bundle]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def _unpacked(self, bundle: Sequence[PlaneValue], buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Return (name, value) of a bundle, from its message."""
         parts = zip(bundle, buffer.split([prod(value.shape) for value in bundle]), strict=True)
         return [(value.name, as_sent(flat, value.shape, self.channels_last)) for value, flat in parts]
 

@@ -149,26 +149,26 @@ class FirstMaximum:
         batch, channels = own.shape[:2]
         flat = own.reshape(batch, channels, -1)
         where = torch.full((batch, channels), _NOWHERE, dtype=torch.int64, device=own.device)
-        mine = own.new_full((batch, channels), -torch.inf)
+        own_top = own.new_full((batch, channels), -torch.inf)
         local = torch.zeros_like(where)
         if flat.numel():
-            mine, local = flat.max(2)  # of equal values PyTorch takes the first
+            own_top, local = flat.max(2)  # of equal values PyTorch takes the first
             if self.last_nan:
                 # The largest index among the NaN.
                 last = (flat.isnan() * torch.arange(flat.shape[2], device=own.device)).amax(2)
-                local = torch.where(mine.isnan(), last, local)
-        top = mine.clone()
+                local = torch.where(own_top.isnan(), last, local)
+        top = own_top.clone()
         yield comm.start_all_reduce(top, "max")
         if flat.numel():
             # From the position in this part to that in the whole map.
             position = (self.box.y0 + local // self.box.width) * self.width + self.box.x0 + local % self.box.width
             if self.last_nan:
-                position = torch.where(mine.isnan(), -position, position)  # so that the minimum is the last
-            where = torch.where((mine == top) | (mine.isnan() & top.isnan()), position, where)
-        mine_at = where.clone()
+                position = torch.where(own_top.isnan(), -position, position)  # so that the minimum is the last
+            where = torch.where((own_top == top) | (own_top.isnan() & top.isnan()), position, where)
+        own_where = where.clone()
         # Of ranks with equal maxima, the one with the first position has the gradient, as in one process.
         yield comm.start_all_reduce(where, "min")
-        hits = (mine_at == where) & (where != _NOWHERE)
+        hits = (own_where == where) & (where != _NOWHERE)
         return (top[:, :, None, None], where.abs()[:, :, None, None]), (own.shape, top, local, hits)
 
     def backward(

@@ -56,6 +56,7 @@ def on_maps(rule: Rule, tiles: Rule = on_tiles) -> Rule:
 
     @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
+        """Lower by the rule for tiles or for maps; refuse any other first argument."""
         split, rank = builder.split_of(op.args[0]), len(builder.shape(op.args[0].name))
         if split is not None and split.in_batch and rank == 4:
             one_map(tiles)(builder, op)
@@ -81,6 +82,7 @@ def on_maps_or_flat(rule: Rule, tiles: Rule = on_tiles) -> Rule:
 
     @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
+        """Lower by the rule for tiles or for maps; a flat map is a map while the rule runs."""
         name, output = op.args[0].name, op.outputs[0]
         split = builder.split_of(op.args[0])
         if split is not None and split.in_batch:

@@ -126,6 +126,7 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: 
 
 
 def _keeps(op: Operator, at: int) -> bool:
+    """Return an operator's ``keepdim``, its argument ``at``."""
     return bool(op.args[at] if len(op.args) > at else op.kwargs.get("keepdim", False))
 
 
@@ -141,6 +142,7 @@ def extreme(builder: Builder, op: Operator) -> None:
 
 
 def _reduced(split: Split, dim: int, keep: bool) -> Split:
+    """Return how a value is split after ``dim``, neither height nor width, is reduced; ``keep``: to size 1."""
     if keep:
         return split
     # A dim that disappears before height or width moves these by one.

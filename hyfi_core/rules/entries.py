@@ -16,7 +16,7 @@ from hyfi_core.plan.box import Box
 from hyfi_core.rules import positions
 from hyfi_core.rules.accepted_maps import one_map
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import emit, emit_on_part
+from hyfi_core.rules.calls import arguments, emit, emit_on_part
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.slices import repeat_space
 from hyfi_core.rules.operator_facts import OperatorFacts
@@ -90,7 +90,7 @@ def index_put(builder: Builder, op: Operator) -> None:
 
 
 def _fitted(builder: Builder, op: Operator, name: str, split: Split, rank: int) -> str:
-    """Return this rank's part of a value that broadcasts to ``rank`` dims, which are split as ``split``."""
+    """Return the name of this rank's part of a value that broadcasts to ``rank`` dims, which are split as ``split``."""
     shape = builder.shape(name)
     fewer = rank - len(shape)
     dims = (split.dims[0] - fewer, split.dims[1] - fewer)
@@ -134,13 +134,7 @@ def by_map(builder: Builder, op: Operator) -> None:
 def slice_scatter(builder: Builder, op: Operator) -> None:
     """``y[:, 2:5] = z``, along any dim."""
     name, source = op.args[0].name, op.args[1].name
-    arguments = dict(zip(("dim", "start", "stop", "step"), op.args[2:6], strict=False))
-    dim, start, stop, step = (
-        arguments.get("dim", 0),
-        arguments.get("start"),
-        arguments.get("stop"),
-        arguments.get("step", 1),
-    )
+    _, _, dim, start, stop, step = arguments(op.args, (0, None, None, 1), 2)
     dim %= len(builder.shape(name))
     if name in builder.splits and dim in builder.splits[name].dims:
         _overwrite_pixels(builder, op, dim, range(builder.shape(name)[dim])[start:stop:step], source)
@@ -192,15 +186,17 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, lines: range, so
     else:
         own = builder.moved(source, need)
     part = parts[builder.rank]
-    (begin, end), first = ((box.y0, box.y1), part.y0) if along_y else ((box.x0, box.x1), part.x0)
+    begin, end = (box.y0, box.y1) if along_y else (box.x0, box.x1)
+    part_start = part.y0 if along_y else part.x0
 
     def call(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Return a copy of this rank's part with ``values`` on the lines that are in it."""
         # Nothing is written into this rank's part.
         if box.empty:
             return tensor.clone()
         # From rows of the whole map to those of this part.
-        low = lines[begin] - first
-        high = lines[end - 1] - first + 1
+        low = lines[begin] - part_start
+        high = lines[end - 1] - part_start + 1
         result: torch.Tensor = torch.ops.aten.slice_scatter.default(tensor, values, dim, low, high, lines.step)
         return result
 
@@ -252,7 +248,8 @@ def diagonal(builder: Builder, op: Operator) -> None:
     """A diagonal of two dims other than height and width; it becomes the last dim."""
     name = op.args[0].name
     split, rank = builder.same_pixels(op, name), len(builder.shape(name))
-    gone = [(op.args[at] if len(op.args) > at else default) % rank for at, default in ((2, 0), (3, 1))]
+    _, _, first, second = arguments(op.args, (0, 0, 1), 1)
+    gone = [first % rank, second % rank]
     if set(gone) & set(split.dims):
         builder.refuse(
             op, f"takes the diagonal of dims {gone}, which include height or width (dims {split.dims})", _CHANNELS

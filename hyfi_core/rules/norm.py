@@ -54,6 +54,7 @@ def normalise(eps: float, has_weight: bool, has_bias: bool, narrow: torch.dtype)
     """
 
     def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` ``(B, C, h, w)`` normalised by ``moments`` ``(2, B, groups)``."""
         batch, channels = x.shape[:2]
         # In float64, as they arrive: eps and root before anything is rounded.
         mean, inverse = moments[0], moments[1].add(eps).rsqrt()

@@ -114,6 +114,7 @@ def _fits(split: Split, sizes: Sequence[int]) -> bool:
 
 
 def _broadcasts(split: Split, sizes: Sequence[int]) -> bool:
+    """Whether a map's height and width are those of the result, or 1."""
     return all(side in (1, sizes[dim]) for side, dim in zip(split.layout.map.shape, split.dims, strict=True))
 
 
@@ -141,7 +142,13 @@ def _aligned(builder: Builder, name: str, split: Split, anchor: Split) -> str:
 
 
 def _reaches_space(shape: Sequence[int], full: Sequence[int], split: Split) -> bool:
-    """Whether a replicated operand has more than one pixel, so that each rank needs its part of it."""
+    """Whether a replicated operand has a side of space above 1, so that each rank needs its part of it.
+
+    Args:
+        shape: of the operand.
+        full: shape of the result.
+        split: of the result.
+    """
     # Dims are aligned at their ends, as in broadcasting.
     missing = len(full) - len(shape)
     return any(dim >= missing and shape[dim - missing] > 1 for dim in split.dims)

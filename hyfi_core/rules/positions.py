@@ -57,6 +57,7 @@ def gather(builder: Builder, op: Operator) -> None:
     dim %= len(builder.shape(name))
 
     def own(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the values at the positions that this rank has, 0 at others."""
         local, inside = _places(split, builder.rank, positions)
         if not tensor.numel():
             # The sum of nothing ties the result to the input: all ranks then have the same backward.
@@ -81,6 +82,7 @@ def index(builder: Builder, op: Operator) -> None:
     along = at.index(split.dims[0])
 
     def own(tensor: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+        """Return the entries at the positions that this rank has, 0 for others; ``numbers``: the index of each dim."""
         # As in ``gather``: a sum of nothing, for the same backward.
         if not tensor.numel():
             return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
@@ -142,6 +144,7 @@ def topk(builder: Builder, op: Operator) -> None:
     gathered_shape = (ranks, *shape[:dim], *shape[dim + 1 :], count)
 
     def placed(tensor: torch.Tensor, fill: float) -> torch.Tensor:
+        """Return (ranks, …, count) with this rank's candidates in its row, and zeros in those of others."""
         tensor = torch.nn.functional.pad(tensor, (0, count - tensor.shape[-1]), value=fill)
         # Each rank fills its own row, and the sum over ranks has all of them.
         rows = (

@@ -30,14 +30,16 @@ class _Numbers:
     def __init__(self, builder: Builder, op: Operator, shape: tuple[int, ...], split: Split | None) -> None:
         # Its index in the whole model: the numbers do not depend on where a model is cut.
         self._operator = builder.program.ordinal(op)
+        self._images = builder.shape(builder.program.image)[0]
         self._shape = shape
         self._dims: tuple[int, int] | None = None
+        self._box = (0, 0, 0, 0)  # (y0, y1, x0, x1) of this rank's numbers; not read for a replicated value
+        self._local: tuple[int, ...] | None = None  # shape of this rank's tensor
         if split is not None:
             self._shape, self._dims = split.opened(shape)
-        self._local = None if split is None else split.local_shape(shape, builder.rank)
-        self._images = builder.shape(builder.program.image)[0]
-        box = split.held[builder.rank] if split is not None else None
-        self._box = (box.y0, box.y1, box.x0, box.x1) if box is not None else (0, 0, 0, 0)
+            box = split.held[builder.rank]
+            self._box = (box.y0, box.y1, box.x0, box.x1)
+            self._local = split.local_shape(shape, builder.rank)
 
     def __call__(
         self, draw: _Sampler, key: torch.Tensor, device: torch.device, dtype: torch.dtype, *parameters: Any
@@ -166,6 +168,7 @@ def _device(op: Operator) -> torch.device:
 
 
 def _laid_out(builder: Builder, op: Operator) -> tuple[str, Split | None]:
+    """Return (first argument, as the operator's result is split; this split), None for a replicated one."""
     name = op.args[0].name
     if name not in builder.splits:
         return name, None

@@ -107,6 +107,7 @@ def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[
     cuts = [(y, box.y0, box.height), (x, box.x0, box.width)]
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the rank's part: space is opened to dims of its own, cut and folded again."""
         # From the last dim to the first, so that splitting a dim does not renumber the next ones.
         if split.flat:
             # Broadcast: the same for all positions.

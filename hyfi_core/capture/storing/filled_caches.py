@@ -45,10 +45,8 @@ def of_empty_caches(model: nn.Module, program: Program, capture: Callable[[], Pr
         (container, name, MISSING) for container in dicts for name, value in container.items() if _has(value, constants)
     ]
     for module in model.modules():
-        own = [
-            name for name, value in vars(module).items() if isinstance(value, torch.Tensor) and id(value) in constants
-        ]
-        stored += [(module, name, None) for name in own]
+        tensors = [(name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
+        stored += [(module, name, None) for name, value in tensors if id(value) in constants]
     memoised = [function for function in memories(model)[0] if function.cache_info().currsize]
     if not stored and not memoised:
         return program
@@ -63,6 +61,7 @@ def of_empty_caches(model: nn.Module, program: Program, capture: Callable[[], Pr
 
 
 def _has(value: Any, tensors: Container[int]) -> bool:
+    """Whether a value is, or contains, an object with one of these ids."""
     return any(id(leaf) in tensors for leaf in _pytree.tree_leaves(value))
 
 

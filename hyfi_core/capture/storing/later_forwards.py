@@ -129,15 +129,21 @@ def put(stored: Stored) -> None:
     holder, name, value = stored
     if isinstance(holder, set):
         holder.discard(name) if value is MISSING else holder.add(name)
+        return
     # The vars of a class are read-only.
-    elif isinstance(holder, type):
+    if isinstance(holder, type):
         delattr(holder, name) if value is MISSING else setattr(holder, name, value)
+        return
+    # Not by setattr, which a module's class may override.
+    members: Any = vars(holder) if isinstance(holder, nn.Module) else holder
+    if value is MISSING:
+        members.pop(name, None)
     else:
-        members: Any = vars(holder) if isinstance(holder, nn.Module) else holder
-        members.pop(name, None) if value is MISSING else members.__setitem__(name, value)
+        members[name] = value
 
 
 def _value(holder: Any, name: Any) -> Any:
+    """Return what ``put`` would store to restore the present value: of a set, True for an item that is in it."""
     if isinstance(holder, set):
         return True if name in holder else MISSING
     members: Any = vars(holder) if isinstance(holder, (type, nn.Module)) else holder

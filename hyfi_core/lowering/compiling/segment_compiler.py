@@ -279,6 +279,7 @@ class _CompiledCalls:
         self._functions: dict[Hashable, CompiledFunction] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Return the results of the calls; at a new layout of the inputs, ask for compiled code, once."""
         if _UNCOMPILED.get():
             return self.joined(*tensors)
         kind = tensors[0].device.type

@@ -37,7 +37,7 @@ def windows_first(
     pairs: Sequence[Sequence[int]],
     batch: Collection[int] = (),
 ) -> int | None:
-    """Return which of two pairs of factors, (of y, of x), counts windows.
+    """Return which of two pairs of factors, each of one of y and one of x, counts windows.
 
     Args:
         program: the model.

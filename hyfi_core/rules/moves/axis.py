@@ -157,8 +157,8 @@ class Selection:
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return ``tensor`` at these indices along ``dim``; a view if they are consecutive, itself if they are all.
 
-        The derivative of a view would be a copy of the map, and not in its memory format: everything before it in
-        the model would compute with two formats, which takes several times as long.
+        Itself, not a view: the derivative of a view is a copy of the map, and not in its memory format. Everything
+        before it in the model would compute with two formats, which takes several times as long.
         """
         if self._first == 0 and self._count == tensor.shape[dim]:
             return tensor

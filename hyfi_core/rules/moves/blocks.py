@@ -59,11 +59,11 @@ def try_view_of_blocks(builder: Builder, op: Operator) -> bool:
     along = [[at for at, factor in enumerate(factors) if factor.before == dim] for dim in dims]
     if not any(along):
         return False
-    second = _second_is_shared(builder, op, factors, along)
+    second = _second_is_shared(builder, op, factors, along)  # for (y, x)
     factors, along = _with_unit(factors, along, second, dims)
-    carriers = tuple(members[-1] if is_second else members[0] for members, is_second in zip(along, second, strict=True))
-    blocks = []
+    carriers, blocks = [], []
     for members, is_second in zip(along, second, strict=True):
+        carriers.append(members[-1] if is_second else members[0])
         blocks.append(1 if is_second else prod(factors[at].size for at in members[1:]))
     value = name
     if any(second):  # a grid: height or width is made whole on every rank first
@@ -198,10 +198,10 @@ def _aligned(cuts: tuple[int, ...], block: int) -> tuple[int, ...]:
 
 
 def _folded(layout: Layout, factors: list[_Factor], carriers: tuple[int, int]) -> Split | None:
-    """Return how the result is split; None if that is not possible.
+    """Return how the result of a view into blocks is split; None if that is not possible.
 
     Args:
-        layout: of the two shared factors.
+        layout: of the blocks: the two factors that ranks share.
         factors: of the view.
         carriers: index of the shared factor of height, and of width.
     """

@@ -27,7 +27,7 @@ _IN_ORDER: WeakKeyDictionary[Builder, dict[str, tuple[str, Split]]] = WeakKeyDic
 
 
 def group(builder: Builder, name: str, output: str | None, start: int, stop: int) -> None:
-    """Emit tiles ``[start, stop)`` of a value with tiles in dim 0."""
+    """Emit ``output``, the tiles ``[start, stop)`` of a value with tiles in dim 0."""
     ordered = _in_order(builder, name)
     cuts, rank = builder.splits[ordered].layout.columns, builder.rank
     # The ranks' cuts within the group: clamped to it, and counted from its start.
@@ -47,13 +47,13 @@ def cat_of_groups(builder: Builder, op: Operator) -> None:
     cuts = _joined([split for split in splits if split is not None and _is_row(split)])
     if cuts is None or not all(split is not None and _is_row(split) for split in splits):
         builder.refuse(op, "joins tiles in another order than theirs", "groups of tiles, in order")
-    some = [split is not None and not split.held[builder.rank].empty for split in splits]
+    is_present = [split is not None and not split.held[builder.rank].empty for split in splits]
 
     dtype = builder.values[op.first_output].dtype
 
     def call(*parts: torch.Tensor) -> torch.Tensor:
         # Of groups of several dtypes, a rank may have those of one.
-        return torch.cat([part for part, present in zip(parts, some, strict=True) if present]).to(dtype)
+        return torch.cat([part for part, present in zip(parts, is_present, strict=True) if present]).to(dtype)
 
     builder.compute(call, tuple(names), op.outputs, _row(cuts))
 
@@ -102,7 +102,7 @@ def _put_in_order(builder: Builder, name: str) -> str:
     split, shape, result = builder.splits[name].owned, builder.shape(name), builder.fresh(name)
     part, (down, across) = builder.part(name, split), split.layout.map.shape
     images, ranks = split.leads[0], len(split.layout.parts)
-    # Then each rank's tiles are consecutive as they are.
+    # Where ranks have whole rows of one image, each rank's tiles are consecutive as they are.
     whole_rows = images == 1 and len(split.layout.columns) == 2
     cuts = tuple(cut * across for cut in split.layout.rows) if whole_rows else _even(shape[0], ranks)
     if ranks == 1:

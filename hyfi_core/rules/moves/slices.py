@@ -140,6 +140,7 @@ def _by_slices(
             pieces.append(builder.moved(name, Boxes(_nth(slices[0], i), _nth(slices[1], j))))
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part, of its pieces: slice ``i`` of y and slice ``j`` of x are tensor i · most[1] + j."""
         bands = []
         for i, (_, _, step_y) in enumerate(own[0]):
             row = [

@@ -65,9 +65,9 @@ def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: 
         divided = laid.dims[0] + laid.dims[1] - dim
         divided -= sum(gone < divided for gone in dims)
         left = replace(left, dims=(divided, divided))
-    mine = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
-    builder.compute(function, inputs, mine, left)
-    for part, output in zip(mine, op.outputs, strict=True):
+    parts = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
+    builder.compute(function, inputs, parts, left)
+    for part, output in zip(parts, op.outputs, strict=True):
         if part is not None:
             _gather_profile(builder, part, output)
 

@@ -206,7 +206,7 @@ def test_a_plan_that_frees_too_much_is_found_out(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_pool_that_frees_a_map_too_early_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "_saves_nothing", lambda instruction, of_map: True)
+    monkeypatch.setattr(in_place, "_saves_nothing", lambda instruction, pools_save: True)
     with poisoned(), pytest.raises((AssertionError, RuntimeError)):
         assert_equal_to_one_process(Wide(), NETWORKS["wide"][1], (1, 2), fused_halo=1)
 
