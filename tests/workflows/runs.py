@@ -104,15 +104,23 @@ def assert_plans_agree(config: Path, plans: Sequence[Sequence[str]], *overrides:
         assert losses(folder) == pytest.approx(expected, rel=1e-8), plan
 
 
-def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False, timeout_s: float = PATIENCE_S) -> list[int]:
+def run_on(
+    ranks: int,
+    config: Path,
+    *overrides: str,
+    resume: bool = False,
+    requested: Callable[[int], bool] = lambda rank: False,
+    timeout_s: float = PATIENCE_S,
+) -> list[int]:
     """Train on thread-ranks of this process; return their exit codes.
 
-    Threads share one random generator: only one of them may draw a model's first weights at a time.
+    ``requested`` says whether a rank was requested to stop. Threads share one random generator: only one of them may
+    draw a model's first weights at a time.
     """
     settings = load_config(config, overrides)
 
     def body(world: Communicator) -> int:
         torch.set_num_threads(1)  # each thread has a number of its own
-        return train.train_in(world, settings, Resumption(resume), False, StopFlag())
+        return train.train_in(world, settings, Resumption(resume), False, StopFlag(lambda: requested(world.rank)))
 
     return run_ranks(ranks, body, timeout_s=timeout_s)

@@ -389,6 +389,7 @@ def test_the_loss_is_the_sum_of_weighted_losses_over_the_batch() -> None:
     assert torch.allclose(parts, expected)
 
 
+@pytest.mark.soak  # test_loading.py feeds, test_validating.py validates bit for bit; test_demo.py has all roles
 @pytest.mark.mpi
 def test_other_ranks_feed_and_validate_as_the_trainer_itself(tmp_path: Path, store: Path, hyfi: Any) -> None:
     """Bit for bit: order, pixels, weights, validation. In processes: in threads, kernels round as they like."""

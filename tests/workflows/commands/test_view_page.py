@@ -178,10 +178,10 @@ def test_slides_side_by_side_move_together(page: Any) -> None:
     assert page.evaluate("() => viewer.panes.length") == 1
 
 
-def test_a_hundred_fast_jumps_end_where_they_should(page: Any) -> None:
+def test_fast_jumps_end_where_they_should(page: Any) -> None:
     page.evaluate(
         """async () => {
-            for (let k = 0; k < 100; k++) {
+            for (let k = 0; k < 40; k++) {
                 viewer.active.map.setView([(k * 377) % 1000, (k * 733) % 2000], (k * 7) % 5, {animate: false});
                 await new Promise(done => setTimeout(done, 10));
             }
@@ -189,7 +189,7 @@ def test_a_hundred_fast_jumps_end_where_they_should(page: Any) -> None:
     )
     page.wait_for_function(SETTLED)
     view = view_of(page)
-    assert (round(view["y"]), round(view["x"]), view["zoom"]) == (99 * 377 % 1000, 99 * 733 % 2000, 99 * 7 % 5)
+    assert (round(view["y"]), round(view["x"]), view["zoom"]) == (39 * 377 % 1000, 39 * 733 % 2000, 39 * 7 % 5)
     for key in "jkjkjk":
         page.keyboard.press(key)
     page.wait_for_function(SETTLED)

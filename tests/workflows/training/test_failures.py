@@ -183,6 +183,7 @@ def test_sigterm_saves_and_ends(start, roles: list[str], validator: int) -> None
     assert (job.run / "checkpoints" / "latest").resolve().name == f"step-{step:08d}"
 
 
+@pytest.mark.soak  # test_loading.py: the same request without processes
 def test_a_signal_that_reaches_a_loader_alone(start) -> None:
     job = start(*A_LOADER)
     job.wait_for_step(2)

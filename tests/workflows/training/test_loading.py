@@ -23,6 +23,7 @@ from workflows.commands import status, train
 from workflows.config.load import load_config
 from workflows.training import feeding
 from workflows.training.job import prepare
+from workflows.training.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("in_process")]
 CONSTANT = "lr_schedule.name=constant"  # the rate must not depend on how long the run would have been
@@ -103,6 +104,17 @@ def test_twenty_killed_children_change_nothing(start: Any, tmp_path: Path, store
     assert code == 0, errors
     undisturbed(tmp_path, store, 500)
     assert_same_run(tmp_path / "inline", tmp_path / "run", 500)
+
+
+def test_a_request_that_reaches_a_loader_alone_ends_the_run_with_a_checkpoint(tmp_path: Path, store: Path) -> None:
+    """See ``test_failures.py`` for the same with processes and a signal."""
+    config, run = make_config(tmp_path, store, run={"steps": 2000}), tmp_path / "run"
+
+    def requested(rank: int) -> bool:
+        return rank == 1 and any(record["step"] >= 2 for record in read_metrics(run / "metrics.jsonl"))
+
+    assert run_on(2, config, *LOADED, requested=requested) == [3, 3]
+    assert (run / "checkpoints" / "latest").exists() and max(step for _, step in losses(run)) < 2000
 
 
 def test_loaders_say_what_they_read_and_sent(tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]) -> None:

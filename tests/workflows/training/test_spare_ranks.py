@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.runtime.checkpoint import load_checkpoint
+from hyfi_core.runtime.engine import Engine
 from tests.workflows.archive import make_config
 from tests.workflows.runs import losses, run_here, run_on
 from workflows.config.load import load_config, refuse_changes
@@ -141,18 +143,39 @@ def test_several_plain_replicas_become_shared_ones(tmp_path: Path, store: Path) 
     assert said is not None and "other 4 images together than before" in said and "from step 4 on" in said
 
 
+def assert_shares_by_speed(run: Path, said: str) -> None:
+    plan = recorded(run)
+    shares, pace_s = plan["shares"], plan["pace_s"]
+    assert sum(shares) == 8 and len(shares) == len(pace_s) == 2 and plan["design"] == "offload_naive"
+    assert shares[0] > shares[1] and pace_s[0] < pace_s[1]
+    assert f"the replicas take {shares[0]}, {shares[1]}" in said
+    assert "effective batch 8" in said and "in proportion to speed" in said
+
+
+def test_a_spare_rank_takes_its_share(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than half of the batch: it sleeps before each micro-batch."""
+    config, accumulate = config_of(tmp_path, store, 8), Engine.accumulate
+
+    def slow(engine: Engine, *given: Any) -> Any:
+        time.sleep(0.2 if threading.current_thread().name == "rank-1" else 0.0)
+        return accumulate(engine, *given)
+
+    monkeypatch.setattr(Engine, "accumulate", slow)
+    assert run_on(2, config, *SPARE, SHORT) == [0, 0]
+    assert_shares_by_speed(tmp_path / "run", "".join(capfd.readouterr()))
+    assert run_on(2, config, *SPARE, SHORT, "roles.shares=[4,4]", f"run.dir={tmp_path / 'equal'}") == [0, 0]
+    assert_close_runs(tmp_path / "run", tmp_path / "equal")
+
+
+@pytest.mark.soak  # above: the same without processes
 @pytest.mark.mpi
 def test_a_spare_process_takes_its_share(tmp_path: Path, store: Path, hyfi: Any) -> None:
-    """Less than half of the batch: it sleeps before each micro-batch."""
     config = config_of(tmp_path, store, 8, model="faulty")
     done = hyfi("train", config, *SPARE, SHORT, "--json", OMP_NUM_THREADS="1", HYFI_TEST_FAULT="1:0:accumulate:slow")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "done"
-    plan = recorded(tmp_path / "run")
-    shares, pace_s = plan["shares"], plan["pace_s"]
-    assert sum(shares) == 8 and len(shares) == len(pace_s) == 2 and plan["design"] == "offload_naive"
-    assert shares[0] > shares[1] and pace_s[0] < pace_s[1]
-    assert f"the replicas take {shares[0]}, {shares[1]}" in done.stderr + done.stdout
-    assert "effective batch 8" in done.stderr + done.stdout and "in proportion to speed" in done.stderr + done.stdout
+    assert_shares_by_speed(tmp_path / "run", done.stderr + done.stdout)
     assert run_on(2, config, *SPARE, SHORT, "roles.shares=[4,4]", f"run.dir={tmp_path / 'equal'}") == [0, 0]
     assert_close_runs(tmp_path / "run", tmp_path / "equal")

@@ -108,18 +108,19 @@ def test_late_results_and_a_killed_child_change_nothing(
     assert losses(tmp_path / "run") == losses(tmp_path / "inline")
 
 
+@pytest.mark.parametrize("kills", [0, pytest.param(1, marks=pytest.mark.soak)])  # above: one without cells is killed
 def test_validators_that_go_cell_by_cell_say_the_same_and_may_die(
-    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], kills: int
 ) -> None:
-    """Six cells; the child is killed once; ``hyfi validate --cells`` says the same, too."""
+    """Six cells; ``hyfi validate --cells`` says the same, too."""
     precise = {"steps": 8, "keep": 1, "precision": "float64"}
     config = make_config(tmp_path, store, model=TINY, validation={"every_steps": 1}, run=precise)
     assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
-    killer = Killer(tmp_path / "run", times=1)
+    killer = Killer(tmp_path / "run", times=kills)
     killer.start()
     assert run_on(2, config, "roles.validators=1", "validation.cells=[3,2]") == [0, 0]
-    assert len(killer.killed) == 1
-    assert capfd.readouterr().err.count("ended with signal 9 (SIGKILL); restarting it") == 1
+    assert len(killer.killed) == kills
+    assert capfd.readouterr().err.count("ended with signal 9 (SIGKILL); restarting it") == kills
     assert_same_run(tmp_path / "inline", tmp_path / "run", 8, losses_within=1e-10)
     found, wanted = validations(tmp_path / "run"), validations(tmp_path / "inline")
     for step, metrics in wanted.items():
