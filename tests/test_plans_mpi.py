@@ -37,7 +37,7 @@ for plan in (first, second):
     model = make("hourglass")[0].double()
     reference = make("hourglass")[0].double()
     batches = make_batches((4, 3, 37, 45), 2, plan.replicas)
-    engine = hyfi_core.parallelize(model, (4, 3, 37, 45), plan, comm, optimizer=adamw, verify=plan is first)
+    engine = hyfi_core.parallelize(model, (4, 3, 37, 45), plan, comm, optimizer=adamw, verify=False)
     losses, gradients = [], None
     for index, step in enumerate(batches):
         losses.append(engine.accumulate(*step[comm.rank // plan.ranks_per_replica]))

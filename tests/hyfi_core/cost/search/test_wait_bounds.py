@@ -13,6 +13,7 @@ from torch import nn
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.machines.machine_file import load_machine
+from hyfi_core.cost.search.doubled import doubled
 from hyfi_core.cost.search.plan_bounds import PlanBounds
 from hyfi_core.cost.search.plan_family import PlanRequest
 from hyfi_core.cost.search.wait_bounds import WaitBounds
@@ -30,9 +31,13 @@ GRIDS = ((2, 2), (1, 8), (3, 5))
 
 
 @cache
-def captured(name: str, images: int) -> Program:
+def captured(name: str, images: int = 1) -> Program:
+    if images == 2:  # as the planner, which captures large models once
+        derived = doubled(captured(name))
+        assert derived is not None
+        return derived
     model: nn.Module = resnet18(2) if name == "resnet18" else amoebanet_d(2, layers=3, filters=16)
-    return captured_once(model.train(), (images, 3, SIZES[name], SIZES[name]), torch.float32)
+    return captured_once(model.train(), (1, 3, SIZES[name], SIZES[name]), torch.float32)
 
 
 def machines(name: str) -> tuple[MachineModel, ...]:

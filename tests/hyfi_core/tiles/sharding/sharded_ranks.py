@@ -15,7 +15,7 @@ from hyfi_core.runtime.saving.weight_shards import own_part
 from tests.hyfi_core.tiles.bags import TILE_PX, WIDTH, Attention, SmallViT, bags, token
 
 SIZES, LABELS = (5, 1, 4), torch.tensor([0, 2, 1])
-STEPS = 5
+STEPS = 3
 
 
 class OfManyTiles(Attention):
