@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree
 
 from hyfi_core.capture.checkpoints import plain_checkpoints
@@ -78,7 +77,7 @@ def trace_guards(model: nn.Module, stored: StoredTensors, assigned: list[Stored]
             plain_checkpoints(inside),
             patched(nn.Module, "__setattr__", _assign),
             patched(_BatchNorm, "forward", _normalise),
-            patched(_InstanceNorm, "forward", _normalise_instances),
+            patched(F, "instance_norm", _instance_norm),
             patched(torch, "manual_seed", _seed),
             patched(torch.autograd.Function, "apply", classmethod(_apply)),
         ):
@@ -275,30 +274,36 @@ def _normalise(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-_PLAIN_INSTANCE_NORM: Any = _InstanceNorm.forward
+_PLAIN_INSTANCE_NORM: Any = F.instance_norm
 
 
-def _normalise_instances(module: _InstanceNorm, x: torch.Tensor) -> torch.Tensor:
-    """Instance norm with running statistics, which the captured operator would change unseen: traced as arithmetic.
+def _instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """``F.instance_norm`` with running statistics, which the captured operator would change unseen, as arithmetic.
 
     They are means over the images of each image's mean and unbiased variance. In evaluation mode, it is a batch norm.
     """
-    mean, variance = module.running_mean, module.running_var
-    if not _traces() or mean is None or variance is None:
-        plain: torch.Tensor = _PLAIN_INSTANCE_NORM(module, x)
+    if not _traces() or running_mean is None or running_var is None:
+        settings = running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+        plain: torch.Tensor = _PLAIN_INSTANCE_NORM(input, *settings)
         return plain
-    module._check_input_dim(x)
-    if x.dim() == module._get_no_batch_dim():  # one image, without a batch dim
-        return _normalise_instances(module, x[None])[0]
-    affine = module.weight, module.bias
-    if not module.training:
-        return F.batch_norm(x, mean, variance, *affine, False, 0.0, module.eps)
-    momentum = 0.0 if module.momentum is None else module.momentum
+    if not use_input_stats:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
     # Detached: PyTorch's kernel gives running statistics no gradient either.
-    of_images = torch.var_mean(x.detach().to(mean.dtype), tuple(range(2, x.dim())), correction=1)
-    for statistic, per_image in zip((variance, mean), of_images, strict=True):
+    values = input.detach().to(running_mean.dtype)
+    of_images = torch.var_mean(values, tuple(range(2, input.dim())), correction=1)
+    for statistic, per_image in zip((running_var, running_mean), of_images, strict=True):
         statistic.copy_(statistic * (1.0 - momentum) + per_image.mean(0) * momentum)
-    return F.instance_norm(x, None, None, *affine, True, momentum, module.eps)
+    result: torch.Tensor = _PLAIN_INSTANCE_NORM(input, None, None, weight, bias, True, momentum, eps)
+    return result
 
 
 _PLAIN_SETATTR: Any = nn.Module.__setattr__

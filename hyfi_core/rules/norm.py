@@ -24,7 +24,7 @@ def instance_norm(builder: Builder, op: Operator) -> None:
     """Instance norm: group norm with one channel per group."""
     x, weight, bias, running_mean, _, use_input_stats = op.args[:6]
     if running_mean is not None or not use_input_stats:
-        # The module's own running statistics never come here: capture has turned them into arithmetic (``guards``).
+        # Those of modules and of ``F.instance_norm`` do not come here: capture traces arithmetic instead (``guards``).
         builder.refuse(op, "keeps running statistics", "nn.InstanceNorm2d(track_running_stats=True), or nn.GroupNorm")
     _grouped(builder, op, x.name, builder.shape(x.name)[1], weight, bias, op.args[7])
 

@@ -81,18 +81,20 @@ def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[i
     if all(split is first or _same_pixels(split, first) for split in maps) and _fits(first, sizes):
         return builder.computed(op, first)
     y, x = first.dims
-    full = next((split for split in maps if _fits(split, sizes)), None)
-    odd = next((split for split in maps if set(split.dims) != {y, x} or split.flat or split.leads != (1, 1)), None)
-    if odd is not None or not all(_broadcasts(split, sizes) for split in maps):
-        unfit = odd or next(split for split in maps if not _broadcasts(split, sizes))
+    of_result_size = next((split for split in maps if _fits(split, sizes)), None)
+    elsewhere = next(
+        (split for split in maps if set(split.dims) != {y, x} or split.flat or split.leads != (1, 1)), None
+    )
+    if elsewhere is not None or not all(_broadcasts(split, sizes) for split in maps):
+        unfit = elsewhere or next(split for split in maps if not _broadcasts(split, sizes))
         builder.refuse(
             op,
             f"combines a map of {first.layout.map.shape} pixels in dims {first.dims} with one of "
             f"{unfit.layout.map.shape} pixels in dims {unfit.dims}",
             "maps of equal size, or of size 1, in the same dims",
         )
-    if full is not None:
-        return full.owned
+    if of_result_size is not None:
+        return of_result_size.owned
     # A row and a column broadcast: rows of the one and columns of the other, if these make up the grid.
     rows = next((split.layout.rows for split in maps if split.dims == (y, x) and split.layout.height == sizes[y]), None)
     columns = next(

@@ -55,7 +55,8 @@ class BackgroundBatch:
         # least so far.
         shares: list[list[int]] = [[] for _ in range(self.children)]
         for index in sorted(range(len(jobs)), key=lambda index: -len(jobs[index].code)):
-            min(shares, key=lambda share: sum(len(jobs[job].code) for job in share)).append(index)
+            shortest = min(shares, key=lambda share: sum(len(jobs[job].code) for job in share))
+            shortest.append(index)
         self._open = dict.fromkeys(range(len(jobs)))
         self._running: list[_Child] = []
         # Before the first child: if a later one cannot be started, those that run are ended, too.

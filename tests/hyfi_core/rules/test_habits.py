@@ -100,17 +100,19 @@ def test_instance_norm_with_running_statistics_and_rows(plan: hyfi_core.Parallel
 
 
 class RunningOfLines(nn.Module):
-    """An instance norm of the positions of a map, and one of features, both with running statistics."""
+    """Instance norms with running statistics: of the positions of a map, of features, and by a call of the function."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.fc = nn.Conv2d(3, 6, 3, 2, 1), nn.Linear(12, 2)
-        self.norms = nn.ModuleList(nn.InstanceNorm1d(6, track_running_stats=True) for _ in range(2))
+        self.conv, self.fc = nn.Conv2d(3, 6, 3, 2, 1), nn.Linear(18, 2)
+        self.norms = nn.ModuleList(nn.InstanceNorm1d(6, track_running_stats=True) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.conv(x)
         lines = x.flatten(2), F.adaptive_avg_pool2d(x, 3).flatten(2)
-        normalised = [norm(line) for norm, line in zip(self.norms, lines, strict=True)]
+        normalised = [norm(line) for norm, line in zip(self.norms[:2], lines, strict=True)]
+        statistics = self.norms[2].running_mean, self.norms[2].running_var
+        normalised.append(F.instance_norm(lines[1] * 2, *statistics, use_input_stats=self.training, momentum=0.3))
         return self.fc(torch.cat([line.square().mean(2) for line in normalised], 1))
 
 
