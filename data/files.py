@@ -94,7 +94,8 @@ def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is no such file, or it contains anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        # As `json_bytes` writes it.
+        value = json.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

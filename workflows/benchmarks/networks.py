@@ -22,9 +22,10 @@ import functools
 import importlib
 import json
 import logging
+import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -239,8 +240,8 @@ def small_size(make: Make) -> str:
         gradients = trained(model, program, images, labels)
     except RequestError as error:
         return f"refused: {str(error)[:300]}"
-    largest = worst(gradients, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
-    return f"{'exact' if largest <= TOLERANCE else 'wrong'} {largest:.1e} at {shape[2]} px"
+    error = worst(gradients, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
+    return f"{'exact' if error <= TOLERANCE else 'wrong'} {error:.1e} at {shape[2]} px"
 
 
 def _first_line(error: Exception) -> str:
@@ -265,12 +266,20 @@ def trained(model: nn.Module, program: Program, images: torch.Tensor, labels: to
 
 
 def worst(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the largest error of a gradient relative to its norm, or to 1/1000 of the norm of all gradients."""
+    """Return the largest error of a gradient relative to its norm, or to 1/1000 of the norm of all gradients.
+
+    Infinite if gradients are missing, or there are others; NaN if one is NaN.
+    """
     if set(gradients) != set(expected):
         return float("inf")
     everything = torch.cat([g.flatten() for g in expected.values()]).norm()
     # A gradient that is almost 0, as of a bias before batch norm, is rounding: relative to itself it may be all wrong.
-    return max(float((gradients[n] - g).norm() / max(g.norm(), 1e-3 * everything)) for n, g in expected.items())
+    return largest(float((gradients[n] - g).norm() / max(g.norm(), 1e-3 * everything)) for n, g in expected.items())
+
+
+def largest(errors: Iterable[float]) -> float:
+    """Return the largest error; NaN if one is NaN, which `max` may pass over; 0 without errors."""
+    return max(errors, key=lambda error: (math.isnan(error), error), default=0.0)
 
 
 def in_child(check: Callable[[Make], str], make: Make, limit_s: float) -> str:

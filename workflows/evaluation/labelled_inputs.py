@@ -109,7 +109,8 @@ class InputLabels:
         manifests = [path if path.suffix.lower() == ".csv" else path / "manifest.csv" for path in places]
         if len(manifests) == 1 and manifests[0].is_file():
             return manifests[0]
-        option = "--target" if self.target is not None else "--split"
+        given = {"--target": self.target, "--split": self.split, "--id-column": self.id_column}
+        option = next(name for name, value in given.items() if value is not None)
         raise RequestError(f"{option}: the slides have no manifest to read it from; give --labels CSV")
 
 

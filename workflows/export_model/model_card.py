@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ def _stain(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _training(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the (name, text) rows about the slides that the model was trained on: their number, and that of cases."""
     if config.get("trained_on") is None:
         return [("slides", "unknown")]
     trained = TrainedSlides.of_json(config["trained_on"])
@@ -129,13 +131,12 @@ def _training(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _metrics(checkpoint: Path, config: Mapping[str, Any]) -> list[str]:
     """Return the metrics of the checkpoint's step, from the run in which it lies."""
     path = checkpoint.resolve().parent.parent / "metrics.jsonl"
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        lines = []
-    validations = [
-        line for line in lines if line.get("kind") == "validation" and line.get("step") == config.get("step")
-    ]
+    records: list[Mapping[str, Any]] = []
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # a killed run may have left half a line
+                records.append(json.loads(line))
+    validations = [one for one in records if one.get("kind") == "validation" and one.get("step") == config.get("step")]
     if not validations:
         unknown = "Not known: the checkpoint does not lie in its run, or its step was not validated."
         return ["## Metrics", "", unknown, ""]

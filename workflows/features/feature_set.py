@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from data.csv_table import read_own
 from data.files import read_json_object
 from data.samples.coverage import MAX_LISTED
 from data.samples.dataset import SlideDataset
@@ -74,16 +74,15 @@ class FeatureSet:
         path = self.folder / TABLE_FILE
         if not path.is_file():
             return {}
-        with path.open(newline="", encoding="utf-8") as file:
-            return {row["slide_id"]: row["reason"] for row in csv.DictReader(file) if row.get("status") == FAILED}
+        _, rows = read_own(path.read_bytes())
+        return {row["slide_id"]: row["reason"] for row in rows if row.get("status") == FAILED}
 
     def bags(self, dataset: SlideDataset) -> FeatureBags:
         """Return the slides of a dataset as bags of these features.
 
         Raises:
-            RequestError: A slide has none.
+            RequestError: A slide has none; the message has the reason why `hyfi features` failed for it.
         """
-        # With the reasons why `hyfi features` failed, for the message about a slide without features.
         return FeatureBags(dataset, self.stored, self.failures)
 
     def check(self, bags: Sequence[FeatureBags]) -> None:
@@ -151,6 +150,7 @@ class FeatureSet:
         Raises:
             RequestError: They are not; the message has both.
         """
+        # What is compared -> (ours, that of training).
         pairs: dict[str, tuple[object, object]] = {"vectors of length": (self.features, stated["length"])}
         digests = self.settings.get("weights_sha256"), stated["weights_sha256"]
         if None in digests:

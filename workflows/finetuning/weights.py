@@ -57,12 +57,15 @@ class WeightsReport:
         """Return a line for each of the model's outermost modules, in their order."""
         loaded = Counter(name.partition(".")[0] for name in self.loaded)
         absent = Counter(name.partition(".")[0] for name in (*self.missing, *self.reshaped))
-        width = max(map(len, loaded | absent), default=0)
-        return [
-            f"  {part:<{width}}  {loaded[part]:>4} of {loaded[part] + absent[part]:>4}"
-            + ("" if not absent[part] else "  keeps initial values" if not loaded[part] else "  the others keep theirs")
-            for part in loaded | absent
-        ]
+        parts = loaded | absent
+        width = max(map(len, parts), default=0)
+        lines = []
+        for part in parts:
+            line = f"  {part:<{width}}  {loaded[part]:>4} of {loaded[part] + absent[part]:>4}"
+            if absent[part]:
+                line += "  the others keep theirs" if loaded[part] else "  keeps initial values"
+            lines.append(line)
+        return lines
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,9 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     """
     file, own = read_weights(path), model.state_dict()
     prefix = _prefix(file.tensors, own)
-    tensors = {prefix.renamed(name): tensor for name, tensor in file.tensors.items()}
+    # Names with the prefix last: where a file has a name with and without it, they are the network's.
+    in_order = sorted(file.tensors, key=lambda name: name.startswith(prefix.file))
+    tensors = {prefix.renamed(name): file.tensors[name] for name in in_order}
     reshaped = tuple(name for name in own if name in tensors and own[name].shape != tensors[name].shape)
     fitting = {name: tensors[name] for name in own if name in tensors and name not in reshaped}
     counters = {name for name in own if name.endswith("num_batches_tracked")}
@@ -117,9 +122,9 @@ def _prefix(file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -
     """Return the prefix with which most tensors match; none if few do, or as many without it."""
     # A prefix must match more than half of the file, and more than names as they are: else it is chance.
     best, most = Prefix(), max(_matching(Prefix(), file, own), len(file) // 2)
-    for before in _common(file):
-        for after in _common(own):
-            prefix = Prefix(before, after)
+    for of_file in _common(file):
+        for of_model in _common(own):
+            prefix = Prefix(of_file, of_model)
             matching = _matching(prefix, file, own)
             if matching > most:
                 best, most = prefix, matching
@@ -128,7 +133,7 @@ def _prefix(file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -
 
 def _parts_that_fit(file: WeightsFile, own: Mapping[str, torch.Tensor]) -> str:
     """Return which parts of a file, such as one of two networks, would fit by themselves; empty if none would."""
-    prefixes = {f"{name[:end]}." for name in file.tensors for end in range(len(name)) if name[end] == "."}
+    prefixes = {prefix for name in file.tensors for prefix in _prefixes(name)}
     fitting = {prefix: _matching(Prefix(prefix), file.tensors, own) for prefix in prefixes}
     # A part fits if it has most of the model's tensors.
     most = sorted((p for p in fitting if 2 * fitting[p] > len(own)), key=lambda p: (-fitting[p], p))
@@ -139,6 +144,7 @@ def _parts_that_fit(file: WeightsFile, own: Mapping[str, torch.Tensor]) -> str:
 
 
 def _matching(prefix: Prefix, file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> int:
+    """Return how many tensors of a file, with their names changed, are in the model with the same shape."""
     renamed = ((prefix.renamed(name), tensor) for name, tensor in file.items())
     return sum(name in own and own[name].shape == tensor.shape for name, tensor in renamed)
 
@@ -149,8 +155,11 @@ def _common(names: Iterable[str]) -> list[str]:
     Rarer prefixes belong to parts of a network: with them, blocks could be loaded into other blocks of the same shape.
     """
     names = list(names)
-    count: Counter[str] = Counter()
-    for name in names:
-        parts = name.split(".")
-        count.update(".".join(parts[:end]) + "." for end in range(1, len(parts)))
+    count = Counter(prefix for name in names for prefix in _prefixes(name))
     return ["", *(prefix for prefix, times in count.items() if 2 * times > len(names))]
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the prefixes of a dotted name, the shortest first: ``a.`` and ``a.b.`` of ``a.b.c``."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) + "." for end in range(1, len(parts))]

@@ -15,7 +15,7 @@ import hyfi_core
 from hyfi_core.cells.budget import held_bytes_on
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet18
-from workflows.benchmarks.networks import networks, without_drops, worst
+from workflows.benchmarks.networks import largest, networks, without_drops, worst
 from workflows.gpu_check.measure_step import Row
 from workflows.gpu_check.setting import CHANNELS_LAST, Setting
 
@@ -130,6 +130,6 @@ def _errors(
     return {
         "gradients": worst(gradients, {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}),
         "loss": abs(loss - expected) / max(1.0, abs(expected)),
-        "buffers": max(differences, default=0.0),
+        "buffers": largest(differences),
         "output": float((logits - output).abs().max() / max(1.0, float(output.abs().max()))),
     }

@@ -15,6 +15,8 @@ from hyfi_core.runtime.calls.replayed_steps import AS_THEY_ARE
 
 Row = dict[str, Any]
 StepBody = Callable[[], object]
+UNTIMED_STEPS = AS_THEY_ARE + 1
+"""Steps that `step_s` takes before the timed ones: they compile, allocate, and record a CUDA graph."""
 
 
 def finish(device: torch.device) -> None:
@@ -24,8 +26,8 @@ def finish(device: torch.device) -> None:
 
 
 def step_s(step: StepBody, device: torch.device, steps: int) -> float:
-    """Return the median seconds of a step, after those that compile, allocate and record."""
-    for _ in range(AS_THEY_ARE + 1):
+    """Return the median seconds of ``steps`` steps, after `UNTIMED_STEPS` others."""
+    for _ in range(UNTIMED_STEPS):
         step()
     finish(device)
     times = []

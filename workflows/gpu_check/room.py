@@ -39,13 +39,21 @@ def pieces(setting: Setting, side: str) -> Iterator[Row]:
     cells: Literal["auto"] | None = None if int(side) in setting.sizes.speed_px else "auto"
     plan = replace(_ONE_RANK, interleave=setting.sizes.pieces, recompute=True, cells=cells)
     named = {f"{setting.sizes.pieces} pieces, recomputed": plan}
-    yield from _against_in_core(setting, int(side), named, "pieces", int(side) in setting.sizes.speed_px)
+    yield from _against_in_core(setting, int(side), named, "pieces", in_core=int(side) in setting.sizes.speed_px)
 
 
 def _against_in_core(
-    setting: Setting, side_px: int, plans: Mapping[str, hyfi_core.ParallelPlan], word: str, in_core: bool = True
+    setting: Setting, side_px: int, plans: Mapping[str, hyfi_core.ParallelPlan], word: str, *, in_core: bool = True
 ) -> Iterator[Row]:
-    """Measure a step of each plan, and give the ratios of time and memory to a step in core."""
+    """Measure a step of each plan, and give the ratios of time and memory to a step in core.
+
+    Args:
+        setting: The device and the sizes.
+        side_px: Height and width of the image.
+        plans: The plans by name.
+        word: Beginning of the name of the ratio of times, as in ``cells_to_in_core``.
+        in_core: Whether the step in core is measured; without it there are no ratios.
+    """
     rows: dict[str, Row] = {}
     for name, plan in {**({"in core": _ONE_RANK} if in_core else {}), **plans}.items():
         # A plan by cells may take longer than the ones before: twice the slowest must be left.
@@ -54,6 +62,7 @@ def _against_in_core(
             continue
 
         def measured(plan: hyfi_core.ParallelPlan = plan) -> Row:
+            """Return time and memory of a step of this plan."""
             begin_s = time.monotonic()
             images, labels = batch(setting, side_px)
             engine = engine_of(setting, side_px, plan, AloneCommunicator())
@@ -108,6 +117,7 @@ def memory(setting: Setting, _: str) -> Iterator[Row]:
     for side_px in setting.sizes.forecast_px:
 
         def measured(side_px: int = side_px) -> Row:
+            """Return measured and forecast peak of a step, both with weights."""
             model, (images, labels) = network(setting), batch(setting, side_px)
             shape = (1, 3, side_px, side_px)
             (forecast_bytes,) = rank_bytes(capture(model, shape, torch.float32), _ONE_RANK)

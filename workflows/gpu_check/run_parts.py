@@ -52,7 +52,7 @@ def run_parts(
     deadline_s = time.monotonic() + seconds
     together = [part for part in parts if part.together]
     alone = [part for part in parts if not part.together]
-    # Parts that run together share their time: their weights are as small as that makes them.
+    # The weights of parts that run together are small, because they share their time.
     share = _weight(together, gpus) / max(_weight(parts, gpus), 1e-9)
     results = _run_together(together, gpus, seconds * share, options, logs, report)
     for number, part in enumerate(alone):

@@ -31,7 +31,7 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.settings import GraphMode
-from workflows.gpu_check.measure_step import Row, StepBody, finish, free, step_s, tried
+from workflows.gpu_check.measure_step import UNTIMED_STEPS, Row, StepBody, finish, free, step_s, tried
 from workflows.gpu_check.setting import Setting
 from workflows.training.feeding import BatchImages
 
@@ -94,8 +94,8 @@ def speed(setting: Setting, side: str) -> Iterator[Row]:
 def compiled(setting: Setting, side: str) -> Iterator[Row]:
     """Time the first step and later ones of plain PyTorch and of the engine on one rank, both compiled."""
     sides = {
-        "compiled": partial(plain_step, setting, int(side), True),
-        "compiled_engine": partial(engine_step, setting, int(side), True),
+        "compiled": partial(plain_step, setting, int(side), compiled=True),
+        "compiled_engine": partial(engine_step, setting, int(side), compiled=True),
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*uncompiled")  # it would time something else
@@ -156,11 +156,19 @@ def engine_step(setting: Setting, side_px: int, compiled: bool = False, cuda_gra
 def _compared(
     setting: Setting, side_px: int, sides: Mapping[str, Callable[[], StepBody]], pairs: Sequence[tuple[str, str]]
 ) -> Iterator[Row]:
-    """Time the steps of each side, and give the ratios of pairs."""
+    """Time the steps of each side, and give the ratios of pairs.
+
+    Args:
+        setting: The device and the sizes.
+        side_px: Height and width of the image.
+        sides: Name -> a function that makes the step that is timed.
+        pairs: The names of each two sides whose times are divided, the first by the second.
+    """
     seconds: dict[str, float] = {}
     for name, make in sides.items():
 
         def measured(make: Callable[[], StepBody] = make) -> Row:
+            """Return the seconds of the first step of this side, and of a later one."""
             step = make()
             begin_s = time.perf_counter()
             step()
@@ -218,7 +226,8 @@ class NoiseSamples:
 def feed(setting: Setting, _: str) -> Iterator[Row]:
     """Time steps on images from a loader against steps on an image on the device, and how long the trainer waits."""
     comm, side_px, steps = hyfi_core.init(), setting.sizes.speed_px[0], setting.sizes.steps
-    turns, layout, stream = (0, steps + 1), BatchLayout.uniform(1), SampleStream(8, 0)
+    # One turn for each call of `fed_step`.
+    turns, layout, stream = (0, UNTIMED_STEPS + steps), BatchLayout.uniform(1), SampleStream(8, 0)
     if comm.rank:
         LoaderService(comm, [0], NoiseSamples(side_px), stream, layout, workers=2).serve()
         return
@@ -236,8 +245,8 @@ def feed(setting: Setting, _: str) -> Iterator[Row]:
 
     fed_s = step_s(fed_step, setting.device, steps)
     source.close(stopped=False)
-    # Without the first, for which nothing could be sent ahead.
-    wait_s = sum(waits[1:]) / steps
+    # Of the timed steps: for the first one of all, nothing could be sent ahead.
+    wait_s = sum(waits[-steps:]) / steps
     times = {"resident_s": resident_s, "fed_s": fed_s, "fed_to_resident": fed_s / resident_s, "wait_s": wait_s}
     yield {"what": f"images from a loader, {side_px} px", **times}
 

@@ -76,6 +76,7 @@ def _one_split(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
 
 
 def _searched_split(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[str, Any]]:
+    """Search settings for one split; return the exit code, and what ``--json`` prints."""
     result = run_search(sweep, search, lambda now: _write_table(sweep, [(None, now.settings, now.scores)]))
     if result.code != DONE:
         return _stopped(len(result.settings), result.code), {}
@@ -155,6 +156,7 @@ def _report_folds(
 
 
 def _stopped(setting: int, code: int) -> int:
+    """Say that a command of this setting did not return 0, and return its exit code."""
     warn(f"hyfi: setting {setting} ended with exit code {code}; the same command with --resume continues there")
     return code
 
@@ -183,6 +185,7 @@ def _write_table(sweep: SweepRuns, tried: Sequence[_Tried]) -> None:
 
 
 def _validate_words(sweep: SweepRuns, score: SettingScore) -> str:
+    """Return the command line that evaluates the best checkpoint of a setting on the test split."""
     data = sweep.config.data
     words = ["hyfi", "validate", str(score.run / "checkpoints" / "best"), "--store", str(data.store)]
     for option, path in (("--labels", data.labels), ("--splits", data.splits), ("--features", data.features)):
@@ -191,6 +194,7 @@ def _validate_words(sweep: SweepRuns, score: SettingScore) -> str:
 
 
 def _summary(sweep: SweepRuns, summary: dict[str, Any]) -> dict[str, Any]:
+    """Write ``sweep.json``, and return its content: the summary and the path of the table."""
     summary = {**summary, "table": sweep.folder / TABLE_FILE}
     write_atomically(sweep.folder / SUMMARY_FILE, (json.dumps(plain_json(summary), indent=1) + "\n").encode())
     return summary

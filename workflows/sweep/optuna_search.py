@@ -24,7 +24,8 @@ from hyfi_core.errors import RequestError
 from workflows.sweep.settings import SweptSetting, range_ends, read_settings, read_space, rounded
 
 JOURNAL_FILE = "optuna.journal"
-_IDENTITY = "hyfi"
+_IDENTITY, _GIVEN_UP = "hyfi", "given_up"
+"""Names of attributes in the journal: what a search depends on, and that a trial is to be given up."""
 _JUDGED_AFTER = 4
 """Number of trials that must have ended before one may be given up."""
 
@@ -174,18 +175,24 @@ class OptunaSearch:
         return bool(self._study.get_trials(deepcopy=False)[number].state == self._optuna.trial.TrialState.PRUNED)
 
     def gives_up(self, number: int, values: Sequence[tuple[int, float]]) -> bool:
-        """Whether to give up a trial by its (step, value) so far; the first value that Optuna would prune decides."""
+        """Whether to give up a trial by its (step, value) so far; the first value that Optuna would prune decides.
+
+        A trial that was to be given up once is so for good: its run may validate again before it has stopped.
+        """
         if not self._options.prune:
             return False
-        trial = self._optuna.trial.Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id)
-        known = self._study.get_trials(deepcopy=False)[number].intermediate_values
+        so_far = self._study.get_trials(deepcopy=False)[number]
+        if so_far.user_attrs.get(_GIVEN_UP):
+            return True
+        trial = self._optuna.trial.Trial(self._study, so_far._trial_id)
         for step, value in values:
             # Optuna ignores a step that is reported twice, with a warning; a resumed search sees all records again.
-            if step not in known:
+            if step not in so_far.intermediate_values:
                 trial.report(value, step)
                 if trial.should_prune():
+                    trial.set_user_attr(_GIVEN_UP, True)
                     return True
-        return bool(known) and bool(trial.should_prune())
+        return False
 
     def tell(self, number: int, value: float | None, given_up: bool = False) -> None:
         """Record the result of a trial; None: its metric is undefined, or it failed."""

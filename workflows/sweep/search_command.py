@@ -88,7 +88,17 @@ def _search(sweep: SweepRuns, options: SearchOptions, fold: int | None) -> Optun
 
 
 def _trial(sweep: SweepRuns, search: OptunaSearch, number: int, setting: SweptSetting) -> int:
-    """Train a setting unless it is trained already, watch its validations, and report the result to the search."""
+    """Train a setting unless it is trained already, watch its validations, and report the result to the search.
+
+    Args:
+        sweep: The runs.
+        search: The search.
+        number: Number of the trial.
+        setting: The setting of the trial, or an equal one of an earlier trial, whose run counts for this one, too.
+
+    Returns:
+        0 if the trial has a result; otherwise the exit code of the run that ends the search.
+    """
     of_fold = "" if setting.fold is None else f" for fold {setting.fold}"
     run = _run_of(sweep, setting)
 
@@ -119,6 +129,7 @@ def _trial(sweep: SweepRuns, search: OptunaSearch, number: int, setting: SweptSe
 
 
 def _run_of(sweep: SweepRuns, setting: SweptSetting) -> Path:
+    """Return the folder of a setting's run; with folds, of its run on the fold for which it was proposed."""
     return sweep.folder_of(setting) if setting.fold is None else sweep.fold_runs_of(setting).run_of(setting.fold)
 
 
@@ -129,6 +140,7 @@ def _is_finished(sweep: SweepRuns, setting: SweptSetting) -> bool:
 
 
 def _words(sweep: SweepRuns, setting: SweptSetting) -> list[str]:
+    """Return the command that trains a setting; with folds, write the splits that it reads."""
     if setting.fold is None:
         return sweep.train_words(setting)
     runs = sweep.fold_runs_of(setting)

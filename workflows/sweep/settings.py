@@ -54,7 +54,7 @@ class SweptSetting:
     @property
     def overrides(self) -> list[str]:
         """The values as arguments of ``hyfi train``."""
-        return [f"{key}={json.dumps(value)}" for key, value in self.values.items()]
+        return [f"{key}={_yaml_of(value)}" for key, value in self.values.items()]
 
     def describe(self) -> str:
         """Return the values as text."""
@@ -79,16 +79,17 @@ def read_settings(path: Path, trials: int | None, seed: int) -> list[SweptSettin
             raise RequestError(f"{path}: {count} combinations; up to {_MOST} are run; use --trials N for random ones")
         combinations = itertools.product(*grid.values())
         return [SweptSetting(number, dict(zip(grid, one, strict=True))) for number, one in enumerate(combinations)]
-    found: list[dict[str, Any]] = []
+    drawn: list[dict[str, Any]] = []
     # A small space has fewer settings than asked for: the draws end anyway.
     for draw in range(trials * 20):
         # By the number of the draw, so that more trials keep the first ones.
         uniforms = keyed_uniforms(len(grid), "sweep", seed, draw)
         values = {key: _drawn(one, float(u)) for (key, one), u in zip(grid.items(), uniforms, strict=True)}
-        found += [values] if values not in found else []
-        if len(found) == trials:
+        if values not in drawn:
+            drawn.append(values)
+        if len(drawn) == trials:
             break
-    return [SweptSetting(number, values) for number, values in enumerate(found)]
+    return [SweptSetting(number, values) for number, values in enumerate(drawn)]
 
 
 def read_space(path: Path, ranges: bool) -> dict[str, Any]:
@@ -165,10 +166,9 @@ def _check(path: Path, key: str, values: Any, ranges: bool) -> None:
     if key in _REFUSED:
         raise RequestError(f"{path}: {key} may not differ between settings: {_REFUSED[key]}")
     if isinstance(values, Mapping):
-        numbers = [values.get(name) for name in ("low", "high")]
-        right = set(values) <= _RANGE and all(isinstance(one, (int, float)) for one in map(_number, numbers))
-        low, high = map(_number, numbers)
-        if not right or low is None or high is None or not low < high or (values.get("log") and low <= 0):
+        low, high = (_number(values.get(name)) for name in ("low", "high"))
+        is_range = set(values) <= _RANGE and low is not None and high is not None and low < high
+        if not is_range or (values.get("log") and low is not None and low <= 0):
             raise RequestError(f"{path}: {key}: given {values}; allowed: {{low: 1e-5, high: 1e-2, log: true}}")
         if not ranges:
             raise RequestError(f"{path}: {key} is a range, which is for random settings: give --trials N, or a list")
@@ -177,6 +177,7 @@ def _check(path: Path, key: str, values: Any, ranges: bool) -> None:
 
 
 def _drawn(values: Any, uniform: float) -> Any:
+    """Return the value of a list or range that a random number in [0, 1) chooses."""
     if isinstance(values, list):
         # uniform < 1, so the index is in range.
         return values[int(uniform * len(values))]
@@ -186,6 +187,15 @@ def _drawn(values: Any, uniform: float) -> Any:
 def text_of(value: Any) -> str:
     """Return a value as text."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _yaml_of(value: Any) -> str:
+    """Return a value as one line of YAML: as JSON, unless YAML would read that as another value."""
+    text = json.dumps(value)
+    if yaml.safe_load(text) == value:
+        return text
+    # 1e-08 is text in YAML, 1.0e-08 a number.
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
 
 
 def _with_numbers(values: Any) -> Any:
@@ -204,5 +214,5 @@ def _number(value: Any) -> float | None:
 
 
 def same_keys(settings: Sequence[SweptSetting]) -> list[str]:
-    """Return the keys of all settings, in order."""
+    """Return the keys that the settings vary, in order; all settings of a sweep have the same."""
     return list(settings[0].values)

@@ -53,7 +53,7 @@ def class_section(
             )
             for k in shown
         ],
-        {k: -float(probabilities[k, targets[k]]) for k in np.flatnonzero(predicted != targets).tolist()},
+        {k: 1 - float(probabilities[k, targets[k]]) for k in np.flatnonzero(predicted != targets).tolist()},
         numbers,
     )
 

@@ -84,7 +84,7 @@ class Multiclass(Task):
 
     def tensor(self, targets: Iterable[Target]) -> torch.Tensor:
         """Return class indices (N,) int64."""
-        return torch.tensor(list(targets))
+        return torch.tensor(list(targets), dtype=torch.long)
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean of w_y · ℓ over samples.

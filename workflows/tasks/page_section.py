@@ -34,7 +34,7 @@ class PageSection:
         metrics: Name and formatted value, with its interval, of each metric.
         plots: The plots.
         tables: Further tables.
-        errors: Index of a slide -> size of its error; correctly predicted slides are left out.
+        errors: Index of a slide -> size of its error, 0 or more; correctly predicted slides are left out.
         numbers: Value and 95 % interval of each metric, under its name in JSON.
     """
 

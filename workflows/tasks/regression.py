@@ -55,7 +55,8 @@ class Regression(Task):
     def fitted(cls, data: TargetKeys, labels: Labels, train: Sequence[Target]) -> Self:
         """Return the task with mean and standard deviation of the training slides."""
         values = np.array([_value(target) for target in train], dtype=np.float64)
-        if not values.std() > 0:
+        # Not by `std`: of equal numbers, it may be a rounding error above 0.
+        if values.min() == values.max():
             raise RequestError(
                 f"data.target: {labels.target!r} is {values[0]:g} for all {len(values)} training slides: there is "
                 "nothing to learn"
@@ -106,8 +107,8 @@ class Regression(Task):
         """Return the mean or the largest output and the mean or the largest value of each case."""
         reduce = torch.amax if how == "max" else torch.mean
         members = members_of(of_case)
-        merged = [torch.stack([reduce(all_of[indices], 0) for indices in members]) for all_of in (outputs, targets)]
-        return merged[0], merged[1]
+        merged, values = (torch.stack([reduce(of[slides], 0) for slides in members]) for of in (outputs, targets))
+        return merged, values
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
         """Return the half width of intervals that contain the value of `LEVEL` of new cases.
@@ -129,7 +130,7 @@ class Regression(Task):
     def describe_calibration(
         self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]] | None:
-        """Return how many of the slides lie within the intervals."""
+        """Return the share of the slides whose value lies within its interval."""
         inside = (self._values(outputs) - targets).abs() <= float(fitted["half_width"])
         share = float(inside.double().mean())
         text = f"intervals of ± {fitted['half_width']:.4g} contain {share:.1%} of {len(inside)} values"

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.conftest import ROOT
 from workflows.benchmarks import networks
+from workflows.benchmarks.predictions import __main__ as predictions
 
 SMALL = {
     "cells": ["--size", "256", "--cells", "2"],
@@ -66,6 +67,12 @@ def test_a_network_is_captured_and_held_against_one_process() -> None:
 
     assert networks.full_size(make) == "captured"
     assert networks.small_size(make).startswith("exact")
+
+
+def test_peaks_are_those_of_ranks_alone_and_in_their_order() -> None:
+    peaks = {predictions._STARTED: 90_000_000, **{str(rank): rank * 1_000_000 for rank in range(12)}}
+    assert predictions._of_ranks(peaks) == list(range(12))
+    assert predictions._of_ranks({predictions._STARTED: 90_000_000}) == [90]
 
 
 @pytest.mark.soak

@@ -88,3 +88,9 @@ def test_slides_whose_cases_are_unknown_are_not_of_one_case(tmp_path: Path) -> N
     merge_manifest(tmp_path)
     assert [slide.case_id for slide in find_inputs([tmp_path])] == ["", "", "P3"]
     assert [slide.case_id for slide in find_inputs([tmp_path], missing=["P3"])] == ["unknown", "unknown", ""]
+
+
+@pytest.mark.parametrize(("words", "option"), [({"id_column": "name"}, "--id-column"), ({"split": "test"}, "--split")])
+def test_an_option_that_needs_a_table_is_named(words: dict[str, str], option: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=f"^{option}: the slides have no manifest"):
+        InputLabels(**words).of(SLIDES, [tmp_path / "a.tiff"], model_of(AGE))  # type: ignore[arg-type]

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from workflows.export_model.model_card import _table
+from pathlib import Path
+
+from workflows.export_model.model_card import _metrics, _table
 
 
 def test_names_with_bars_and_line_breaks_stay_in_their_cell() -> None:
     *_, row, end = _table("Model", ("", ""), [("outputs, in order", "HER2 0|1+, HER2\n2+")])
     assert row == r"| outputs, in order | HER2 0\|1+, HER2 2+ |" and end == ""
+
+
+def test_metrics_are_known_after_a_run_that_was_killed_while_it_wrote(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "validation", "step": 4, "auroc": 0.75}\n{"kind": "train", "st')
+    card = _metrics(tmp_path / "checkpoints" / "step-00000004", {"step": 4})
+    assert "| auroc | 0.7500 |" in card

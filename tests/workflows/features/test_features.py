@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from hyfi_core.plan.box import Box
 from tests.conftest import ROOT, Hyfi
 from tests.data.tiles.stored import write_slide
 from tests.patience import PATIENCE_S
+from workflows.features.feature_folder import FeatureFolder
+from workflows.features.feature_set import FeatureSet
 
 MINE = f"{__name__}:mean_colour"
 PLAIN = ("--encoder", MINE, "--mean", "0,0,0", "--std", "1,1,1", "--tile-px", "96", "--batch-size", "50")
@@ -317,3 +320,13 @@ def test_tiles_are_where_openslide_has_them(real_slides: Path, tmp_path: Path, h
     store = SlideStore.open(slide_path(tmp_path / "store", path.stem))
     shifted = [store.read(Box(y, y + size, x + size // 4, x + size // 4 + size)).mean((1, 2)) / 255 for x, y in coords]
     assert np.abs(np.array(shifted) - features[:, :3]).max() > 0.04
+
+
+def test_reasons_of_failures_are_found_under_any_name_of_a_slide(tmp_path: Path) -> None:
+    """Names that a spreadsheet would run are written with an apostrophe, and names of files need not be UTF-8."""
+    folder, names = FeatureFolder(tmp_path, "trident", {}), ("=1+1", os.fsdecode(b"caf\xe9"))
+    folder.begin()
+    for name in names:
+        folder.note_failed(name, "no tissue")
+    folder.write_table()
+    assert FeatureSet(tmp_path, {}, {}).failures == dict.fromkeys(names, "no tissue")

@@ -135,3 +135,14 @@ def test_a_file_of_two_networks_is_refused_with_the_parts_that_fit(tmp_path: Pat
     torch.save(both, tmp_path / "moco.pth")
     with pytest.raises(RequestError, match=r"122 under 'key.', 122 under 'query.' would fit; save the tensors of one"):
         load_weights(resnet.resnet18(2, width=8), tmp_path / "moco.pth")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_a_name_with_and_without_the_prefix_the_one_with_it_is_taken(first: bool, tmp_path: Path) -> None:
+    state = other_values(resnet.resnet18(2, width=8).state_dict())
+    other = {"fc.weight": torch.full_like(state["fc.weight"], 7.0)}
+    prefixed = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save({**other, **prefixed} if first else {**prefixed, **other}, tmp_path / "weights.pth")
+    model = resnet.resnet18(2, width=8)
+    load_weights(model, tmp_path / "weights.pth")
+    assert torch.equal(model.fc.weight, state["fc.weight"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.compiling.graph_job import GraphJob
 from tests.conftest import ROOT
-from workflows.gpu_check import equality
+from workflows.benchmarks.networks import worst
+from workflows.gpu_check import commands, equality
 from workflows.gpu_check.__main__ import main
 from workflows.gpu_check.child import BODIES
 from workflows.gpu_check.parts import EQUAL_PLANS, all_parts
@@ -87,6 +89,30 @@ def test_room_and_speed_give_their_ratios(setting: Setting, monkeypatch: pytest.
     late = replace(setting, deadline_s=time.monotonic())
     first, then = BODIES["largest"](late, "in core")
     assert "largest_px" in first and "more than are left" in then["would take"]  # it ends by itself
+
+
+def test_nan_is_the_largest_error_wherever_it_stands() -> None:
+    one, nan = torch.ones(2), torch.full((2,), math.nan)
+    for gradients in ({"a": one, "b": nan}, {"a": nan, "b": one}):
+        assert not worst(gradients, {"a": one, "b": one}) <= equality.TOLERANCE
+    assert worst({"a": one}, {"a": one}) == 0
+
+
+def test_predictions_that_only_one_device_has_are_not_equal(tmp_path: Path) -> None:
+    for folder, last in (("gpu", "0.2"), ("cpu", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "predictions.csv").write_text(f"slide_id,p_a\ns,0.5\nt,{last}\n")
+    gpu, cpu = tmp_path / "gpu", tmp_path / "cpu"
+    assert not commands._compared(gpu, cpu)["passed"] and not commands._compared(cpu, gpu)["passed"]
+    row = commands._compared(gpu, gpu)
+    assert (row["what"], row["passed"]) == ("probabilities of 2 slides", True)
+
+
+def test_a_loader_has_an_image_for_each_step_that_is_timed(tmp_path: Path) -> None:
+    done = check(tmp_path / "out", "--device", "cpu", "--minutes", "5", "--only", "feed")
+    assert done.returncode == 0, done.stdout
+    (part,) = json.loads((tmp_path / "out" / "gpu-check.json").read_text())["parts"]
+    assert part["outcome"] == "passed" and part["rows"][0]["fed_s"] > 0
 
 
 def test_every_plan_that_is_compared_has_its_ranks() -> None:

@@ -18,7 +18,7 @@ from workflows.config.load import dump_resolved, load_config
 from workflows.cross_validation.fold_runs import FoldRuns
 from workflows.launch.resumption import Resumption
 from workflows.sweep import command, search_command
-from workflows.sweep.optuna_search import SearchOptions, requested_settings
+from workflows.sweep.optuna_search import OptunaSearch, SearchOptions, requested_settings
 from workflows.sweep.sweep_runs import SweepRuns
 
 pytest.importorskip("optuna")
@@ -166,3 +166,17 @@ def test_a_wrong_end_of_a_range_is_refused_before_anything_runs(
 def test_options_that_do_not_fit_are_refused(search: str, trials: int | None, prune: bool, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         requested_settings(Path("settings.yaml"), search, trials, 0, prune)
+
+
+def test_a_trial_that_was_given_up_stays_given_up(tmp_path: Path) -> None:
+    """Its run may validate once more before it has stopped; the search then ended as if the user had stopped it."""
+    search = OptunaSearch(tmp_path, SearchOptions(SPACE, 8, 0, prune=True), {})
+    for number in range(4):
+        search.setting(number)
+        assert not search.gives_up(number, [(1, 0.8)])
+        search.tell(number, 0.8)
+    search.setting(4)
+    assert search.gives_up(4, [(1, 0.1)])
+    again = OptunaSearch(tmp_path, SearchOptions(SPACE, 8, 0, prune=True), {})  # as after a stop
+    for one in (search, again):
+        assert one.gives_up(4, [(1, 0.1), (2, 0.9)])

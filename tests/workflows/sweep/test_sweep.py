@@ -38,6 +38,8 @@ def test_settings_are_all_combinations_and_texts_of_numbers_are_numbers(tmp_path
         {"optimizer.lr": 0.1, "model.pool": "avg"},
     ]
     assert found[0].overrides == ["optimizer.lr=0.001", 'model.pool="avg"']
+    # Without a point, YAML would read text, which `options` hand to the user's class.
+    assert SweptSetting(0, {"optimizer.options.eps": 1e-8}).overrides == ["optimizer.options.eps=1.0e-08"]
 
 
 def test_random_settings_are_different_and_in_their_range(tmp_path: Path) -> None:

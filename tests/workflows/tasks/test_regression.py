@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,3 +131,12 @@ def test_what_does_not_fit_is_named(tmp_path: Path, store: Path, override: str, 
 
     with pytest.raises(RequestError, match=message):
         prepare(load_config(config_of(tmp_path, store, 1), [override]))
+
+
+@pytest.mark.parametrize("slides", range(1, 12))
+def test_equal_numbers_are_refused_whatever_their_deviation_rounds_to(slides: int) -> None:
+    """`std` of three times 0.7 is 1e-16, by which labels would be divided."""
+    config = SimpleNamespace(columns=("age",), named_loss="huber")
+    labels = SimpleNamespace(target="age")
+    with pytest.raises(RequestError, match=f"is 0.7 for all {slides} training slides"):
+        Regression.fitted(config, labels, [(0.7,)] * slides)  # type: ignore[arg-type]

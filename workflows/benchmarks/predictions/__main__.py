@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-_MARK = "HYFI_BENCHMARK_RUN"
+_MARK, _STARTED = "HYFI_BENCHMARK_RUN", "started"
+"""Environment variable of a run's processes; the name of the one that was started, which is no rank if it has any."""
 
 
 def main() -> None:
@@ -118,12 +119,17 @@ def predict(checkpoint: Path, stored: Path, out: Path, way: str) -> dict[str, An
             time.sleep(0.2)
     if process.returncode:
         raise SystemExit(f"hyfi {' '.join(map(str, words))} ended with {process.returncode}")
-    peaks_mb = [round(peaks[rank] / 1e6) for rank in sorted(peaks)]
-    return {"seconds": round(time.monotonic() - began_s, 1), "peak_mb": peaks_mb}
+    return {"seconds": round(time.monotonic() - began_s, 1), "peak_mb": _of_ranks(peaks)}
+
+
+def _of_ranks(peaks: dict[str, int]) -> list[int]:
+    """Return the peaks of the ranks in their order, in MB; without ranks, that of the only process."""
+    ranks = sorted((rank for rank in peaks if rank != _STARTED), key=int)
+    return [round(peaks[rank] / 1e6) for rank in ranks or peaks]
 
 
 def _note_peaks(peaks: dict[str, int], mark: str, started: int) -> None:
-    """Note the peak of every marked process that is a rank, by its rank; of one without ranks as rank 0."""
+    """Note the peak of every marked process that is a rank, by its rank, and of the process ``started``."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -135,10 +141,10 @@ def _note_peaks(peaks: dict[str, int], mark: str, started: int) -> None:
             status = (entry / "status").read_text()
         except OSError:
             continue
-        # The launcher and mpiexec have the mark, too, but are no ranks.
+        # mpiexec has the mark, too, but is no rank.
         if rank or int(entry.name) == started:
             high = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
-            peaks[rank or "launcher"] = max(peaks.get(rank or "launcher", 0), high)
+            peaks[rank or _STARTED] = max(peaks.get(rank or _STARTED, 0), high)
 
 
 def differences(result: Path, first: Path) -> dict[str, Any]:

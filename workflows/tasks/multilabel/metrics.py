@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from data.samples.label_sets import NO, UNKNOWN, YES
+from workflows.tasks.bootstrap import FEW, Intervals, rank_interval
 
 CALLED_MEANS = ("balanced_accuracy", "f1")
 """Means over the labels that depend on thresholds."""
@@ -42,6 +45,31 @@ def macro(values: torch.Tensor) -> torch.Tensor:
     return torch.where(is_defined, values, 0.0).sum(1) / is_defined.sum(1)
 
 
+def with_few_known(
+    intervals: Intervals,
+    areas: Mapping[str, float | None],
+    targets: torch.Tensor,
+    counts: torch.Tensor,
+    names: Sequence[str],
+) -> Intervals:
+    """Return intervals in which the AUROC of each label that is known of few slides has its `rank_interval`.
+
+    Args:
+        intervals: By name of the metric; that of a label's AUROC is ``auroc_<label>``.
+        areas: The AUROCs, under the same names.
+        targets: (N, labels), see `data.samples.label_sets`.
+        counts: (draws, N) how often each draw has each sample; equal for samples of the same case.
+        names: The labels.
+    """
+    found = dict(intervals)
+    for k, name in enumerate(names):
+        known, area = targets[:, k] != UNKNOWN, areas[f"auroc_{name}"]
+        if area is not None and int(known.sum()) <= FEW:
+            own = rank_interval({"auroc": None}, area, targets[known, k] == YES, counts[:, known])
+            found[f"auroc_{name}"] = own["auroc"]
+    return found
+
+
 def _of_label(
     scores: torch.Tensor, called: torch.Tensor, target: torch.Tensor, counts: torch.Tensor
 ) -> dict[str, torch.Tensor]:
@@ -59,10 +87,12 @@ def _of_label(
     distinct, rank = torch.unique(-scores, return_inverse=True)  # the highest score first
     shape = (len(counts), len(distinct))
     hits, misses = (torch.zeros(shape, dtype=torch.float64).index_add_(1, rank, part) for part in (yes, no))
-    above, false = hits.cumsum(1), misses.cumsum(1)
+    # (draws, distinct scores): slides with and without the label that have this score or a higher one.
+    with_label, without_label = hits.cumsum(1), misses.cumsum(1)
     # Slides without the label that rank lower; of those with the same score, one half.
-    area = (hits * (total_no[:, None] - false + misses / 2)).sum(1) / (total_yes * total_no)
-    precision = torch.where(above + false > 0, above / (above + false), 0.0)
+    area = (hits * (total_no[:, None] - without_label + misses / 2)).sum(1) / (total_yes * total_no)
+    drawn = with_label + without_label
+    precision = torch.where(drawn > 0, with_label / drawn, 0.0)
     true_positives, false_positives = (yes * called).sum(1), (no * called).sum(1)
     values = {
         "auroc": area,

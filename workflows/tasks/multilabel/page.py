@@ -11,7 +11,7 @@ import torch
 from data.samples.label_sets import NO, UNKNOWN, YES
 from workflows.tasks.bootstrap import measured, resampled
 from workflows.tasks.curves import Array
-from workflows.tasks.multilabel.metrics import MEANS, label_metrics, macro
+from workflows.tasks.multilabel.metrics import MEANS, label_metrics, macro, with_few_known
 from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import ScoredClass, rate_plots
 
@@ -41,7 +41,9 @@ def labels_section(
         return means | {f"auroc_{name}": each[:, k] for k, name in enumerate(names)}
 
     once = measured(draw, len(scores))
-    bounds = resampled(draw, list(once), torch.from_numpy(draws))
+    counts = torch.from_numpy(draws)
+    # As in `Multilabel.intervals`: the page and the metrics of a validation state the same.
+    bounds = with_few_known(resampled(draw, list(once), counts), once, targets, counts, names)
     texts = {name: shown_metric(name, value, bounds[name])[1] for name, value in once.items()}
     shown = [(f"{name.replace('_', ' ')}, mean of the labels", texts[name]) for name in MEANS]
     wrong = ((called != (targets == YES)) & (targets != UNKNOWN)).double()

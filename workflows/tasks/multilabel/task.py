@@ -18,9 +18,16 @@ from hyfi_core.errors import RequestError
 from pathology.predict.readout import Readout
 from workflows.config.targets import TargetKeys
 from workflows.config.tasks import TASKS, TaskFacts
-from workflows.tasks.bootstrap import FEW, Intervals, measured, rank_interval
+from workflows.tasks.bootstrap import Intervals, measured
 from workflows.tasks.cases import members_of
-from workflows.tasks.multilabel.metrics import CALLED_MEANS, MEANS, best_thresholds, label_metrics, macro
+from workflows.tasks.multilabel.metrics import (
+    CALLED_MEANS,
+    MEANS,
+    best_thresholds,
+    label_metrics,
+    macro,
+    with_few_known,
+)
 from workflows.tasks.multilabel.page import labels_section
 from workflows.tasks.multilabel.readout import HALF, LabelsReadout
 from workflows.tasks.page_section import PageSection
@@ -134,15 +141,7 @@ class Multilabel(Task):
         found = super().intervals(outputs, targets, counts)
         if not len(targets) or not bool(outputs.isfinite().all()):
             return found
-        areas = self.metrics(outputs, targets)
-        for k, name in enumerate(self.labels):
-            known = targets[:, k] != UNKNOWN
-            area = areas[f"auroc_{name}"]
-            if area is None or int(known.sum()) > FEW:
-                continue
-            own = rank_interval({"auroc": None}, area, targets[known, k] == YES, counts[:, known])
-            found[f"auroc_{name}"] = own["auroc"]
-        return found
+        return with_few_known(found, self.metrics(outputs, targets), targets, counts, self.labels)
 
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation

@@ -177,7 +177,7 @@ class Survival(Task):
     def describe_calibration(
         self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]] | None:
-        """Return the Brier score of the probabilities of survival, and how the risk groups differ."""
+        """Return the Brier score of the probabilities of survival, and the log-rank p of the risk groups."""
         if "cutoff" not in fitted:
             return None
         readout, (times, events) = self.readout(fitted), targets.unbind(1)
@@ -185,11 +185,12 @@ class Survival(Task):
         once = torch.ones(1, len(times), dtype=torch.float64)
         free = free_of_censoring(times, events, once)
         distinct, curve = kaplan_meier(times, events, once)
+        # What a model must be better than: Kaplan and Meier's curve of all slides, the same for each.
         steps = torch.cat([torch.ones(1, dtype=torch.float64), curve[0]])
-        same = steps[torch.searchsorted(distinct, torch.tensor(self.times, dtype=torch.float64), right=True)]
+        one_curve = steps[torch.searchsorted(distinct, torch.tensor(self.times, dtype=torch.float64), right=True)]
         scores = [
-            float(integrated_brier(curve, times, events, free, self.times, once))
-            for curve in (values[:, 1:], same.expand(len(times), -1))
+            float(integrated_brier(survival, times, events, free, self.times, once))
+            for survival in (values[:, 1:], one_curve.expand(len(times), -1))
         ]
         p = log_rank(times, events, values[:, 0] > float(fitted["cutoff"]))
         brier = [score if math.isfinite(score) else None for score in scores]
@@ -204,9 +205,10 @@ class Survival(Task):
         return f"{', '.join(self.columns)} ({self.events} events of {self.slides}; {how})"
 
     def text(self, target: Target) -> str:
-        """Return ``12 (event)`` or ``12 (censored)``."""
+        """Return ``12 (event)`` or ``12 (censored)``, from which `target_of` returns the same time."""
         time, event = _pair(target)
-        return f"{time:.12g} ({'event' if event else 'censored'})"
+        short = f"{time:.12g}"
+        return f"{short if float(short) == time else repr(time)} ({'event' if event else 'censored'})"
 
     def target_of(self, text: str) -> Target | None:
         """Return the target of ``12 (event)``, or of the cells of both columns, ``12;1``."""
@@ -288,14 +290,16 @@ class Survival(Task):
         return survival_section(values, true, draws, self.times, readout.cutoff, self.columns, metrics)
 
     def _risks(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the risk of each slide, (N,): the output, or the mean probability of the event over ``times``."""
         if self.kind == COX:
             return outputs[:, 0].double()
         return 1 - hazard_survival(outputs.double(), self.edges, self.times).mean(1)
 
 
 def _quantiles(values: NDArray[np.float64], shares: Sequence[float]) -> tuple[float, ...]:
-    """Return quantiles, ascending, each once; each of them is one of the values."""
-    return tuple(float(f"{value:.12g}") for value in np.unique(np.quantile(values, shares, method="inverted_cdf")))
+    """Return quantiles, ascending, each once; each of them is exactly one of the values."""
+    # Not rounded: the last edge is the latest event, and lower by one digit, no interval would have that event.
+    return tuple(np.unique(np.quantile(values, shares, method="inverted_cdf")).tolist())
 
 
 def _no_event(slides: int, events: int, batch: int) -> float:

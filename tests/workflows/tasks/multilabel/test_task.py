@@ -16,6 +16,7 @@ from tests.workflows.archive import SPLITS, make_config, make_store
 from tests.workflows.runs import REPLICAS, STAGES, assert_plans_agree, run_here
 from workflows.commands import validate
 from workflows.config.load import load_config
+from workflows.tasks.bootstrap import draw_cases
 from workflows.tasks.multilabel.metrics import best_thresholds, label_metrics
 from workflows.tasks.multilabel.task import Multilabel
 from workflows.training.job import prepare
@@ -168,3 +169,15 @@ def test_the_auroc_of_each_label_of_few_slides_has_an_interval_where_nothing_is_
     counts = torch.from_numpy(np.random.default_rng(0).multinomial(4, [0.25] * 4, size=50)).double()
     found = TASK.intervals(outputs, targets, counts)["auroc_dots"]
     assert found is not None and found[0] < 0.9 and found[1] == pytest.approx(1)
+
+
+def test_page_and_validation_have_the_same_intervals_of_few_slides() -> None:
+    """The page said that the interval of a perfect AUROC is undefined, where the metrics had one."""
+    targets = [(1.0, 0.0), (0.0, 1.0), (1.0, -1.0), (0.0, 1.0), (1.0, 0.0)]
+    outputs = torch.tensor([[2.0, -1.0], [-2.0, 1.0], [1.0, 0.0], [-1.0, 2.0], [3.0, -2.0]], dtype=torch.float64)
+    draws = draw_cases(len(targets))
+    page = TASK.page(outputs.sigmoid().numpy(), targets, draws.numpy(), TASK.readout(None))
+    bounds = TASK.intervals(outputs, TASK.tensor(targets), draws)
+    for name in ("auroc_dots", "auroc_striped"):
+        interval = page.numbers[name].interval
+        assert page.numbers[name].value == 1 and interval is not None and list(interval) == bounds[name]

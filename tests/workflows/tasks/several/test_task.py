@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from tests.workflows.archive import SPLITS, make_config, make_store
 from tests.workflows.runs import PARTS, REPLICAS, assert_plans_agree, run_here
 from workflows.commands import validate
 from workflows.config.load import load_config
+from workflows.tasks.bootstrap import draw_cases
 from workflows.tasks.by_name import task_of
 from workflows.tasks.multiclass import Multiclass
 from workflows.tasks.regression import Regression
@@ -179,3 +181,12 @@ def test_other_columns_can_be_named_for_an_external_table(tmp_path: Path) -> Non
     labels = several().read_again(table, rows, False, ("",))
     assert several().text(labels.of("a") or ()) == "age: 41"
     assert any("no column of grade, os" in note for note in labels.notes)
+
+
+def test_the_surest_wrong_class_is_the_worst_error() -> None:
+    """Divided by the largest of numbers below 0, the mildest error came first."""
+    task = several()
+    targets: list[Target] = [(0.0, 50.0, NAN, NAN), (0.0, 50.0, NAN, NAN), (1.0, 50.0, NAN, NAN)]
+    values = np.array([[1 - high, high, 50.0, NAN, NAN, 0.0, 0.5, 0.5] for high in (0.99, 0.55, 0.9)])
+    errors = task.page(values, targets, draw_cases(3).numpy(), task.readout(None)).errors
+    assert errors[0] == 1 and errors[1] == pytest.approx(0.55 / 0.99) and errors[2] == 0

@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -156,3 +157,17 @@ def test_another_target_has_as_many_columns() -> None:
     assert COX.with_target("days, dead").columns == ("days", "dead")
     with pytest.raises(RequestError, match="--target days: the model has 2 columns: months,died"):
         COX.with_target("days")
+
+
+def test_the_latest_event_is_in_the_last_interval_and_texts_keep_times() -> None:
+    """Edges of twelve digits lay below it: of an event after the last edge, no interval knows."""
+    config = SimpleNamespace(columns=("months", "died"), named_loss="hazards", time_bins=4)
+    days = (100, 200, 411, 55, 300, 377, 250, 150)
+    train = [(number / 30.4375, 1.0) for number in days]
+    task = Survival.fitted(config, SimpleNamespace(target="died"), train)  # type: ignore[arg-type]
+    latest = max(train)
+    assert task.edges[-1] == latest[0] and set(task.times) | set(task.edges) <= {time for time, _ in train}
+    sure = torch.tensor([[0.0, 0.0, 0.0, 9.0]], dtype=torch.float64)  # that it ends in the last interval
+    assert float(task.loss(sure, task.tensor([latest]))) == pytest.approx(3 * np.log(2), abs=1e-3)
+    assert [task.target_of(task.text(target)) for target in train] == train
+    assert task.text((12.0, 1.0)) == "12 (event)"
