@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Predict one image in this process and return its memory in MB, seconds and logits."""
+    """Predict one image in the way ``args.way`` in this process; return its memory in MB, seconds and logits."""
     import torch
 
     import hyfi_core
@@ -145,7 +145,7 @@ def _spilled(engine: Engine) -> dict[str, int]:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train one image for one step in this process and return its memory in MB, seconds and loss."""
+    """Train one image for one step in the way ``args.way`` in this process; return memory in MB, seconds and loss."""
     import torch
 
     import hyfi_core
@@ -170,6 +170,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     image = None if engine is not None else images.read(Box.of_size(args.size, args.size), 0, 1)
 
     def step() -> float:
+        """Return the loss of a training step, by cells or in one piece."""
         if engine is not None:
             return engine.accumulate(images, labels)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):

@@ -87,6 +87,7 @@ def main() -> None:
 
 
 def _start(ranks: int, arguments: list[str]) -> None:
+    """Run this program with ``arguments`` on ranks of mpiexec, of one thread each."""
     command = [*find().command(ranks), sys.executable, "-m", "workflows.benchmarks.dimensions", *arguments]
     subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1", "HYFI_BENCHMARK": "1"}, check=True)
 
@@ -108,7 +109,7 @@ def _sleeping_rank(out: Path | None, steps: int) -> None:
         events = _gathered(comm, engine)
         traffic = comm.gather_objects(engine.traffic())
         if events is not None and traffic is not None:
-            _print_row(name, plan, engine, events, traffic, (seconds, layer_s))
+            _print_row(name, plan, engine, events, traffic, seconds, layer_s)
             _write_timeline(out, name, events)
 
 
@@ -177,19 +178,21 @@ def _print_row(
     engine: Engine,
     events: list[TraceEvent],
     traffic: list[dict[str, dict[str, int]]],
-    seconds: tuple[float, float],
+    step_s: float,
+    layer_s: float,
 ) -> None:
-    """Print the row of a plan; ``seconds`` are those of its step and of a step of layer parallelism."""
+    """Print the row of a plan; ``layer_s``: the seconds of a step of layer parallelism."""
     placement = Placement.of(plan)
     edges = [(s, s + 1) for s in range(plan.stages - 1)]
     dry = simulate(engine.schedule(), placement, edges, mirror=plan.mirror)
     kilobytes = {kind: sum(rank[kind]["bytes"] for rank in traffic) / 1e3 for kind in ("stage", "halo", "reduce")}
-    times = f"{seconds[0]:.2f} | {seconds[1] / seconds[0]:.2f}"
+    times = f"{step_s:.2f} | {layer_s / step_s:.2f}"
     row = f"{times} | {bubble(events):.3f} | {dry.bubble:.3f} | {max(dry.peak_live)}"
     print(f"| {name} | {row} | " + " | ".join(f"{kilobytes[k]:.0f}" for k in kilobytes) + " |", flush=True)
 
 
 def _write_timeline(out: Path | None, name: str, events: list[TraceEvent]) -> None:
+    """Write a plan's events as a trace and as a picture into ``out``; None: write nothing."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         stem = name.replace(" ", "_").replace(",", "").replace("+", "and")

@@ -40,18 +40,17 @@ def main() -> None:
 
 
 def compare(name: str, size: int, delay_s: float, fused_halo: int | str, rounds: int) -> dict[str, object]:
-    """Return medians of both sides, which alternate so that other processes disturb both."""
+    """Return the median seconds and the messages of a step, plain and fused, by turns; see the module."""
     torch.manual_seed(0)
     model = amoebanet.amoebanet_d(2, 3, 64) if name == "amoebanet" else getattr(resnet, name)(2, width=16)
+    halos = {"plain": 1, "fused": fused_halo}
     # Ranks are threads: each needs its own parameters, for both sides.
-    models = [[copy.deepcopy(model) for _ in range(2)] for _ in range(2)]
+    models_of = {side: [copy.deepcopy(model) for _ in range(2)] for side in halos}
 
     def body(comm: Any) -> tuple[dict[str, list[float]], dict[str, int]]:
+        """Return the seconds of each step, and the halo messages of a step, of each side on this rank."""
         slow = DelayedCommunicator(comm, Latency(delay_s), reductions=True)
-        sides = {
-            side: _step(models[at][comm.rank], size, halo, slow)
-            for at, (side, halo) in enumerate({"plain": 1, "fused": fused_halo}.items())
-        }
+        sides = {side: _step(models_of[side][comm.rank], size, halo, slow) for side, halo in halos.items()}
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for turn in range(rounds + 1):
             for side, (step, _) in sides.items():
@@ -78,6 +77,7 @@ def compare(name: str, size: int, delay_s: float, fused_halo: int | str, rounds:
 
 
 def _step(model: nn.Module, size: int, fused_halo: Any, comm: Any) -> tuple[Any, hyfi_core.Engine]:
+    """Return a rank's step, and the engine that runs it."""
     shape = (1, 3, size, size)
     plan = hyfi_core.ParallelPlan(grids=((1, 2),), fused_halo=fused_halo)
     engine = hyfi_core.parallelize(model, shape, plan, comm)

@@ -51,11 +51,13 @@ def heartbeats(rate: float) -> Iterator[None]:
 
     thread = threading.Thread(target=beat)
     thread.start()
-    yield
-    ends.set()
-    thread.join()
-    mine.close()
-    os.waitpid(reader, 0)
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+        mine.close()
+        os.waitpid(reader, 0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

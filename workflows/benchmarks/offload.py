@@ -234,6 +234,7 @@ def _sleep_instead(setting: dict[str, Any]) -> None:
     from hyfi_core.runtime.engine import Engine
 
     def accumulate(engine: Any, images: Any, labels: torch.Tensor) -> torch.Tensor:
+        """Note the time, read the images and sleep, instead of computing a step; return a loss of 0."""
         with Path(setting["clock"]).open("a", encoding="utf-8") as clock:
             clock.write(f"{time.perf_counter()}\n")
         for part in engine.input_parts:

@@ -228,6 +228,7 @@ def _step_s(link_s: float, overlapped: bool) -> float:
     """Return the seconds of a step whose reduction takes ``link_s``, during backward or after it."""
 
     def body(comm: Communicator) -> float:
+        """Return the seconds of the second step of this replica; the first lowers the program."""
         torch.manual_seed(0)
         model = SleepingNetwork(BLOCKS, BLOCK_S, SIZE_PX, CHANNELS)
         total = sum(p.numel() * 4 for p in model.parameters())

@@ -66,6 +66,7 @@ def _step_s(shares: tuple[int, ...], sleeps: Sequence[float], steps: int) -> flo
     """Return the median seconds of a step of the slowest replica."""
 
     def body(comm: Communicator) -> float:
+        """Return the median seconds of a step of this replica."""
         engine, images, labels = _engine(comm, shares, sleeps[comm.rank])
         seconds = []
         for _ in range(steps + 1):  # the first is not counted
@@ -90,6 +91,7 @@ def _engine(comm: Communicator, shares: tuple[int, ...], sleep_s: float) -> tupl
 
 
 def _slow_loss(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy after sleeping for each sample, as long as this thread's rank sleeps."""
     time.sleep(_THREAD.sleep_s * len(labels))
     return nn.functional.cross_entropy(logits, labels)
 

@@ -100,6 +100,7 @@ def measure(path: Path, folder: Path, runs: int) -> None:
 
 
 def _region(height: int, width: int) -> Box:
+    """Return a square of `READ_PX` in the middle of a slide, or as much as the slide has."""
     y, x = max(0, (height - READ_PX) // 2), max(0, (width - READ_PX) // 2)
     return Box(y, min(height, y + READ_PX), x, min(width, x + READ_PX))
 
@@ -130,6 +131,7 @@ def _printed(timing: Timing) -> Timing:
 
 
 def _compare(ours: Timing | None, rival: Timing | None) -> None:
+    """Print how many times as fast ours is, by the clock and by the processor; nothing if one was not measured."""
     if ours and rival:
         cpu = (rival.cpu_s / rival.megapixels) / (ours.cpu_s / ours.megapixels)
         print(f"ratio {ours.rate / rival.rate:6.2f}   by CPU time {cpu:6.2f}   {ours.name} : {rival.name}")

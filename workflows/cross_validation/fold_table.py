@@ -125,10 +125,11 @@ class FoldTable:
             rows.append({key: row[key] for key in keys} | {COLUMN: row[COLUMN]} | parts)
         return csv_bytes([*keys, COLUMN, *map(column_of, self.folds)], rows)
 
-    def _part(self, of_row: str, fold: int) -> str:
-        if not of_row:
+    def _part(self, fold_of_row: str, tested: int) -> str:
+        """Return the split of a row for the model that the fold ``tested`` tests; empty if the row has no fold."""
+        if not fold_of_row:
             return ""
-        return {fold: "test", self.validating(fold): "val"}.get(int(of_row), "train")
+        return {tested: "test", self.validating(tested): "val"}.get(int(fold_of_row), "train")
 
 
 def column_of(fold: int) -> str:

@@ -165,8 +165,8 @@ class PooledFolds:
         }
 
     def _write_predictions(self, folder: Path) -> None:
-        some = ("slide_id", "case_id", "path", "prediction")
-        columns = [*some, *self.columns, "coverage", "flags", "status", "reason", "label", "fold"]
+        first = ("slide_id", "case_id", "path", "prediction")
+        columns = [*first, *self.columns, "coverage", "flags", "status", "reason", "label", "fold"]
         rows = [{**row, "fold": f"{result.fold}"} for result in self.results for row in result.rows]
         write_table(folder / FILE_NAME, columns, [{name: row.get(name, "") for name in columns} for row in rows])
 
@@ -175,11 +175,11 @@ def _slide(row: Mapping[str, str], names: Sequence[str], shared: Sequence[str], 
     """Return a slide of the page from its row of predictions.
 
     Args:
-        row: Of the fold that has tested the slide.
-        names: Columns of numbers, of any fold.
-        shared: Those that this row has.
-        task: Of the run.
-        store: Has the thumbnail.
+        row: Its row in the ``predictions.csv`` of the fold that has tested it.
+        names: Columns of numbers of the first fold's model.
+        shared: Those of them that the models of all folds have.
+        task: What is predicted.
+        store: The store with the slide, for its thumbnail.
     """
     target = task.target_of(row["label"])
     slide = SlideStore.open(location(slide_path(store, row["slide_id"])), check_files=False)

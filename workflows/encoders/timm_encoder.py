@@ -54,6 +54,7 @@ def timm_module(
     """
     timm = import_timm()
     folder = Path(name)
+    # In each branch: what `create_model` is given, whether it loads weights, and their source for the user.
     if folder.is_dir():
         stored = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
         source, loaded = f"local-dir:{folder}", bool(stored) and with_weights

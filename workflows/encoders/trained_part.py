@@ -78,16 +78,22 @@ def _of_last(encoder: nn.Module, count: int) -> set[str]:
 
 
 def _as_modules(names: list[str], frozen: set[str]) -> tuple[str, ...]:
-    """Return the outermost modules all of whose parameters are frozen, and the other frozen parameters."""
+    """Return the outermost modules all of whose parameters are frozen, and the other frozen parameters.
+
+    Args:
+        names: All parameters of the encoder.
+        frozen: Those that are not trained.
+    """
     patterns: list[str] = []
     for name in names:
         if name not in frozen or any(name == pattern or name.startswith(f"{pattern}.") for pattern in patterns):
             continue
         parts = name.split(".")
-        prefixes = [".".join(parts[:end]) for end in range(1, len(parts))]
+        modules = [".".join(parts[:end]) for end in range(1, len(parts))]
         # From the outermost on: `blocks` rather than `blocks.0`, `blocks.1` …
-        all_frozen = (
-            p for p in prefixes if all(parameter in frozen for parameter in names if parameter.startswith(f"{p}."))
-        )
-        patterns.append(next(all_frozen, name))
+        patterns.append(next((module for module in modules if _is_frozen(module, names, frozen)), name))
     return tuple(patterns)
+
+
+def _is_frozen(module: str, names: list[str], frozen: set[str]) -> bool:
+    return all(name in frozen for name in names if name.startswith(f"{module}."))

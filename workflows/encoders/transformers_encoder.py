@@ -91,8 +91,9 @@ def module_of(architecture: Mapping[str, Any]) -> nn.Module:
         raise RequestError(
             f"encoder of transformers, kind {kind!r}: it cannot be built ({error}); `pip install 'hyfi[encoders]'`"
         ) from error
-    takes = "add_pooling_layer" in inspect.signature(factory.__init__).parameters
-    module: nn.Module = factory(configuration, **({"add_pooling_layer": architecture["pools"]} if takes else {}))
+    takes_pooling = "add_pooling_layer" in inspect.signature(factory.__init__).parameters
+    options = {"add_pooling_layer": architecture["pools"]} if takes_pooling else {}
+    module: nn.Module = factory(configuration, **options)
     return module
 
 
@@ -132,6 +133,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _missing(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of tensors that are random after loading: the file lacks them, or has another shape."""
     keys = list(facts.get("missing_keys") or ())
     # (name, shape in the file, shape in the model) in some versions.
     keys += [entry[0] if isinstance(entry, tuple) else entry for entry in facts.get("mismatched_keys") or ()]

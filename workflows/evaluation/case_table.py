@@ -84,6 +84,7 @@ def predicted_of(out: Path, slides: Sequence[CohortSlide], task: Task) -> list[C
 
 
 def _outputs(out: Path, slide: CohortSlide) -> NDArray[np.float64] | None:
+    """Return the outputs of a predicted slide, (models, K); None if it has no prediction, or its file has none."""
     if not slide.prediction:
         return None
     outputs = read_json_object(out / slide.slide_id / PREDICTION_FILE).get("outputs")
@@ -93,9 +94,17 @@ def _outputs(out: Path, slide: CohortSlide) -> NDArray[np.float64] | None:
 def _values_of(
     slides: Sequence[CaseSlide], task: Task, models: Sequence[Mapping[str, Any]], readouts: Sequence[Readout]
 ) -> NDArray[np.float64]:
-    """Return the numbers of a case, the mean over the members."""
+    """Return the numbers of a case, (columns of the readout,): the mean over the models.
+
+    Args:
+        slides: The slides of the case, all with outputs.
+        task: What is predicted.
+        models: ``model.json`` of each model.
+        readouts: How the outputs of each model are read.
+    """
+    # (slides, models, K).
     outputs = np.stack([slide.outputs for slide in slides if slide.outputs is not None])
-    found = []
+    of_models = []
     for k, (model, readout) in enumerate(zip(models, readouts, strict=True)):
         own = torch.from_numpy(outputs[:, k].astype(np.float64))
         # A case that is one bag has the same outputs in each of its slides: nothing to combine.
@@ -103,8 +112,8 @@ def _values_of(
             same_case = torch.zeros(len(own), dtype=torch.long)
             own = task.by_case(own, _some_labels(task, len(own)), same_case, model.get("case_aggregate", "mean"))[0]
         # Members are averaged as numbers of the readout, because each has its own calibration.
-        found.append(readout.values(own[0].double().numpy()))
-    mean: NDArray[np.float64] = np.mean(found, axis=0)
+        of_models.append(readout.values(own[0].double().numpy()))
+    mean: NDArray[np.float64] = np.mean(of_models, axis=0)
     return mean
 
 

@@ -124,6 +124,7 @@ def _predicted_slide(
 
 
 def _uncalibrated(details: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the probabilities before calibration, from a ``prediction.json``; empty if nothing was calibrated."""
     fitted = any(temperature != 1 for temperature in details.get("temperatures", ()))
     return tuple(details["probabilities_uncalibrated"]) if fitted else ()
 
@@ -247,7 +248,7 @@ def write_cohort_page(
         section = section_of(labelled, task, readout)
     # The sort is stable: of equal errors, the first slides.
     worst = sorted(section.errors, key=lambda index: -section.errors[index])[:MAX_WORST] if section else []
-    shown = _with_values(slides, len(readout.columns))
+    shown = _shown_columns(slides, len(readout.columns))
     content = {
         "columns": [
             {"name": column.name, "color": "" if column.channel is None else _css(column.channel)}
@@ -291,7 +292,7 @@ def _css(channel: int) -> str:
 
 
 def section_of(labelled: Sequence[CohortSlide], task: Task, readout: Readout) -> PageSection:
-    """Return plots and tables of the labelled slides."""
+    """Return plots and tables of slides that all have a label and a prediction."""
     from workflows.tasks.bootstrap import draw_cases
     from workflows.tasks.cases import case_indices
 
@@ -312,10 +313,10 @@ def _draws(slides: int) -> int:
     return max(200, min(1000, 1_000_000 // max(1, slides)))
 
 
-def _with_values(slides: Sequence[CohortSlide], columns: int) -> list[int]:
-    """Return the columns in which a slide has a number; all columns if there are no numbers."""
-    found = [k for k in range(columns) if any(slide.values and not np.isnan(slide.values[k]) for slide in slides)]
-    return found or list(range(columns))
+def _shown_columns(slides: Sequence[CohortSlide], columns: int) -> list[int]:
+    """Return the indices of columns in which some slide has a number; all of them if no slide has any."""
+    rows = [slide.values for slide in slides if slide.values]
+    return [k for k in range(columns) if any(not np.isnan(row[k]) for row in rows)] or list(range(columns))
 
 
 def _row(slide: CohortSlide, shown: Sequence[int]) -> list[Any]:
@@ -338,6 +339,7 @@ def _row(slide: CohortSlide, shown: Sequence[int]) -> list[Any]:
 
 
 def _worst(slide: CohortSlide, readout: Readout) -> dict[str, Any]:
+    """Return what the page shows of a slide under "Worst errors"."""
     return {
         "slide": slide,
         "picture": jpeg_uri(slide.thumbnail) if slide.thumbnail else "",
@@ -346,6 +348,7 @@ def _worst(slide: CohortSlide, readout: Readout) -> dict[str, Any]:
 
 
 def _counts(slides: Sequence[CohortSlide]) -> list[tuple[str, int]]:
+    """Return (word, number of slides) of the line above the table: all, of each status, and wrong ones if any are."""
     counts = [("slide" if len(slides) == 1 else "slides", len(slides))]
     counts += [(status, sum(slide.status == status for slide in slides)) for status in ("done", "incomplete", "failed")]
     wrong = sum(slide.wrong for slide in slides)

@@ -144,7 +144,7 @@ class EvaluationSet:
         return self.slides is not None
 
     def counted(self, calibration: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return a calibration whose ``slides``, if each sample is a case, are counted as ``cases``."""
+        """Return a copy of a calibration; if each sample is a case, its ``slides`` are called ``cases``."""
         if calibration is None or not self.of_cases:
             return None if calibration is None else dict(calibration)
         renamed = {"cases" if name == "slides" else name: value for name, value in calibration.items()}
@@ -219,7 +219,7 @@ def predict_slides(
     """
     replica, replicas = share
     logits: Logits = {}
-    rounds = BatchLayout(tuple(share // math.gcd(*shares) for share in shares) if shares else (1,) * replicas)
+    rounds = BatchLayout(tuple(count // math.gcd(*shares) for count in shares) if shares else (1,) * replicas)
     for turn in range(math.ceil(slides / rounds.turn_samples)):
         if interrupted():
             raise Interrupted
@@ -230,7 +230,12 @@ def predict_slides(
 
 
 def gather_logits(comm: Communicator, mine: Logits | None) -> Logits | None:
-    """Return all logits on rank 0, None elsewhere (collective); ``mine`` is given by one rank of each replica."""
+    """Return the logits of all replicas on rank 0, None elsewhere (collective).
+
+    Args:
+        comm: The ranks of all replicas.
+        mine: Logits of this rank's replica, from one of its ranks; None on its other ranks.
+    """
     parts = comm.gather_objects([] if mine is None else [[index, values] for index, values in mine.items()])
     if parts is None:
         return None

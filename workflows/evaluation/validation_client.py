@@ -88,7 +88,7 @@ class ValidationClient:
         return self._wait(lambda: self.gave_up or not self.waiting, stop_requested)
 
     def forget(self) -> None:
-        """Forget all open steps, which the trainers validate instead."""
+        """Forget all open steps, for when the validators have given up and the trainers validate these themselves."""
         self._unsent.clear()
         self._in_flight.clear()
 

@@ -49,7 +49,13 @@ class ValidationChildError(RuntimeError):
 
 @dataclass
 class _QueuedSnapshot:
-    """A snapshot that is being received, or has been received."""
+    """Weights of one step, until their metrics are there.
+
+    Attributes:
+        step: The step.
+        buffer: Memory shared with the child, into which they are received.
+        pending: The receive; the child may read them when it is done.
+    """
 
     step: int
     buffer: SharedBuffer
@@ -167,7 +173,7 @@ class ValidationService:
         return message is not None
 
     def _on_leader_child(self, message: ChildMessage) -> None:
-        """Take a message of the child of the rank that leads its group."""
+        """Handle a message of the child of validator 0."""
         if message["kind"] == "port":
             self._send_to_followers({"kind": "start", "port": message["port"], "round": self._round})
         elif message["kind"] == "ready":
@@ -218,6 +224,7 @@ class ValidationService:
         return len(self._queue) < before
 
     def _finish(self, stopped: bool) -> bool:
+        """Tell the other validators and trainer 0 that the service ends, and wait until they have been told."""
         self._send_to_followers({"kind": "end", "stopped": stopped})
         self._send_to_trainer({"kind": "bye"})
         for pending in self._sending:
@@ -254,7 +261,7 @@ class ValidationService:
                 self._replace_child(order[1]["port"])
 
     def _on_follower_child(self, message: ChildMessage) -> None:
-        """Take a message of the child of a rank that does not lead its group."""
+        """Handle a message of the child of another validator than 0."""
         if message["kind"] == "died":
             self._kill()
             notice = {"rank": self._group.rank, "how": message["how"], "round": self._round}
@@ -278,6 +285,7 @@ class ValidationService:
 
     @staticmethod
     def _fail(message: ChildMessage) -> None:
+        """Raise the error that a child has reported."""
         if message["kind"] == "refused":
             raise RequestError(message["reason"])
         raise ValidationChildError(f"the validation process failed:\n{message['error']}")

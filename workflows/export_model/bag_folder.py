@@ -158,6 +158,7 @@ def _merged(source: ExportSource) -> TileModel:
 
 
 def _features(source: ExportSource, model: TileModel) -> int:
+    """Return the length of a vector: as the features state, or as the encoder returns for one tile."""
     if source.config.get("features"):
         return int(source.config["features"]["length"])
     with torch.no_grad():
@@ -165,6 +166,7 @@ def _features(source: ExportSource, model: TileModel) -> int:
 
 
 def _pixels(count: int, size: int) -> torch.Tensor:
+    """Return random tiles, (count, 3, size, size) uint8; the same ones for the same ``count``."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
 

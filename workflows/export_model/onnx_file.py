@@ -94,13 +94,16 @@ def checked_export(
 
 
 def _difference_of(module: nn.Module, path: Path, sample: torch.Tensor, names: tuple[str, str]) -> float:
-    """Return by how much the file's outputs differ from the module's, relative to the largest; refuse too much.
+    """Return the largest difference of the file's outputs from the module's, relative to the largest output.
 
     Args:
         module: The exported module.
         path: The ONNX file.
         sample: An input.
         names: Of the file's input and output.
+
+    Raises:
+        RequestError: The difference is larger than ``TOLERANCE``.
     """
     import onnxruntime
 
@@ -118,6 +121,7 @@ def _difference_of(module: nn.Module, path: Path, sample: torch.Tensor, names: t
 
 
 def _require_packages() -> None:
+    """Refuse an export if a package that it needs is missing."""
     from importlib.util import find_spec
 
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
@@ -126,6 +130,7 @@ def _require_packages() -> None:
 
 
 def _computed(path: Path, image: torch.Tensor) -> torch.Tensor:
+    """Return the outputs that an ONNX file computes for an image."""
     import onnxruntime
 
     session: Any = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

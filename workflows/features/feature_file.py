@@ -71,7 +71,7 @@ class FeatureFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Files that a killed process left beside this one.
             remove_leftovers(path)
-        # In the same folder: a rename is atomic only within a file system.
+        # Where they are written until `publish`: in the same folder, as a rename is atomic only within a file system.
         self._beside, self._form = [temporary_path(path) for path in self._paths], form
         self._open = True
         self._writer: FeatureWriter
@@ -86,6 +86,7 @@ class FeatureFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close the files, and remove those that were not published."""
         if self._open:
             with suppress(OSError, RuntimeError, ValueError):  # on a full disk, the first error must be reported
                 self._writer.close()

@@ -105,5 +105,5 @@ def _stamp_attributes(slide: TiledSlide) -> dict[str, Any]:
 
 
 def _number(value: float) -> int | float:
-    # TRIDENT writes 20 or 40 as integers.
+    """Return a whole number as an integer, as TRIDENT writes magnifications: 20, not 20.0."""
     return int(value) if value.is_integer() else value

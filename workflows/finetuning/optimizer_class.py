@@ -52,6 +52,7 @@ def optimizer_of(config: OptimizerConfig) -> Callable[[GroupSettings, float], to
             _refuse_decay(config)
 
     def make(groups: GroupSettings, lr: float) -> torch.optim.Optimizer:
+        """Return the optimizer of these parameters; refuse what is none, or what the options do not fit."""
         try:
             optimizer = kind(groups, lr=lr, **arguments)
         except (TypeError, ValueError) as error:
@@ -80,6 +81,7 @@ def _arguments(config: OptimizerConfig) -> Mapping[str, Any]:
 
 
 def _refuse_decay(config: OptimizerConfig) -> None:
+    """Refuse weight decay, for an optimizer that has none."""
     if config.weight_decay or any(group.weight_decay for group in config.groups):
         raise RequestError(f"optimizer.weight_decay: {config.name} has no weight decay; set it to 0")
 

@@ -123,11 +123,12 @@ def _is_opened(module: nn.Module, is_most: bool) -> bool:
     True for sequences of blocks, and for a module that has most of the parameters and repeats blocks inside.
     """
     if isinstance(module, _LISTS):
+        # A list whose parts have parts is one of blocks; otherwise it is a block itself.
         return is_most or any(True for child in module.children() for _ in child.children())
     return is_most and any(isinstance(part, _LISTS) and _repeats(part) for part in module.modules())
 
 
 def _repeats(blocks: nn.Module) -> bool:
+    """Whether some class with parameters occurs twice among the parts: they are blocks, not different layers."""
     kinds = [type(child) for child in blocks.children() if any(True for _ in child.parameters())]
-    # Some class occurs twice: blocks, not a stem of different layers.
     return len(kinds) > len(set(kinds))

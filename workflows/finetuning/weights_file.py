@@ -123,6 +123,7 @@ def _unwrapped(path: Path, value: Any) -> WeightsFile:
 
 
 def _is_state(value: Any) -> bool:
+    """Whether a value is a state_dict: a dict of tensors only, and not empty."""
     return (
         isinstance(value, dict) and bool(value) and all(isinstance(tensor, torch.Tensor) for tensor in value.values())
     )

@@ -59,18 +59,30 @@ def intervals(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor,
 
 
 def rank_interval(intervals: Intervals, area: float, positive: torch.Tensor, counts: torch.Tensor) -> Intervals:
-    """Return intervals in which, with up to `FEW` slides, ``auroc`` has its `area_interval`, counted in cases."""
+    """Return intervals in which, with up to `FEW` slides and two cases or more, ``auroc`` has its `area_interval`.
+
+    Args:
+        intervals: By metric.
+        area: The AUROC of all slides.
+        positive: (N,) bool, whether each slide has the class.
+        counts: (draws, N) how often each draw has each slide; by them, cases are found and counted.
+    """
     if counts.shape[1] > FEW or _cases(counts) < 2:
         return intervals
     return {**intervals, "auroc": area_interval(area, _cases(counts[:, positive]), _cases(counts[:, ~positive]), LEVEL)}
 
 
 def share_interval(intervals: Intervals, accuracy: float, counts: torch.Tensor) -> Intervals:
-    """Return intervals in which, with up to `FEW` slides and two cases or more, ``accuracy`` has Wilson's interval."""
-    cases = _cases(counts) if counts.shape[1] <= FEW else 0
-    if cases and (intervals["accuracy"] is not None or cases > 1):
-        return {**intervals, "accuracy": wilson(accuracy, cases)}
-    return intervals
+    """Return intervals in which, with up to `FEW` slides and two cases or more, ``accuracy`` has Wilson's interval.
+
+    Args:
+        intervals: By metric.
+        accuracy: That of all slides.
+        counts: (draws, N) how often each draw has each slide; by them, cases are found and counted.
+    """
+    if counts.shape[1] > FEW or _cases(counts) < 2:
+        return intervals
+    return {**intervals, "accuracy": wilson(accuracy, _cases(counts))}
 
 
 def _cases(counts: torch.Tensor) -> int:

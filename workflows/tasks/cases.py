@@ -39,7 +39,11 @@ def case_indices(cases: Sequence[str]) -> torch.Tensor:
 
 
 def members_of(of_slide: torch.Tensor) -> list[torch.Tensor]:
-    """Return the indices of each case's slides, ascending; ``of_slide``: (N,) index of each slide's case."""
+    """Return the indices of each case's slides, ascending.
+
+    Args:
+        of_slide: (N,) index of each slide's case; cases are numbered from 0 without gaps.
+    """
     return list(of_slide.argsort(stable=True).split(of_slide.bincount().tolist())) if len(of_slide) else []
 
 

@@ -40,9 +40,11 @@ def own_numbers(
     loss: str, metrics: Sequence[str], outputs: torch.Tensor, labels: torch.Tensor
 ) -> dict[str, float | None]:
     """Return the values of a user's loss (under ``loss``, if there is one) and metrics; None if not finite."""
-    named = {**({"loss": (LOSS_KEY, loss)} if loss else {}), **{metric_name(m): (METRICS_KEY, m) for m in metrics}}
+    functions = {metric_name(metric): (METRICS_KEY, metric) for metric in metrics}
+    if loss:
+        functions = {"loss": (LOSS_KEY, loss), **functions}
     numbers: dict[str, float | None] = {}
-    for name, (key, path) in named.items():
+    for name, (key, path) in functions.items():
         function = load_user_code(key, path, "a function of (outputs, labels)")
         numbers[name] = finite(_number(function(outputs, labels)))
     return numbers

@@ -103,6 +103,7 @@ def _try_readout(name: str, task: Task, outputs: np.ndarray) -> None:
 
 
 def _tried(name: str, method: str, call: Callable[[], Value]) -> Value:
+    """Return what ``call`` returns; refuse a task whose ``method`` fails in it."""
     try:
         return call()
     except Exception as error:

@@ -74,16 +74,17 @@ def rate_plots(classes: Sequence[ScoredClass]) -> list[Plot]:
         ("ROC", roc_curve, "false positive rate", "true positive rate", "area under the curve"),
         ("Precision and recall", precision_recall_curve, "recall", "precision", "average precision"),
     )
-    for title, make, x_name, y_name, area_name in kinds:
+    for title, curve_of, x_name, y_name, area_name in kinds:
         figure, axes = _figure(x_name, y_name)
         for scored in classes:
-            curve = make(scored.score, scored.positive, scored.draws)
+            curve = curve_of(scored.score, scored.positive, scored.draws)
             if curve is not None:
                 _draw_curve(axes, curve, scored.name, class_color(scored.color))
         if title == "ROC":
             axes.plot([0, 1], [0, 1], color="#b9bec7", linewidth=0.8, linestyle="--")
-        if axes.get_legend_handles_labels()[0]:
-            inside = len(axes.get_legend_handles_labels()[0]) <= _INSIDE
+        handles, _ = axes.get_legend_handles_labels()
+        if handles:
+            inside = len(handles) <= _INSIDE
             corner = "lower right" if title == "ROC" else "lower left"
             below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
             axes.legend(**({"loc": corner} if inside else below), frameon=False, fontsize=9)
@@ -177,8 +178,9 @@ def group_curves_plot(title: str, x_name: str, y_name: str, curves: Sequence[Gro
         color = tuple(part / 255 for part in class_color(number))
         axes.step(curve.x, curve.y, where="post", color=color, linewidth=1.8, label=curve.label)
         axes.fill_between(curve.x, curve.low, curve.high, step="post", color=color, alpha=0.16, linewidth=0)
-        at = curve.y[np.searchsorted(curve.x, curve.marks, side="right") - 1]
-        axes.plot(curve.marks, at, "|", color=color, markersize=7)
+        # The step that holds at each mark.
+        heights = curve.y[np.searchsorted(curve.x, curve.marks, side="right") - 1]
+        axes.plot(curve.marks, heights, "|", color=color, markersize=7)
     axes.set_ylim(0, 1.02)
     axes.set_xlim(left=0)
     axes.legend(loc="best", frameon=False, fontsize=9)
@@ -200,7 +202,7 @@ def time_plot(
 
 
 def _figure(x_name: str, y_name: str, limits: bool = True) -> tuple[Any, Any]:
-    """Return a figure that needs no display, and its axes."""
+    """Return a figure that needs no display, and its axes; with ``limits``, both go from 0 to 1."""
     # Not pyplot, which keeps every figure until it is closed, and may look for a display.
     from matplotlib.figure import Figure
 

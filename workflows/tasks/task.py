@@ -111,7 +111,9 @@ class Task(ABC):
     def read_again(
         self, path: Path | Table, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
     ) -> Labels:
-        """Return labels for a model that was trained before; the arguments are those of `LabelSource`.
+        """Return the labels of a table for a trained model, whose classes and their order stay.
+
+        The arguments are those of `LabelSource`.
 
         Raises:
             RequestError: As ``read_labels``.
@@ -119,10 +121,13 @@ class Task(ABC):
         return self.read_labels(LabelSource(path, self.columns, self.names, rows, merge_alike, missing))
 
     def with_target(self, text: str) -> Self:
-        """Return the task for other columns: one, or several with commas between them where the task has several.
+        """Return the task with other columns of labels, from ``--target``.
+
+        Args:
+            text: One column; if the task has several, as many, with commas between them.
 
         Raises:
-            RequestError: There are not as many as the task has.
+            RequestError: The number of columns differs from the task's.
         """
         several = len(self.columns) > 1
         columns = tuple(part.strip() for part in text.split(",")) if several else (text,)
@@ -161,7 +166,7 @@ class Task(ABC):
 
     @abstractmethod
     def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return ``loss`` and all metrics of draws from the samples, each (draws,) float64; NaN if undefined.
+        """Return ``loss`` and all metrics of each bootstrap draw, (draws,) float64 each; NaN if undefined.
 
         Args:
             outputs: (N, outputs) float64, finite.
@@ -182,7 +187,10 @@ class Task(ABC):
         return {**{name: values[name] for name in names}, **own}
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
-        """Return {metric: [low, high]}, 95 % intervals by bootstrap; None if undefined, see `resampled`."""
+        """Return {metric: [low, high]}, 95 % intervals by bootstrap; None if undefined, see `resampled`.
+
+        The arguments are those of `drawn`; slides of the same case have the same counts.
+        """
         if not len(targets) or not bool(outputs.isfinite().all()):
             return dict.fromkeys(self.metric_names)
         return resampled(lambda part: self.drawn(outputs, targets, part), self.metric_names, counts)
@@ -210,7 +218,9 @@ class Task(ABC):
 
     @property
     def _own_method(self) -> bool:
-        return _nearest(type(self), "loss") < min(_nearest(type(self), name) for name in ("drawn", "losses"))
+        """Whether a user's class has a ``loss`` of its own, but the ``drawn`` and ``losses`` of a class before it."""
+        kind = type(self)
+        return _nearest(kind, "loss") < min(_nearest(kind, "drawn"), _nearest(kind, "losses"))
 
     @property
     def own_names(self) -> tuple[str, ...]:
@@ -226,7 +236,14 @@ class Task(ABC):
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return outputs and targets of M cases from those of N slides; ``of_case``: (N,) the index of its case."""
+        """Return outputs and targets of M cases from those of N slides.
+
+        Args:
+            outputs: Of the slides.
+            targets: Of the slides.
+            of_case: (N,) the index of each slide's case, 0 to M − 1.
+            how: How the outputs of a case's slides become one, see `workflows.tasks.cases`.
+        """
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
         """Return what is fitted on validation slides, for the ``calibration`` of a ``model.json``; None: nothing."""
@@ -332,6 +349,7 @@ def loss_over(task: Task) -> Literal["batch", "microbatch"]:
     derived from it, also overrides ``loss_over``.
     """
     kind = type(task)
+    # A ``loss_over`` that was written before the ``loss`` says nothing about it.
     is_stated = _nearest(kind, "loss_over") <= _nearest(kind, "loss")
     return "batch" if task.own_loss or (task.loss_is_own and not is_stated) else task.loss_over
 
@@ -348,7 +366,10 @@ def target_columns(model: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _nearest(kind: type, name: str) -> int:
-    """Return the place in the resolution order of the first class that defines ``name``; the end if none does."""
+    """Return how many classes lie between ``kind`` and the one that defines ``name``: 0 if it does itself.
+
+    Classes are counted in the order in which Python looks for the name; all of them, if none defines it.
+    """
     order = kind.__mro__
     return next((k for k, one in enumerate(order) if name in vars(one)), len(order))
 

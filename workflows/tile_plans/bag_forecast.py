@@ -59,14 +59,16 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
     Raises:
         RequestError: The slides with most tiles do not fit into memory; the message has both amounts.
     """
-    ranks_of_slide, each = plan.tiles or 1, slides // plan.replicas
+    ranks_of_slide, slides_of_replica = plan.tiles or 1, slides // plan.replicas
     limit = machine.memory_bytes if plan.memory_bytes is None else plan.memory_bytes
     chunk = chunk_size(costs.facts, limit, costs.chunk)
     # Memory must hold for the worst batch, time is that of a mean one.
-    longest = sorted(costs.tiles, reverse=True)[:each]
+    longest = sorted(costs.tiles, reverse=True)[:slides_of_replica]
+    # Of one rank, over the slides of its replica.
     chunks = sum(ceil(ceil(n / ranks_of_slide) / chunk) for n in longest)
     tiles = sum(ceil(n / ranks_of_slide) for n in longest)
-    least, one = _least_bytes(costs, plan, longest, chunk, machine), int(costs.facts.kept.of(chunk) * SLACK)
+    least = _least_bytes(costs, plan, longest, chunk, machine)
+    kept_chunk_bytes = int(costs.facts.kept.of(chunk) * SLACK)
     trains = bool(costs.facts.trained)
     if least > limit:
         raise RequestError(
@@ -74,9 +76,10 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
             f"but {limit / 1e9:.3g} GB are allowed; use more ranks for a slide (plan.tiles), or freeze parts of the "
             f"encoder (model.encoder.train)"
         )
-    kept_chunks = min(chunks, (limit - least) // max(1, one)) if trains else 0
+    kept_chunks = min(chunks, (limit - least) // max(1, kept_chunk_bytes)) if trains else 0
     kept = kept_chunks / max(1, chunks) if trains else 1.0
     parts = _parts_s(costs, plan, slides, machine, kept)
+    # Without the chunk that is worked on, which is in `least`; each with the tiles of a mean chunk.
     of_kept = max(0, kept_chunks - 1) * costs.facts.kept.of(-(-tiles // max(1, chunks)))
     # The process keeps what a forward frees: it lies between blocks of chunks that are kept or encoded again later.
     freed = costs.facts.forward.of(chunk) if kept_chunks < chunks and trains else 0
@@ -121,8 +124,8 @@ def _least_bytes(costs: BagCosts, plan: ParallelPlan, longest: list[int], chunk:
 
 def _parts_s(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineModel, kept: float) -> dict[str, float]:
     """Return the seconds of each part of a step; the messages that gather divided weights are not counted."""
-    ranks_of_slide, each = plan.tiles or 1, slides // plan.replicas
-    tiles = _mean_longest(costs.tiles, plan.replicas, each)
+    ranks_of_slide, slides_of_replica = plan.tiles or 1, slides // plan.replicas
+    tiles = _mean_longest(costs.tiles, plan.replicas, slides_of_replica)
     own = tiles / ranks_of_slide
     crowded = plan.ranks > 1
     forward_s, backward_s = (_tile_s(costs, machine, back, crowded) for back in (False, True))
@@ -130,7 +133,7 @@ def _parts_s(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineM
     link = machine.link(plan.ranks)
     # All vectors but the rank's own.
     gathered = tiles * costs.facts.features * costs.facts.dtype.itemsize * (ranks_of_slide - 1) / ranks_of_slide
-    head_s = machine.operator_s(costs.bag_flops * each, 0.0, "product", costs.dtype, crowded=crowded)
+    head_s = machine.operator_s(costs.bag_flops * slides_of_replica, 0.0, "product", costs.dtype, crowded=crowded)
     read_s = own * costs.file_bytes / machine.disk_bytes_per_s
     return {
         "reading": read_s,
@@ -138,7 +141,9 @@ def _parts_s(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineM
         "encoding again": own * forward_s * (1 - kept) if trains else 0.0,
         "backward": own * backward_s if trains else 0.0,
         "aggregator": head_s,
-        "gathering": machine.messages_s(each * (ranks_of_slide - 1), gathered, machine.link(ranks_of_slide)),
+        "gathering": machine.messages_s(
+            slides_of_replica * (ranks_of_slide - 1), gathered, machine.link(ranks_of_slide)
+        ),
         "reducing": machine.all_reduce_s(plan.ranks, costs.trained_bytes, link) if plan.ranks > 1 else 0.0,
         "update": machine.update_s(costs.tensors, costs.trained_bytes, crowded),
     }
@@ -152,9 +157,14 @@ def _tile_s(costs: BagCosts, machine: MachineModel, backward: bool, crowded: boo
     return products + machine.operator_s(0.0, moved, "elementwise", costs.dtype, backward, crowded)
 
 
-def _mean_longest(tiles: tuple[int, ...], replicas: int, each: int) -> float:
-    """Return the tiles of the replica with most tiles, for which the others wait: the mean over random batches."""
-    rng = random.Random(0)
-    # Drawn with a fixed seed, so that a forecast repeats; the others wait for the replica with most tiles.
-    drawn = [[sum(rng.choices(tiles, k=each)) for _ in range(replicas)] for _ in range(_DRAWS)]
-    return sum(map(max, drawn)) / _DRAWS
+def _mean_longest(tiles: tuple[int, ...], replicas: int, slides: int) -> float:
+    """Return the tiles of the replica with most tiles, for which the others wait: the mean over random batches.
+
+    Args:
+        tiles: Tiles of each slide.
+        replicas: Number of replicas.
+        slides: Slides of each replica in a batch.
+    """
+    rng = random.Random(0)  # a fixed seed, so that a forecast repeats
+    batches = [[sum(rng.choices(tiles, k=slides)) for _ in range(replicas)] for _ in range(_DRAWS)]
+    return sum(map(max, batches)) / _DRAWS

@@ -78,6 +78,7 @@ def besides_sleeping_s(grid: tuple[int, int], steps: int = _SHORT_STEPS) -> tupl
     ranks = prod(grid)
 
     def body(comm: Communicator) -> tuple[float, float]:
+        """Return the seconds of this rank, in forward and in backward."""
         torch.manual_seed(0)
         # Times the ranks: each sleeps for its part of the image.
         model = SleepingNetwork(BLOCKS, _SHORT_S * ranks, SIZE_PX)
@@ -125,9 +126,10 @@ def predicted_step_s(
 
 
 def measured_step_s(plan: ParallelPlan, steps: int, block_s: float = BLOCK_S) -> float:
-    """Return the median seconds of a step of the same, on threads; see ``predicted_step_s``."""
+    """Return the median seconds of a step of the same network and plan, measured on ranks that are threads."""
 
     def body(comm: Communicator) -> float:
+        """Return the median seconds of a step on this rank."""
         torch.manual_seed(0)
         shape = (BATCH // plan.replicas, 3, SIZE_PX, SIZE_PX)
         model = SleepingNetwork(BLOCKS, block_s, SIZE_PX)

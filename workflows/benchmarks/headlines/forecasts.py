@@ -82,7 +82,8 @@ class Forecasts:
             program, plan, model, lowered_plans=self._lowered.setdefault(machine, LoweredPlans())
         ).stages
         *others_s, last_s = (stage.forward_s for stage in stages)
-        theirs, ours = int(not but_last), int(recomputes(plan, plan.stages - 1))  # ours does not where it saves nothing
+        # Whether the last stage recomputes: ours does not where that saves nothing.
+        theirs, ours = int(not but_last), int(recomputes(plan, plan.stages - 1))
         return self.step_s(network, size, images, plan, machine) - sum(others_s) + last_s * (theirs - ours)
 
     def machine(self, name: str) -> MachineModel:

@@ -20,6 +20,7 @@ async def serve(folder: Path, latency_s: float) -> None:
     """Serve until the process is ended; the port is the first line printed."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the requests of one connection, one after the other."""
         try:
             while request := await reader.readuntil(b"\r\n\r\n"):
                 # Latency, not bandwidth: other requests are answered meanwhile.

@@ -102,6 +102,7 @@ def main() -> None:
     captured_s, growth = time.process_time() - begun, (peak_bytes() - before) / 1e6
     print(f"{args.model} at {args.size} x {args.size}, captured once: {captured_s:.1f} s of processor, {growth:.0f} MB")
     print(f"{'ranks':>6}  {'plan':<28} {'lowering (s)':>12} {'schedule (s)':>12} {'memory (MB)':>12} {'calls':>6}")
+    # `plan` and `last` are those of the most ranks after the loop.
     for plan in (plan for plan in PLANS if plan.ranks <= max(4, args.most)):
         last = apart(model, program, with_cuts(plan, program))
         print(

@@ -183,9 +183,11 @@ def judge(task: PositionsTask, out: Path) -> dict[str, Any]:
 
 
 def _maps(path: Path) -> dict[str, NDArray[np.float64]]:
+    """Return the channels of a heatmap by name, (rows, columns) each."""
     with tifffile.TiffFile(path) as file:
         values, xml = file.asarray(), file.ome_metadata or ""
-    names = [part.split('"', 1)[0] for part in xml.split('Channel ID="')[1:] for part in [part.split('Name="', 1)[1]]]
+    channels = xml.split('Channel ID="')[1:]
+    names = [channel.split('Name="', 1)[1].split('"', 1)[0] for channel in channels]
     return {name: value.astype(np.float64) for name, value in zip(names, values, strict=True)}
 
 

@@ -72,11 +72,12 @@ def measured(run: TilesRun) -> list[tuple[float, float]]:
     completed = subprocess.run(
         [*start, *command, f"--steps={run.rounds}"], env=environment, check=True, stdout=subprocess.PIPE, text=True
     )
-    steps = [json.loads(numbers) for numbers in re.findall(r"\[.*?\]", completed.stdout)]
-    count = run.rounds
-    # Lines of both ranks: the sum over ranks, of a mean step.
-    total_cpu_s = sum(cpu_s for _, cpu_s in steps) / count
-    longest = sorted(seconds for seconds, _ in steps)[ranks - 1 :: ranks]  # ranks end together: pairs of alike
+    # A line for each step of each rank.
+    lines = [json.loads(numbers) for numbers in re.findall(r"\[.*?\]", completed.stdout)]
+    # Of all ranks together, in a mean step.
+    total_cpu_s = sum(cpu_s for _, cpu_s in lines) / run.rounds
+    # Ranks end a step together: in order, neighbours are of one step, and the last of them is the slowest rank.
+    longest = sorted(seconds for seconds, _ in lines)[ranks - 1 :: ranks]
     return [(seconds, total_cpu_s) for seconds in longest]
 
 

@@ -87,10 +87,11 @@ def _training(model_name: str, size_px: int, batch: int, options: dict[str, Any]
     plan = hyfi_core.ParallelPlan(**options)
     shape = (batch, 3, size_px, size_px)
     images, labels = torch.randn(shape), torch.zeros(batch, dtype=torch.long)
-    more = [True]
+    more = [True]  # set by rank 0, read by all between the two barriers
     before, after = threading.Barrier(plan.ranks), threading.Barrier(plan.ranks)
 
     def body(comm: Any) -> None:
+        """Take steps when rank 0 is asked to, until its input ends."""
         torch.manual_seed(0)
         model = build_model({"name": model_name, "classes": 2}).train()
         sgd = functools.partial(torch.optim.SGD, lr=1e-4)

@@ -25,6 +25,8 @@ import torch
 class ScheduleFree(torch.optim.Optimizer):
     """Base class of schedule-free optimizers; the parameters are y, until ``eval`` turns them into x.
 
+    Calls of ``eval`` and ``train`` alternate: a second one in a row would move the weights once more.
+
     Args:
         params: Parameters or groups of them.
         defaults: Settings of groups: lr, beta (β₁), weight_decay.

@@ -39,13 +39,14 @@ def grades_section(values: Array, grades: torch.Tensor, draws: Array, names: Seq
     true, higher = grades.numpy(), 1 - probabilities.cumsum(1)
     curves = [ScoredClass(f"above {names[k]}", k, higher[:, k].numpy(), true > k, draws) for k in range(steps - 1)]
     off = (predicted - grades).abs()
-    sure = (probabilities.cumsum(1) - (torch.arange(steps) >= grades[:, None]).double()).square().sum(1)
+    # Of slides that are off by as many grades, the surest first: the ranked probability score, below ``steps``.
+    score = (probabilities.cumsum(1) - (torch.arange(steps) >= grades[:, None]).double()).square().sum(1)
     wrong = off.nonzero()[:, 0].tolist()
     return PageSection(
         shown,
         [*rate_plots(curves), confusion_plot(predicted.numpy(), true, names)],
         [_table(predicted, grades, names)],
-        {k: float(off[k] + sure[k] / steps) for k in wrong},
+        {k: float(off[k] + score[k] / steps) for k in wrong},
         metric_numbers(once, bounds),
     )
 

@@ -51,7 +51,7 @@ class SeveralLabels(Labels):
         for count, indexed in zip(self.numbers, self.indexed, strict=True):
             numbers = target[first : first + count]
             first += count
-            if math.isnan(numbers[0]):  # MISSING_NUMBER
+            if math.isnan(numbers[0]):  # `MISSING_NUMBER`: all numbers of a missing label are
                 labels.append(None)
             else:
                 labels.append(int(numbers[0]) if indexed else numbers)
@@ -67,36 +67,39 @@ def side_by_side(titles: Sequence[str], parts: Sequence[Labels | None], numbers:
             target has labels.
         numbers: How many numbers a label of each target takes.
     """
-    there = [part for part in parts if part is not None]
-    items = dict.fromkeys(item for part in there for item in part.indices)
+    present = [part for part in parts if part is not None]
+    items = dict.fromkeys(item for part in present for item in part.indices)
     indices: dict[str, Target | None] = {}
     for item in items:
-        each = [None if part is None else part.indices.get(item) for part in parts]
-        rows = [_numbers(one, count) for one, count in zip(each, numbers, strict=True)]
-        labelled = any(one is not None for one in each)
-        indices[item] = tuple(number for row in rows for number in row) if labelled else None
+        labels = [None if part is None else part.indices.get(item) for part in parts]
+        rows = [_numbers(label, count) for label, count in zip(labels, numbers, strict=True)]
+        is_labelled = any(label is not None for label in labels)
+        indices[item] = tuple(number for row in rows for number in row) if is_labelled else None
+    classes: list[str] = []
+    for title, part in zip(titles, parts, strict=True):
+        classes += [f"{title} {name}" for name in part.classes] if part is not None else []
     return SeveralLabels(
-        ", ".join(part.target for part in there),
-        there[0].key,
-        tuple(
-            f"{title} {name}"
-            for title, part in zip(titles, parts, strict=True)
-            if part is not None
-            for name in part.classes
-        ),
-        indices,
-        there[0].cases,
-        there[0].rows,
-        tuple(dict.fromkeys(note for part in there for note in part.notes)),
-        tuple(titles),
-        tuple(parts),
-        tuple(numbers),
-        tuple(part is not None and any(isinstance(one, int) for one in part.indices.values()) for part in parts),
+        target=", ".join(part.target for part in present),
+        # All are read from one table: key, cases and rows are the same.
+        key=present[0].key,
+        classes=tuple(classes),
+        indices=indices,
+        cases=present[0].cases,
+        rows=present[0].rows,
+        notes=tuple(dict.fromkeys(note for part in present for note in part.notes)),
+        titles=tuple(titles),
+        parts=tuple(parts),
+        numbers=tuple(numbers),
+        indexed=tuple(part is not None and _is_indexed(part) for part in parts),
     )
 
 
+def _is_indexed(labels: Labels) -> bool:
+    return any(isinstance(label, int) for label in labels.indices.values())
+
+
 def _numbers(target: Target | None, count: int) -> tuple[float, ...]:
-    """Return a label as numbers: those of the target, or the index of its class."""
+    """Return a label as ``count`` numbers: its own, or the index of its class; without a label, `MISSING_NUMBER`."""
     if target is None:
         return (MISSING_NUMBER,) * count
     return (float(target),) if isinstance(target, int) else target

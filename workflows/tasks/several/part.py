@@ -88,10 +88,12 @@ class TargetPart:
 
     @cached_property
     def _example(self) -> torch.Tensor:
+        """The tensor of one label, for its dims and dtype."""
         empty: Target = 0 if self.task.facts.samples_classes else (0.0,) * self.task.label_numbers
         return self.task.tensor([empty])
 
     def _as_task(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return labels, (N, numbers of a label), with the dims and the dtype of the task's ``tensor``."""
         flat = numbers[:, 0] if self._example.ndim == 1 else numbers
         return flat.to(self._example.dtype)
 

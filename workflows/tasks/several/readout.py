@@ -18,8 +18,9 @@ BETWEEN = " | "
 
 def texts_of(text: str, names: Sequence[str]) -> dict[str, str]:
     """Return the text of each target of ``grade: high | age: 41``; targets that are not in it are left out."""
-    parts = re.split(rf"(?:^| \| )({'|'.join(map(re.escape, names))}): ", text)
-    return dict(zip(parts[1::2], parts[2::2], strict=True)) if not parts[0].strip() else {}
+    # What is before the first name, then each name and its text in turn.
+    before, *pairs = re.split(rf"(?:^| \| )({'|'.join(map(re.escape, names))}): ", text)
+    return dict(zip(pairs[0::2], pairs[1::2], strict=True)) if not before.strip() else {}
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,14 @@ class SeveralReadout(Readout):
 
     def bars(self, values: Values) -> Sequence[ReadBar]:
         """Return the bars of each, with its name."""
-        found: list[ReadBar] = []
-        first = 0
+        bars: list[ReadBar] = []
+        first = 0  # of the target's channels
         for name, part, own in zip(self.names, self.parts, self.of_each(values), strict=True):
             for bar in part.bars(own):
                 title = bar.name if bar.name == name else f"{name}: {bar.name}"
-                found.append(replace(bar, name=title, channel=first + bar.channel))
+                bars.append(replace(bar, name=title, channel=first + bar.channel))
             first += len(part.channels)
-        return found
+        return bars
 
     def verdict(self, values: Values) -> str:
         """Return the verdicts of the targets that have one, each after its name."""
@@ -118,15 +119,15 @@ class SeveralReadout(Readout):
 
     def page_columns(self) -> Sequence[PageColumn]:
         """Return the columns of each, after its name."""
-        found: list[PageColumn] = []
-        first = 0
+        columns: list[PageColumn] = []
+        first = 0  # of the target's channels
         for name, part in self._pairs():
             for column in part.page_columns():
                 title = column.name if column.name == name else f"{name}: {column.name}"
                 channel = None if column.channel is None else first + column.channel
-                found.append(PageColumn(title, channel))
+                columns.append(PageColumn(title, channel))
             first += len(part.channels)
-        return found
+        return columns
 
     def joined(self, others: Sequence[Self]) -> Self:
         """Return the readout of the joined parts."""
@@ -138,6 +139,7 @@ class SeveralReadout(Readout):
         return np.split(values, np.cumsum([len(part.columns) for part in self.parts])[:-1], axis=-1)
 
     def _outputs(self, logits: Values) -> list[Values]:
+        """Return the model's outputs for each target; a channel of the heatmap is an output."""
         return np.split(logits, np.cumsum([len(part.channels) for part in self.parts])[:-1])
 
     def _pairs(self) -> list[tuple[str, Readout]]:

@@ -49,18 +49,18 @@ class Several(Task):
     @classmethod
     def read_labels(cls, source: LabelSource) -> Labels:
         """Return the labels of all targets; see ``Task``."""
-        found = []
-        for one in source.targets:
-            own = replace(source, columns=one.columns, classes=one.classes, targets=())
-            with _in_target(one.title):
-                found.append(single_task(one.task).read_labels(own))
-        return side_by_side([one.title for one in source.targets], found, [_numbers_of(one) for one in found])
+        labels = []
+        for target in source.targets:
+            own = replace(source, columns=target.columns, classes=target.classes, targets=())
+            with _in_target(target.title):
+                labels.append(single_task(target.task).read_labels(own))
+        titles = [target.title for target in source.targets]
+        return side_by_side(titles, labels, [_numbers_of(one) for one in labels])
 
     def read_again(
         self, path: Path | Table, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
     ) -> Labels:
-        """Return labels for a model that was trained before; a table may lack the columns of some targets."""
-        # A table of another cohort need not have all targets.
+        """Return the labels of a table for a trained model; a table of another cohort may lack some targets."""
         columns, first = set(read_table(path, "labels").columns), 0
         found: list[Labels | None] = []
         for part in self.parts:
@@ -82,15 +82,16 @@ class Several(Task):
         """Return the tasks of all targets, each fitted to the slides that have a label of it."""
         assert isinstance(data, DataConfig) and data.targets is not None
         tasks = []
-        for one, own_labels, own in zip(data.targets, labels.parts, _labels_of_each(labels, train), strict=True):  # type: ignore[attr-defined]
+        trained = _labels_of_each(labels, train)
+        for target, own_labels, own in zip(data.targets, labels.parts, trained, strict=True):  # type: ignore[attr-defined]
             if not own:
                 raise RequestError(
-                    f"data.targets: none of {len(train)} training slides has a label of {one.title!r} "
-                    f"({', '.join(one.columns)}); check the splits, or leave the target out"
+                    f"data.targets: none of {len(train)} training slides has a label of {target.title!r} "
+                    f"({', '.join(target.columns)}); check the splits, or leave the target out"
                 )
-            with _in_target(one.title):
-                task = replace(single_task(one.task).fitted(one, own_labels, own), own_loss=one.own_loss)
-            tasks.append((one.title, task, one.weight, len(own) / len(train)))
+            with _in_target(target.title):
+                task = replace(single_task(target.task).fitted(target, own_labels, own), own_loss=target.own_loss)
+            tasks.append((target.title, task, target.weight, len(own) / len(train)))
         return cls(data.columns, parts_of(tasks))
 
     @classmethod
@@ -170,6 +171,7 @@ class Several(Task):
         """Return the metrics of each target, and ``loss``: the weighted sum of their losses that are defined."""
         found = super().metrics(outputs, targets)
         for part in self.parts:
+            # `drawn`, by which the others are computed, does not know the user's loss.
             if part.task.loss_is_own:
                 found |= {f"{part.name}.{k}": v for k, v in part.task.metrics(*part.of(outputs, targets)).items()}
         losses = [(part.weight, found[f"{part.name}.loss"]) for part in self.parts]
@@ -214,12 +216,12 @@ class Several(Task):
         labels = torch.full((cases, self.label_numbers), math.nan, dtype=torch.float64)
         for part in self.parts:
             # Numbered anew: tasks expect cases 0, 1, …, and here some may lack the target.
-            there, own_case = of_case[part.known(targets)].unique(return_inverse=True)
-            if not len(there):
+            labelled, own_case = of_case[part.known(targets)].unique(return_inverse=True)
+            if not len(labelled):
                 continue
             own, own_labels = part.task.by_case(*part.of(outputs, targets), own_case, how)
-            merged[there, slice(*part.outputs)] = own.double()
-            labels[there, slice(*part.numbers)] = own_labels.double().reshape(len(there), -1)
+            merged[labelled, slice(*part.outputs)] = own.double()
+            labels[labelled, slice(*part.numbers)] = own_labels.double().reshape(len(labelled), -1)
         return merged, labels
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:

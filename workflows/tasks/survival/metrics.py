@@ -111,11 +111,11 @@ def concordances(
         drawn = counts[:, rows]
         # Squared: both members of a pair must still be followed at that time.
         weight = torch.where(times[rows] < last, weights[:, rows] ** 2, 0.0)
-        # Pairs of a draw, without a loop over draws: rows ended · those that live longer.
-        pairs_of = (counts @ right.T * drawn, counts @ longer.double().T * drawn)
-        sums += torch.stack(
-            [(part * pair_weight).sum(1) for pair_weight in (torch.ones_like(weight), weight) for part in pairs_of]
-        )
+        # (draws, rows): the pairs of each row in right order, and all of its pairs, each as often as it is drawn.
+        ordered, comparable = counts @ right.T * drawn, counts @ longer.double().T * drawn
+        of_harrell = [ordered.sum(1), comparable.sum(1)]
+        of_uno = [(ordered * weight).sum(1), (comparable * weight).sum(1)]
+        sums += torch.stack([*of_harrell, *of_uno])
     return sums[0] / sums[1], sums[2] / sums[3]
 
 
@@ -159,8 +159,18 @@ def integrated_brier(
     horizons: tuple[float, ...],
     counts: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the Brier score of survival probabilities (N, horizons), integrated over the horizons: (draws,)."""
-    total, scores, has_known, weights = counts.sum(1), [], [], torch.where(counts > 0, 1 / free, 0.0)
+    """Return the Brier score of survival probabilities, integrated over the horizons, (draws,); NaN if undefined.
+
+    Args:
+        survival: (N, horizons).
+        times: (N,).
+        events: (N,).
+        free: (draws, N) G at each sample's time, see `censoring_survival`.
+        horizons: Ascending times.
+        counts: (draws, N).
+    """
+    total, weights = counts.sum(1), torch.where(counts > 0, 1 / free, 0.0)
+    scores, survived = [], []  # of each horizon, (draws,)
     for k, horizon in enumerate(horizons):
         ended, alive = (times <= horizon) & (events > 0), times > horizon
         # Nobody is censored between the last time up to the horizon and the horizon itself.
@@ -168,14 +178,14 @@ def integrated_brier(
         wrong = torch.where(ended, survival[:, k] ** 2 * weights, 0.0)
         wrong = wrong + torch.where(alive, (1 - survival[:, k]) ** 2 / before, 0.0)
         scores.append((counts * wrong).sum(1) / total)
-        has_known.append((counts * alive).sum(1) > 0)
-    of, at = torch.stack(scores, 1), torch.tensor(horizons, dtype=torch.float64)
-    wide = torch.stack(has_known, 1)
+        survived.append((counts * alive).sum(1) > 0)
+    is_known = torch.stack(survived, 1)
     # Trapezoids only between horizons that somebody survives.
-    widths = torch.where(wide[:, 1:] & wide[:, :-1], at.diff(), 0.0)
+    distances = torch.tensor(horizons, dtype=torch.float64).diff()
+    widths = torch.where(is_known[:, 1:] & is_known[:, :-1], distances, 0.0)
     length = widths.sum(1)
-    middle = torch.where(wide, of, 0.0)
-    area = (widths * (middle[:, 1:] + middle[:, :-1]) / 2).sum(1)
+    heights = torch.where(is_known, torch.stack(scores, 1), 0.0)
+    area = (widths * (heights[:, 1:] + heights[:, :-1]) / 2).sum(1)
     return torch.where(length > 0, area / length, torch.nan)
 
 

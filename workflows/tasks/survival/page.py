@@ -24,6 +24,7 @@ from workflows.tasks.survival.metrics import (
 from workflows.tasks.survival.readout import HIGH, LOW
 
 _Z = 1.959964
+"""Of a normal distribution, 95 % lie within this many standard deviations."""
 
 
 def survival_section(
@@ -61,7 +62,7 @@ def survival_section(
     high = case_risks > middle
     p = log_rank(case_targets[:, 0], case_targets[:, 1], high)
     shown.append(("log-rank p of the risk groups, by case", "not defined" if p is None else f"{p:.2g}"))
-    plots = [_curves(case_targets, high, p, columns[0], cutoff is None)]
+    plots = [_curves(case_targets, high, p, columns[0], own=cutoff is None)]
     return PageSection(
         shown,
         [*plots, _areas(risks, targets, times, counts, columns[0])],
@@ -79,7 +80,7 @@ def _by_case(risks: torch.Tensor, targets: torch.Tensor, draws: Array) -> tuple[
     return torch.stack([risks[indices].mean() for indices in members]), targets[latest]
 
 
-def _curves(targets: torch.Tensor, high: torch.Tensor, p: float | None, name: str, own: bool) -> Plot:
+def _curves(targets: torch.Tensor, high: torch.Tensor, p: float | None, name: str, *, own: bool) -> Plot:
     """Return the Kaplan–Meier curves of both risk groups.
 
     Args:
