@@ -84,11 +84,10 @@ def _rank(args: argparse.Namespace) -> None:
     # What is freed and kept by the heap is nobody's.
     return_freed_now()
     grown, peak = resident_bytes() - before, peak_bytes() - before
-    own = _stage_bytes(args, engine.plan, comm.rank)
-    held = sum(tensor_bytes.values())
-    sizes = tensor_bytes | {"held": held, "stage": own, "growth": grown, "peak_growth": peak}
+    stage_bytes, held_bytes = _stage_bytes(args, engine.plan, comm.rank), sum(tensor_bytes.values())
+    sizes = tensor_bytes | {"held": held_bytes, "stage": stage_bytes, "growth": grown, "peak_growth": peak}
     facts = {"way": args.way, "rank": comm.rank, **{f"{name}_mb": round(size / 1e6, 1) for name, size in sizes.items()}}
-    lines = comm.gather_objects(facts | {"held_to_stage": round(held / own, 3)})
+    lines = comm.gather_objects(facts | {"held_to_stage": round(held_bytes / stage_bytes, 3)})
     for line in lines or ():
         print(json.dumps(line), flush=True)
 

@@ -240,8 +240,11 @@ def small_size(make: Make) -> str:
         gradients = trained(model, program, images, labels)
     except RequestError as error:
         return f"refused: {str(error)[:300]}"
-    error = worst(gradients, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
-    return f"{'exact' if error <= TOLERANCE else 'wrong'} {error:.1e} at {shape[2]} px"
+    error_of_gradients = worst(
+        gradients, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    )
+    outcome = "exact" if error_of_gradients <= TOLERANCE else "wrong"
+    return f"{outcome} {error_of_gradients:.1e} at {shape[2]} px"
 
 
 def _first_line(error: Exception) -> str:

@@ -95,8 +95,9 @@ class TileEncoder:
     def describe_untrained(self) -> str:
         """Return how many of its tensors are random, and the names of some if not all are."""
         total = len(self.module.state_dict())
-        some = f"{len(self.untrained)} of {total}: {listed(self.untrained, _NAMED)}"
-        untrained = "all" if len(self.untrained) >= total else some
+        untrained = "all"
+        if len(self.untrained) < total:
+            untrained = f"{len(self.untrained)} of {total}: {listed(self.untrained, _NAMED)}"
         return f"encoder {self.name}: its weights are random ({untrained})"
 
     def __str__(self) -> str:

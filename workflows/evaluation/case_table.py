@@ -106,13 +106,13 @@ def _values_of(
     outputs = np.stack([slide.outputs for slide in slides if slide.outputs is not None])
     of_models = []
     for k, (model, readout) in enumerate(zip(models, readouts, strict=True)):
-        own = torch.from_numpy(outputs[:, k].astype(np.float64))
+        of_case = torch.from_numpy(outputs[:, k].astype(np.float64))
         # A case that is one bag has the same outputs in each of its slides: nothing to combine.
-        if model.get("bag", "slide") == "slide" and len(own) > 1:
-            same_case = torch.zeros(len(own), dtype=torch.long)
-            own = task.by_case(own, _some_labels(task, len(own)), same_case, model.get("case_aggregate", "mean"))[0]
-        # Members are averaged as numbers of the readout, because each has its own calibration.
-        of_models.append(readout.values(own[0].double().numpy()))
+        if model.get("bag", "slide") == "slide" and len(slides) > 1:
+            labels, same_case = _some_labels(task, len(slides)), torch.zeros(len(slides), dtype=torch.long)
+            of_case, _ = task.by_case(of_case, labels, same_case, model.get("case_aggregate", "mean"))
+        # Models are averaged as numbers of the readout, because each has its own calibration.
+        of_models.append(readout.values(of_case[0].double().numpy()))
     mean: NDArray[np.float64] = np.mean(of_models, axis=0)
     return mean
 

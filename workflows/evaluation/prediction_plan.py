@@ -64,13 +64,13 @@ class EvaluatedModel:
             if not override.startswith(_SIZE):
                 raise RequestError(f"{override}: with a checkpoint, only data.size_px can be set, as in {_SIZE}16384")
             try:
-                size_text = yaml.safe_load(override.removeprefix(_SIZE))
+                value = yaml.safe_load(override.removeprefix(_SIZE))
             except yaml.YAMLError:
-                size_text = None
-            size = [size_text, size_text] if isinstance(size_text, int) else size_text
+                value = None
+            size = [value, value] if isinstance(value, int) else value
             # `type`, not isinstance: True is an int.
-            right = isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
-            if not right:
+            is_size = isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+            if not is_size:
                 raise RequestError(f"{override}: use one or two whole numbers, as in {_SIZE}16384 or [8192, 16384]")
         precision = str(model.get("precision", "float32"))
         tf32 = bool(model.get("tf32", False))
@@ -109,7 +109,7 @@ def command_line(model: EvaluatedModel, needs: PredictionNeeds, forecast: Predic
 
 
 def description(forecast: PredictionForecast, needs: PredictionNeeds) -> list[str]:
-    """Return a plan as lines of text."""
+    """Return the forecast of a plan as lines of text: how slides are shared, times, memory."""
     rows, columns = forecast.grid
     shared = "1 rank a slide" if rows * columns == 1 else f"{rows * columns} ranks a slide ({rows} x {columns})"
     at_once = f"{forecast.groups} slides at a time" if forecast.groups > 1 else "one slide at a time"

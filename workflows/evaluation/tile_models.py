@@ -84,10 +84,14 @@ def build_tile_model(
         RequestError: Encoder or aggregator cannot be built.
     """
     encoder, aggregator = fields["encoder"], fields["aggregator"]
-    mean, std = (None, None) if normalisation is None else (normalisation.mean, normalisation.std)
-    options, architecture = encoder["options"], encoder.get("architecture")
     loaded = load_encoder(
-        encoder["name"], weights, size_px=tile_px, options=options, mean=mean, std=std, architecture=architecture
+        encoder["name"],
+        weights,
+        size_px=tile_px,
+        options=encoder["options"],
+        mean=None if normalisation is None else normalisation.mean,
+        std=None if normalisation is None else normalisation.std,
+        architecture=encoder.get("architecture"),
     )
     # After loading, whose names are those of the encoder without LoRA.
     if encoder.get("lora") is not None:

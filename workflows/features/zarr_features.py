@@ -57,9 +57,9 @@ class ZarrFeatures:
         if start != self._first + self._used:
             raise ValueError(f"expected tile {self._first + self._used}, given {start}")
         while len(vectors):
-            some = vectors[: self._chunk_rows - self._used]
-            self._buffer[self._used : self._used + len(some)] = some
-            self._used, vectors = self._used + len(some), vectors[len(some) :]
+            fitting = vectors[: self._chunk_rows - self._used]  # as many as the chunk has room for
+            self._buffer[self._used : self._used + len(fitting)] = fitting
+            self._used, vectors = self._used + len(fitting), vectors[len(fitting) :]
             # Only whole chunks: a chunk written in two parts would be read and encoded again.
             if self._used == self._chunk_rows:
                 self._flush()
@@ -69,6 +69,7 @@ class ZarrFeatures:
         self._flush()
 
     def _flush(self) -> None:
+        """Write the vectors that are in the buffer, which is empty then."""
         if self._used:
             self._vectors[self._first : self._first + self._used] = self._buffer[: self._used]
             self._first, self._used = self._first + self._used, 0

@@ -76,10 +76,11 @@ def equal(setting: Setting, what: str) -> Iterator[Row]:
     if plan.spill is not None:
         plan = replace(plan, memory_bytes=held_bytes_on(setting.device) + SPILLING_BYTES)
     replica = comm.rank // (comm.size // plan.replicas)
-    own = slice(replica * BATCH, (replica + 1) * BATCH)
+    of_replica = slice(replica * BATCH, (replica + 1) * BATCH)
     engine = hyfi_core.parallelize(model, shape, plan, comm, verify=False)
-    loss = engine.accumulate(images[own], labels[own])
-    gradients, state, logits = engine.gather_gradients(), engine.gather_state_dict(), engine.predict(images[own])
+    loss = engine.accumulate(images[of_replica], labels[of_replica])
+    gradients, state = engine.gather_gradients(), engine.gather_state_dict()
+    logits = engine.predict(images[of_replica])
     if gradients is not None and state is not None:
         errors = _errors(reference, images, labels, plan, (loss, gradients, state, logits))
         passed = all(error <= tolerance for error in errors.values())
@@ -107,6 +108,13 @@ def _errors(
 
     The reference takes the micro-batches of all replicas one after the other. Its buffers are those of replica 0, which
     all replicas take over.
+
+    Args:
+        reference: The model before the step; it is trained here.
+        images: Of all replicas.
+        labels: Of all replicas.
+        plan: The plan of the step.
+        results: (loss, gradients, state, logits of the first replica's images) of the engine.
     """
     loss, gradients, state, logits = results
     expected, buffers = 0.0, dict[str, torch.Tensor]()

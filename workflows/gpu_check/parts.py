@@ -79,10 +79,10 @@ class CheckPart:
 
 
 def all_parts(sizes: CheckSizes) -> list[CheckPart]:
-    """Return all parts.
+    """Return the parts of a check in their order; those that may run together come first.
 
     Args:
-        sizes: of the images.
+        sizes: sizes of the check, whose images have a part each.
     """
     first_px, *others_px = sizes.speed_px
     return [
@@ -96,7 +96,7 @@ def all_parts(sizes: CheckSizes) -> list[CheckPart]:
             for name, (ranks, launcher) in EQUAL_PLANS.items()
         ),
         *(
-            CheckPart(f"equal: {network}, 2 GPUs", "equal", network, 2, "torchrun", EQUAL_S, 2, together=True)
+            CheckPart(f"equal: {network}, 2 GPUs", "equal", network, 2, "torchrun", EQUAL_S, gpus=2, together=True)
             for network in NETWORKS
         ),
         CheckPart("tests of GPUs", "tests", weight=30.0, gpu_only=True),

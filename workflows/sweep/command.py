@@ -169,13 +169,11 @@ def _write_table(sweep: SweepRuns, tried: Sequence[_Tried]) -> None:
         best = settings[chosen_of(of_fold)].number
         # Fewer scores than settings while a sweep goes on.
         for setting, score in zip(settings, of_fold, strict=False):
-            values = {key: text_of(setting.values[key]) for key in keys}
-            value = "" if score.value is None else f"{score.value:.6f}"
-            own = {"step": "" if score.step is None else score.step, "chosen": "yes" if setting.number == best else ""}
-            own |= {"given_up": "yes" if score.given_up else ""}
-            rows.append(
-                {"setting": setting.number, "fold": fold, **values, sweep.metric: value, **own, "run": score.run}
-            )
+            row: dict[str, object] = {"setting": setting.number, "fold": fold, "run": score.run}
+            row |= {key: text_of(setting.values[key]) for key in keys}
+            row |= {sweep.metric: "" if score.value is None else f"{score.value:.6f}", "step": score.step}
+            row |= {"chosen": "yes" if setting.number == best else "", "given_up": "yes" if score.given_up else ""}
+            rows.append(row)
     columns = ["setting", *(["fold"] if sweep.folds else []), *keys, sweep.metric, "step", "chosen", "given_up", "run"]
     try:
         sweep.folder.mkdir(parents=True, exist_ok=True)

@@ -195,7 +195,13 @@ class OptunaSearch:
         return False
 
     def tell(self, number: int, value: float | None, given_up: bool = False) -> None:
-        """Record the result of a trial; None: its metric is undefined, or it failed."""
+        """Record the end of a trial.
+
+        Args:
+            number: Number of the trial.
+            value: Its metric, higher is better; None: undefined, or the trial failed.
+            given_up: Whether it was stopped early; its value then does not count.
+        """
         states = self._optuna.trial.TrialState
         if given_up:
             self._study.tell(number, state=states.PRUNED)

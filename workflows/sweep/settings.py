@@ -153,12 +153,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Return (section.key, value); a section may be a mapping of its keys."""
-    found = []
+    pairs = []
     for key, value in tree.items():
         # Only one level: below a full key, a mapping is a range.
-        nested = isinstance(value, Mapping) and not (prefix or "." in str(key))
-        found += _flat(value, f"{key}.") if nested else [(f"{prefix}{key}", value)]
-    return found
+        is_section = isinstance(value, Mapping) and not (prefix or "." in str(key))
+        pairs += _flat(value, f"{key}.") if is_section else [(f"{prefix}{key}", value)]
+    return pairs
 
 
 def _check(path: Path, key: str, values: Any, ranges: bool) -> None:

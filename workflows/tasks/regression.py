@@ -120,12 +120,10 @@ class Regression(Task):
             return None
         residuals = (self._values(outputs) - targets).abs()
         largest = torch.stack([residuals[members].amax() for members in members_of(of_case)]).sort().values
-        cases = len(largest)
-        # + 1 for the new case: with 8 cases, even the largest residual holds for 8 of 9 only.
-        rank = math.ceil((cases + 1) * LEVEL)
-        if rank > cases:
+        rank = _interval_rank(len(largest))
+        if rank is None:
             return None
-        return {"half_width": float(largest[rank - 1]), "level": LEVEL, "cases": cases}
+        return {"half_width": float(largest[rank - 1]), "level": LEVEL, "cases": len(largest)}
 
     def describe_calibration(
         self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
@@ -157,7 +155,7 @@ class Regression(Task):
         warnings = []
         if val and len(set(val)) == 1:
             warnings.append("all validation slides have the same value: r2 and spearman are undefined")
-        if val and len(val) < math.ceil(1 / (1 - LEVEL) - 1):
+        if val and _interval_rank(len(val)) is None:
             warnings.append(f"{len(val)} validation slides: predictions get no interval, which needs 9 cases")
         return warnings
 
@@ -277,6 +275,13 @@ class NumberReadout(Readout):
     def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:
         """Return the numbers."""
         return {"values": super().metadata(values, uncalibrated)["values"]}
+
+
+def _interval_rank(cases: int) -> int | None:
+    """Return which of the residuals of ``cases`` cases, from the smallest, is half an interval; None: no interval."""
+    # + 1 for the new case: with 8 cases, even the largest residual holds for 8 of 9 only.
+    rank = math.ceil((cases + 1) * LEVEL)
+    return rank if rank <= cases else None
 
 
 def _value(target: Target) -> float:

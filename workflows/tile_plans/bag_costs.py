@@ -82,27 +82,28 @@ class BagCosts:
         weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         # Measured, as transformers or timm take hundreds of megabytes; without the weights, which count by themselves.
         process_bytes = max(PROCESS_BYTES, resident_bytes() - weight_bytes)
-        shape, read = inputs.tile_shape()
+        shape, stored_dtype = inputs.tile_shape()
         dtype = DTYPES[config.run.precision]
         autocast = torch.bfloat16 if config.run.precision == "bfloat16" else None
         call = EncoderCall(model.encoder, None, autocast, _CPU, dtype, inputs.batch_norm == "exact")
         facts = tried(call, shape, DrawKey(0, 0, 0), backward=True)
         head = aggregator_call(model.aggregator, autocast, _CPU, facts.features, facts.dtype)
-        bag_bytes, each = head.bytes_of(facts.features, facts.dtype), facts.features * facts.dtype.itemsize
+        bag_bytes, vector_bytes = head.bytes_of(facts.features, facts.dtype), facts.features * facts.dtype.itemsize
         forward, both = (_flops(model.encoder, shape, dtype, backward) for backward in (False, True))
         trained = [p for p in model.parameters() if p.requires_grad]
-        mean = round(sum(inputs.counts) / len(inputs.counts))
+        mean_tiles = round(sum(inputs.counts) / len(inputs.counts))
         return cls(
             tiles=tuple(inputs.counts),
             forward_flops=forward,
             # The counter cannot count a backward alone.
             backward_flops={kind: both[kind] - forward[kind] for kind in both},
-            bag_flops=bag_flops(model.aggregator, mean, facts.features),
+            bag_flops=bag_flops(model.aggregator, mean_tiles, facts.features),
             facts=facts,
-            tile_bytes=torch.Size(shape).numel() * (read.itemsize + dtype.itemsize),
-            file_bytes=facts.features * read.itemsize if config.data.kind == "features" else 0,
+            tile_bytes=torch.Size(shape).numel() * (stored_dtype.itemsize + dtype.itemsize),
+            file_bytes=facts.features * stored_dtype.itemsize if config.data.kind == "features" else 0,
             chunk=None if inputs.chunk == "auto" else inputs.chunk,
-            lasting_bytes=lambda tiles: inputs.kept_bytes + sum(2 * n * each + bag_bytes(n) for n in tiles),
+            # Vectors twice, as `TilesEngine` counts them.
+            lasting_bytes=lambda tiles: inputs.kept_bytes + sum(2 * n * vector_bytes + bag_bytes(n) for n in tiles),
             process_bytes=process_bytes,
             weight_bytes=weight_bytes,
             trained_bytes=sum(p.numel() * p.element_size() for p in trained),

@@ -126,7 +126,7 @@ def _parts_s(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineM
     """Return the seconds of each part of a step; the messages that gather divided weights are not counted."""
     ranks_of_slide, slides_of_replica = plan.tiles or 1, slides // plan.replicas
     tiles = _mean_longest(costs.tiles, plan.replicas, slides_of_replica)
-    own = tiles / ranks_of_slide
+    own_tiles = tiles / ranks_of_slide
     crowded = plan.ranks > 1
     forward_s, backward_s = (_tile_s(costs, machine, back, crowded) for back in (False, True))
     trains = bool(costs.facts.trained)
@@ -134,12 +134,12 @@ def _parts_s(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineM
     # All vectors but the rank's own.
     gathered = tiles * costs.facts.features * costs.facts.dtype.itemsize * (ranks_of_slide - 1) / ranks_of_slide
     head_s = machine.operator_s(costs.bag_flops * slides_of_replica, 0.0, "product", costs.dtype, crowded=crowded)
-    read_s = own * costs.file_bytes / machine.disk_bytes_per_s
+    read_s = own_tiles * costs.file_bytes / machine.disk_bytes_per_s
     return {
         "reading": read_s,
-        "encoding": own * forward_s,
-        "encoding again": own * forward_s * (1 - kept) if trains else 0.0,
-        "backward": own * backward_s if trains else 0.0,
+        "encoding": own_tiles * forward_s,
+        "encoding again": own_tiles * forward_s * (1 - kept) if trains else 0.0,
+        "backward": own_tiles * backward_s if trains else 0.0,
         "aggregator": head_s,
         "gathering": machine.messages_s(
             slides_of_replica * (ranks_of_slide - 1), gathered, machine.link(ranks_of_slide)

@@ -25,10 +25,10 @@ def plan_bags(config: Config, machine: MachineModel, ranks: int, slides: int, to
     if not plans:
         raise RequestError("no plan fits:\n" + "\n".join(f"  {line}" for line in refused))
     say(f"machine: {machine.name}; {_slides_text(costs)}")
-    for number, one in enumerate(plans[:top], 1):
-        slower = f" ({one.step_s / plans[0].step_s:.2f}× as long as the first)" if number > 1 else ""
-        say(f"\n{number}. {_plan_text(one)}{slower}")
-        for line in describe_bags(one, machine):
+    for number, forecast in enumerate(plans[:top], 1):
+        slower = f" ({forecast.step_s / plans[0].step_s:.2f}× as long as the first)" if number > 1 else ""
+        say(f"\n{number}. {_plan_text(forecast.plan)}{slower}")
+        for line in describe_bags(forecast, machine):
             say(f"   {line}")
     for line in refused:
         say(line)
@@ -51,35 +51,39 @@ def simulate_bags(config: Config, plan: ParallelPlan, slides: int, machine: Mach
         RequestError: The run cannot be used, or its plan does not fit.
     """
     costs = BagCosts.of(config)
-    one = forecast_bags(costs, plan, slides, machine)
+    forecast = forecast_bags(costs, plan, slides, machine)
     say(f"machine: {machine.name}; {_slides_text(costs)}")
-    for line in (_plan_text(one), *describe_bags(one, machine)):
+    for line in (_plan_text(forecast.plan), *describe_bags(forecast, machine)):
         say(line)
     if as_json:
-        emit_json({"machine": machine.name, "ranks": plan.ranks, **bags_json(one)})
+        emit_json({"machine": machine.name, "ranks": plan.ranks, **bags_json(forecast)})
 
 
-def describe_bags(one: BagForecast, machine: MachineModel) -> list[str]:
+def describe_bags(forecast: BagForecast, machine: MachineModel) -> list[str]:
     """Return a forecast as lines of text."""
-    parts = ", ".join(f"{name} {s / one.step_s:.0%}" for name, s in one.parts_s.items() if s / one.step_s >= 0.005)
-    kept = f"activations of {one.kept:.0%} of the tiles are kept, the others computed again" if one.kept < 1 else ""
-    kept = kept or "no tile is encoded twice"
+    # Parts of less than 1 % are left out.
+    shares = {name: seconds / forecast.step_s for name, seconds in forecast.parts_s.items()}
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+    kept = "no tile is encoded twice"
+    if forecast.kept < 1:
+        kept = f"activations of {forecast.kept:.0%} of the tiles are kept, the others computed again"
     return [
-        f"{one.step_s:.3g} s per step, {one.slides / one.step_s:.3g} slides/s ({parts})",
-        f"memory: {one.memory_bytes / 1e9:.2g} GB for each rank of {machine.memory_bytes / 1e9:.2g} GB, at least "
-        f"{one.least_bytes / 1e9:.2g} GB; chunks of {one.chunk} tiles; {kept}",
+        f"{forecast.step_s:.3g} s per step, {forecast.slides / forecast.step_s:.3g} slides/s ({parts})",
+        f"memory: {forecast.memory_bytes / 1e9:.2g} GB for each rank of {machine.memory_bytes / 1e9:.2g} GB, at least "
+        f"{forecast.least_bytes / 1e9:.2g} GB; chunks of {forecast.chunk} tiles; {kept}",
     ]
 
 
-def bags_json(one: BagForecast) -> dict[str, Any]:
-    """Return a forecast as one JSON object."""
-    fields = asdict(one)
-    fields["plan"] = {"tiles": one.plan.tiles, "replicas": one.plan.replicas, "memory_bytes": one.plan.memory_bytes}
+def bags_json(forecast: BagForecast) -> dict[str, Any]:
+    """Return a forecast as one JSON object; of its plan only what bags have."""
+    plan = forecast.plan
+    fields = asdict(forecast)
+    fields["plan"] = {"tiles": plan.tiles, "replicas": plan.replicas, "memory_bytes": plan.memory_bytes}
     return fields
 
 
-def _plan_text(one: BagForecast) -> str:
-    plan = one.plan
+def _plan_text(plan: ParallelPlan) -> str:
+    """Return a plan as keys of the configuration, and in words."""
     return (
         f"plan.tiles={plan.tiles} plan.replicas={plan.replicas}: {counted(plan.tiles or 1, 'rank')} for a slide, "
         f"{counted(plan.replicas, 'slide')} at a time"

@@ -140,3 +140,13 @@ def test_equal_numbers_are_refused_whatever_their_deviation_rounds_to(slides: in
     labels = SimpleNamespace(target="age")
     with pytest.raises(RequestError, match=f"is 0.7 for all {slides} training slides"):
         Regression.fitted(config, labels, [(0.7,)] * slides)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cases", [8, 9])
+def test_a_warning_says_whether_there_will_be_intervals(cases: int) -> None:
+    """1 / (1 − 0.9) is a little above 10: nine cases were said to be too few, and had an interval."""
+    values = [(50.0 + k,) for k in range(cases)]
+    outputs = torch.zeros(cases, 1, dtype=torch.float64)
+    fitted = TASK.calibration(outputs, TASK.tensor(values), torch.arange(cases))
+    warnings = TASK.warnings(values, values)
+    assert (fitted is None) == (cases == 8) == any("get no interval, which needs 9 cases" in text for text in warnings)

@@ -84,6 +84,7 @@ class Forecasts:
         *others_s, last_s = (stage.forward_s for stage in stages)
         # Whether the last stage recomputes: ours does not where that saves nothing.
         theirs, ours = int(not but_last), int(recomputes(plan, plan.stages - 1))
+        # Our step, without the forwards that theirs recomputes while it waits.
         return self.step_s(network, size, images, plan, machine) - sum(others_s) + last_s * (theirs - ours)
 
     def machine(self, name: str) -> MachineModel:

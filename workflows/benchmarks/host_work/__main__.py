@@ -100,14 +100,14 @@ def operators(step: Callable[[], None]) -> dict[str, int]:
 
     from hyfi_core.runtime.runner import StageRunner
 
-    found: Counter[str] = Counter(kernels=0, views=0, copies=0, host_waits=0)
+    counts: Counter[str] = Counter(kernels=0, views=0, copies=0, host_waits=0)
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = str(func).removeprefix("aten.")
-            found["views" if any(name.startswith(part) for part in _NO_KERNEL) else "kernels"] += 1
-            found["copies"] += any(name.startswith(part) for part in _COPIES)
-            found["host_waits"] += any(name.startswith(part) for part in _WAITS)
+            counts["views" if name.startswith(_NO_KERNEL) else "kernels"] += 1
+            counts["copies"] += name.startswith(_COPIES)
+            counts["host_waits"] += name.startswith(_WAITS)
             return func(*args, **(kwargs or {}))
 
     counting: Any = Counting
@@ -127,7 +127,7 @@ def operators(step: Callable[[], None]) -> dict[str, int]:
             step()
     finally:
         patched.train = train
-    return dict(found)
+    return dict(counts)
 
 
 def hand_overs(step: Callable[[], None]) -> int:
@@ -149,20 +149,20 @@ def hand_overs(step: Callable[[], None]) -> int:
 
 def calls(step: Callable[[], None]) -> dict[str, int]:
     """Return the calls of functions in Python and in C that a step makes, in all threads."""
-    found: Counter[str] = Counter()
+    events: Counter[str] = Counter()
 
-    def noted(frame: Any, event: str, argument: Any) -> None:
-        found[event] += 1
+    def count(frame: Any, event: str, argument: Any) -> None:
+        events[event] += 1
 
-    threading.setprofile(noted)
+    threading.setprofile(count)
     # `threading.setprofile` is for threads that start later, not for this one.
-    sys.setprofile(noted)
+    sys.setprofile(count)
     try:
         step()
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return {"python_calls": found["call"], "c_calls": found["c_call"]}
+    return {"python_calls": events["call"], "c_calls": events["c_call"]}
 
 
 if __name__ == "__main__":

@@ -157,7 +157,10 @@ def predict(task: PositionsTask, checkpoint: Path, slides: Path, out: Path) -> N
 
 
 def judge(task: PositionsTask, out: Path) -> dict[str, Any]:
-    """Return how the predictions of test slides, and maps of those with the class, compare with what was drawn."""
+    """Return what is printed of the predictions in ``out``: the AUROC of slides, and how their maps find the class.
+
+    Of maps, only those of slides with the class count: on how many the highest tile has it, and the AUROC of tiles.
+    """
     with (out / "predictions.csv").open() as stream:
         scores = {row["slide_id"]: float(row[f"p_{POSITIVE}"]) for row in csv.DictReader(stream)}
     tested = [slide for slide in task.slides if slide.split == "test"]

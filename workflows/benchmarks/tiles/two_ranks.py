@@ -97,7 +97,7 @@ def main() -> None:
         # In turns within a round.
         for way, run in runs.items():
             steps[way] += measured(run)
-    of = {
+    summary = {
         way: {
             "shortest_s": min(seconds for seconds, _ in times),
             "median_s": statistics.median(seconds for seconds, _ in times),
@@ -105,10 +105,10 @@ def main() -> None:
         }
         for way, times in steps.items()
     }
-    for way, values in of.items():
+    for way, values in summary.items():
         print(json.dumps({"way": way} | {name: round(value, 2) for name, value in values.items()}))
     for way in ("plain", "one_thread"):
-        ratios = {name: round(value / of[way][name], 3) for name, value in of["two_ranks"].items()}
+        ratios = {name: round(value / summary[way][name], 3) for name, value in summary["two_ranks"].items()}
         print(json.dumps({"two_ranks_to": way} | ratios))
 
 

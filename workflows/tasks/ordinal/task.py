@@ -94,12 +94,12 @@ class Ordinal(Multiclass):
         ``logits``: the mean outputs. The grade of a case is the highest grade of its slides.
         """
         rows, highest = [], []
-        higher = self.link.above(outputs.double())
+        log_higher = self.link.above(outputs.double())  # log P(grade > k), (N, K − 1)
         for members in members_of(of_case):
             count = torch.tensor(len(members), dtype=torch.float64)
-            mean = self.link.outputs_of(higher[members].logsumexp(0) - count.log())
+            mean = self.link.outputs_of(log_higher[members].logsumexp(0) - count.log())
             # Σ P(grade > k) is the mean grade.
-            most = outputs[members[higher[members].exp().sum(1).argmax()]].double()
+            most = outputs[members[log_higher[members].exp().sum(1).argmax()]].double()
             pooled = {
                 "mean": mean if len(members) > 1 else most,  # the inverse of ``above`` rounds; one slide needs no mean
                 "max": most,

@@ -62,18 +62,18 @@ class Several(Task):
     ) -> Labels:
         """Return the labels of a table for a trained model; a table of another cohort may lack some targets."""
         columns, first = set(read_table(path, "labels").columns), 0
-        found: list[Labels | None] = []
+        of_parts: list[Labels | None] = []
         for part in self.parts:
+            # `self.columns` are those of `--target`, if it was given; the task has those of training.
             own = self.columns[first : first + len(part.task.columns)]
             first += len(own)
             task = replace(part.task, columns=own)
-            found.append(task.read_again(path, rows, merge_alike, missing) if columns.intersection(own) else None)
-        if not any(found):
+            of_parts.append(task.read_again(path, rows, merge_alike, missing) if columns.intersection(own) else None)
+        if not any(of_parts):
             raise RequestError(f"{path}: no column {', '.join(self.columns)}; it has {', '.join(sorted(columns))}")
-        labels = side_by_side(
-            [part.name for part in self.parts], found, [part.task.label_numbers for part in self.parts]
-        )
-        absent = [part.name for part, one in zip(self.parts, found, strict=True) if one is None]
+        names = [part.name for part in self.parts]
+        labels = side_by_side(names, of_parts, [part.task.label_numbers for part in self.parts])
+        absent = [name for name, of_part in zip(names, of_parts, strict=True) if of_part is None]
         note = f"{path} has no column of {', '.join(absent)}, which cannot be evaluated"
         return replace(labels, notes=(*labels.notes, note)) if absent else labels
 
@@ -155,40 +155,41 @@ class Several(Task):
 
     def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the metrics of each target on the slides that have it, and the weighted sum of their losses."""
-        found: dict[str, torch.Tensor] = {}
+        metrics: dict[str, torch.Tensor] = {}
         total = torch.zeros(len(counts), dtype=torch.float64)
         for part in self.parts:
-            mine, labels = part.of(outputs, targets)
+            own_outputs, labels = part.of(outputs, targets)
             if not len(labels):
-                found |= {f"{part.name}.{name}": torch.full_like(total, math.nan) for name in part.task.metric_names}
+                metrics |= {f"{part.name}.{name}": torch.full_like(total, math.nan) for name in part.task.metric_names}
                 continue
-            own = part.task.drawn(mine, labels, counts[:, part.known(targets)])
-            found |= {f"{part.name}.{name}": own[name] for name in part.task.metric_names}
+            own = part.task.drawn(own_outputs, labels, counts[:, part.known(targets)])
+            metrics |= {f"{part.name}.{name}": own[name] for name in part.task.metric_names}
             total = total + part.weight * own["loss"]
-        return {"loss": total, **found}
+        return {"loss": total, **metrics}
 
     def metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> Metrics:
         """Return the metrics of each target, and ``loss``: the weighted sum of their losses that are defined."""
-        found = super().metrics(outputs, targets)
+        metrics = super().metrics(outputs, targets)
         for part in self.parts:
             # `drawn`, by which the others are computed, does not know the user's loss.
             if part.task.loss_is_own:
-                found |= {f"{part.name}.{k}": v for k, v in part.task.metrics(*part.of(outputs, targets)).items()}
-        losses = [(part.weight, found[f"{part.name}.loss"]) for part in self.parts]
+                own = part.task.metrics(*part.of(outputs, targets))
+                metrics |= {f"{part.name}.{name}": value for name, value in own.items()}
         if not self.own_loss:
-            known = [weight * loss for weight, loss in losses if loss is not None]
-            found["loss"] = sum(known) if known else None
-        return found
+            losses = [(part.weight, metrics[f"{part.name}.loss"]) for part in self.parts]
+            weighted = [weight * loss for weight, loss in losses if loss is not None]
+            metrics["loss"] = sum(weighted) if weighted else None
+        return metrics
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
         """Return the intervals of each target, as its task has them; the sum of the losses has none."""
-        found: Intervals = {}
+        intervals: Intervals = {}
         for part in self.parts:
             own = part.task.intervals(*part.of(outputs, targets), counts[:, part.known(targets)])
             # The user's functions return one number, without draws.
             own |= dict.fromkeys(part.task.own_names)
-            found |= {f"{part.name}.{name}": interval for name, interval in own.items()}
-        return found
+            intervals |= {f"{part.name}.{name}": interval for name, interval in own.items()}
+        return intervals
 
     def with_labels(self, targets: Sequence[Target]) -> Sequence[tuple[Task, Sequence[Target]]]:
         """Return the tasks with the labels of the slides that have one."""
@@ -198,9 +199,10 @@ class Several(Task):
         """Try the user's own functions of all targets, and those of each; see ``Task``."""
         super().try_own(batch, evaluated)
         for part in self.parts:
-            own = part.labels_of(evaluated) or part.labels_of(batch)
-            if part.task.own_loss and own:
-                part.task.try_own(part.labels_of(batch) or own, own)
+            # A batch, or the slides to evaluate, may have no label of a target: then those of the other are tried.
+            of_batch, of_evaluated = part.labels_of(batch), part.labels_of(evaluated)
+            if part.task.own_loss and (of_batch or of_evaluated):
+                part.task.try_own(of_batch or of_evaluated, of_evaluated or of_batch)
 
     def in_units(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of each as its task gives them."""
@@ -226,26 +228,30 @@ class Several(Task):
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
         """Return what is fitted for each target, under ``targets`` and its name."""
-        found = {}
+        fitted = {}
         for part in self.parts:
-            mine, labels = part.of(outputs, targets)
-            own_case = of_case[part.known(targets)].unique(return_inverse=True)[1]
-            found[part.name] = part.task.calibration(mine, labels, own_case) if len(labels) else None
-        fitted = {name: one for name, one in found.items() if one is not None}
+            own_outputs, labels = part.of(outputs, targets)
+            # Numbered anew, as in `by_case`.
+            _, own_case = of_case[part.known(targets)].unique(return_inverse=True)
+            own = part.task.calibration(own_outputs, labels, own_case) if len(labels) else None
+            if own is not None:
+                fitted[part.name] = own
         return {"targets": fitted} if fitted else None
 
     def describe_calibration(
         self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]] | None:
         """Return the effect for each target."""
-        texts, found = [], {}
+        texts, effects = [], {}
         for part in self.parts:
-            own, (mine, labels) = calibration_of(fitted, part.name), part.of(outputs, targets)
-            effect = part.task.describe_calibration(mine, labels, own) if own is not None and len(labels) else None
-            if effect is not None:
-                texts.append(f"{part.name} ({len(labels)} labelled): {effect[0]}")
-                found[part.name] = effect[1]
-        return ("; ".join(texts), {"targets": found}) if texts else None
+            own, (own_outputs, labels) = calibration_of(fitted, part.name), part.of(outputs, targets)
+            if own is None or not len(labels):
+                continue
+            described = part.task.describe_calibration(own_outputs, labels, own)
+            if described is not None:
+                text, effects[part.name] = described
+                texts.append(f"{part.name} ({len(labels)} labelled): {text}")
+        return ("; ".join(texts), {"targets": effects}) if texts else None
 
     def describe(self) -> str:
         """Return what each predicts, its weight, and the share of the training slides that have it."""
@@ -279,13 +285,13 @@ class Several(Task):
 
     def warnings(self, train: Sequence[Target], val: Sequence[Target]) -> list[str]:
         """Return the warnings of each target, after its name."""
-        found = []
+        warnings = []
         for part in self.parts:
-            own, own_val = part.labels_of(train), part.labels_of(val)
+            own_train, own_val = part.labels_of(train), part.labels_of(val)
             if val and not own_val:
-                found.append(f"{part.name}: no validation slide has a label: its metrics are undefined")
-            found += [f"{part.name}: {text}" for text in part.task.warnings(own, own_val)]
-        return found
+                warnings.append(f"{part.name}: no validation slide has a label: its metrics are undefined")
+            warnings += [f"{part.name}: {text}" for text in part.task.warnings(own_train, own_val)]
+        return warnings
 
     def check_batch(self, batch: int) -> None:
         """Check each target for the slides of a batch that have a label of it, on average."""
@@ -330,15 +336,16 @@ class Several(Task):
     ) -> PageSection:
         """Return the page sections of the targets, each after its name and of the slides that have a label for it."""
         assert isinstance(readout, SeveralReadout)
-        each = readout.of_each(values)
-        each_before = [None] * len(each) if before is None else readout.of_each(before)
+        of_parts = readout.of_each(values)
+        before_of_parts = [None] * len(of_parts) if before is None else readout.of_each(before)
         sections = {}
-        for part, own_readout, own, earlier in zip(self.parts, readout.parts, each, each_before, strict=True):
+        for part, own_readout, own, own_before in zip(
+            self.parts, readout.parts, of_parts, before_of_parts, strict=True
+        ):
             rows = [k for k, target in enumerate(targets) if part.label_of(target) is not None]
             if rows:
-                labels = part.labels_of(targets)
-                old = None if earlier is None else earlier[rows]
-                sections[part.name] = (rows, part.task.page(own[rows], labels, draws[:, rows], own_readout, old))
+                labels, earlier = part.labels_of(targets), None if own_before is None else own_before[rows]
+                sections[part.name] = (rows, part.task.page(own[rows], labels, draws[:, rows], own_readout, earlier))
         return _joined(sections)
 
     @staticmethod
@@ -347,7 +354,10 @@ class Several(Task):
 
 
 def _joined(sections: Mapping[str, tuple[Sequence[int], PageSection]]) -> PageSection:
-    """Return the sections of several targets as one; errors of a target count relative to its largest."""
+    """Return the sections of several targets as one; errors of a target count relative to its largest.
+
+    ``sections``: name of a target -> (indices of its labelled slides among all, the section of these slides).
+    """
     metrics, plots, tables = [], [], []
     numbers: dict[str, MetricNumber] = {}
     errors: dict[int, float] = {}
@@ -376,15 +386,15 @@ def _in_target(title: str) -> Iterator[None]:
 
 def _labels_of_each(labels: Labels, targets: Sequence[Target]) -> list[list[Target]]:
     """Return the labels of each target, of the slides that have one."""
-    found: list[list[Target]] = [[] for _ in labels.parts]  # type: ignore[attr-defined]
+    of_parts: list[list[Target]] = [[] for _ in labels.parts]  # type: ignore[attr-defined]
     for target in targets:
-        for own, one in zip(found, labels.each(target), strict=True):  # type: ignore[attr-defined]
-            if one is not None:
-                own.append(one)
-    return found
+        for of_part, label in zip(of_parts, labels.each(target), strict=True):  # type: ignore[attr-defined]
+            if label is not None:
+                of_part.append(label)
+    return of_parts
 
 
 def _numbers_of(labels: Labels) -> int:
-    """Return how many numbers a label has."""
+    """Return how many numbers a label of a slide has; the index of a class is one."""
     first = next(target for target in labels.indices.values() if target is not None)
     return 1 if isinstance(first, int) else len(first)
