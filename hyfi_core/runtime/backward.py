@@ -103,7 +103,9 @@ class BackwardPass:
         complete: Complete | None,
         memory: StepMemory | None = None,
     ) -> None:
-        self._tape, self._comm_of, self._parameters, self._complete = tape, comm_of, parameters, complete
+        self._tape, self._comm_of, self._parameters = tape, comm_of, parameters
+        self._reports = complete is not None
+        self._complete: Complete = (lambda names: None) if complete is None else complete
         self._memory = AllStays() if memory is None else memory
         self._defers = memory is None or isinstance(memory, AllStays)  # otherwise deferred tensors could be spilled
         self._cotangents: LocalValues = {}
@@ -125,11 +127,13 @@ class BackwardPass:
         self._cotangents, self._keep = dict(cotangents), keep
         # Without ``keep`` the caller's list is emptied: each record frees what its step saved as soon as it has run.
         remaining = list(records) if keep else records
-        last = _last_contributions(records, self._parameters) if self._complete is not None else {}
+        completed_by = _last_contributions(records, self._parameters) if self._reports else {}
         while remaining:
             record = remaining.pop()
-            # After the pop this length is the record's index in forward order, by which ``last`` is keyed.
-            names = last.get(len(remaining), [])
+            # After the pop this length is the record's index in forward order, the key of ``completed_by``.
+            names = completed_by.get(len(remaining), [])
+            if any(name in names for deferred in self._deferred for name in deferred.record.step.call.inputs):
+                self._flush()  # a tied weight: what its later uses have deferred is a part of its gradient
             if isinstance(record, OperatorRecord):
                 self._memory.begin_back(record.step, record.saved, self._cotangents)
                 yield from self._run_operator(record, names, remaining)
@@ -152,7 +156,7 @@ class BackwardPass:
         Returns:
             Cotangents of values that entered from outside.
         """
-        assert self._complete is None and self._defers, "gradients are complete after the rest, and stay in memory"
+        assert self._defers and not self._reports, "gradients are complete after the rest, and stay in memory"
         # Taken before the loop empties the records; ``run_rest`` reports these parameters.
         self._used = [name for names in _last_contributions(records, self._parameters).values() for name in names]
         self._in_two, self._cotangents = True, dict(cotangents)
@@ -185,19 +189,18 @@ class BackwardPass:
 
     def _run_segment(self, record: SegmentRecord, names: Sequence[str]) -> None:
         """Run a local segment backward; report the gradients of the parameters ``names`` when they are complete."""
-        if self._complete is None or len(record.segment.calls) <= _SHORT_SEGMENT:
+        if not self._reports or len(record.segment.calls) <= _SHORT_SEGMENT:
             self._add(_differentiated(record, self._cotangents, self._keep), record.segment.sums)
-            if self._complete is not None:
-                self._complete(names)
+            self._complete(names)
             return
         # Of a long one, each as soon as autograd has it: its reduction starts while autograd goes on.
-        with _completing_early(names, self._parameters, self._complete) as left:
+        with _completing_early(names, self._parameters, self._complete) as unreported:
             cotangents = _differentiated(record, self._cotangents, self._keep)
         self._add(cotangents, record.segment.sums)
-        self._complete(left)
+        self._complete(unreported)
 
     def _run_operator(self, record: OperatorRecord, names: Sequence[str], before: Sequence[Record]) -> Waits[None]:
-        """Run the backward of an operator that has its own."""
+        """Run an operator's own backward; report the gradients of the parameters ``names``, unless it is deferred."""
         call = record.step.call
         between_planes = isinstance(call, CollectiveCall) and call.between_planes
         if any(name in self._tape.active for name in (carried_by(call) if between_planes else call.inputs)):
@@ -217,10 +220,10 @@ class BackwardPass:
                 self._deferred.append(_DeferredGradients(record, deferred, names))
                 return
             self._give_back(record)
-        if self._complete is not None:
-            self._complete(names)
+        self._complete(names)
 
     def _run_local(self, call: CustomCall, saved: Any, cotangents: Cotangents) -> tuple[Cotangents, Rest | None]:
+        """Run a local operator backward; return its cotangents, and what is left of it for later."""
         if self._in_two and isinstance(call.operator, LocalSplitBackward):
             return call.operator.backward_of_map(saved, cotangents, self._needs_grad(call))
         return call.operator.backward(saved, cotangents, self._needs_grad(call)), None
@@ -265,8 +268,7 @@ class BackwardPass:
         while self._deferred:
             deferred = self._deferred.pop(0)
             self._compute(deferred)
-            if self._complete is not None:
-                self._complete(deferred.names)
+            self._complete(deferred.names)
 
     def _compute(self, deferred: _DeferredGradients) -> None:
         with torch.no_grad():
@@ -282,6 +284,7 @@ class BackwardPass:
             operator.give_back(record.saved)
 
     def _named(self, call: CustomCall | CollectiveCall, results: Cotangents) -> Arrived:
+        """Return (name, cotangent) for each input of an operator that has one and needs one."""
         return [
             (name, result)
             for name, result in zip(call.inputs, results, strict=True)
@@ -289,12 +292,7 @@ class BackwardPass:
         ]
 
     def _add(self, cotangents: Arrived, sums: Mapping[str, Over]) -> None:
-        """Add the cotangents of a step to existing ones, and empty the list.
-
-        Args:
-            cotangents: names and cotangents.
-            sums: which of two added cotangents may be overwritten.
-        """
+        """Add (name, cotangent) of a step to existing ones, and empty the list; ``sums``: which may be overwritten."""
         while cotangents:
             # Popped, so that the list keeps no cotangent alive while the following ones are added.
             name, cotangent = cotangents.pop(0)
@@ -344,30 +342,30 @@ def _completing_early(
 
     Only on the CPU, where autograd runs in the thread that called it: communicators belong to that thread.
     """
-    left = list(names)
+    unreported = list(names)
 
-    def tell(name: str) -> Callable[[torch.Tensor], None]:
+    def hook_of(name: str) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
-            left.remove(name)
+            unreported.remove(name)
             complete([name])
 
         return hook
 
     handles = [
         # AccumulateGrad runs once in a backward, with the sum over all uses in the segment: one call for each name.
-        parameters[name].register_post_accumulate_grad_hook(tell(name))
+        parameters[name].register_post_accumulate_grad_hook(hook_of(name))
         for name in names
         if parameters[name].requires_grad and parameters[name].device.type == "cpu"
     ]
     try:
-        yield left
+        yield unreported
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _sum(total: torch.Tensor, addend: torch.Tensor, over: Over | None) -> torch.Tensor:
-    """Return the sum of two cotangents, in place where allowed."""
+    """Return the sum of two cotangents; ``over`` says which of them it may overwrite, None: neither."""
     into, added = (total, addend) if over == "held" else (addend, total)
     # In place the result has the dtype of ``into``, not the promoted one, and an expanded tensor cannot be written.
     if over is None or total.dtype != addend.dtype or total.shape != addend.shape or is_expanded(into):
@@ -388,7 +386,7 @@ def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _last_contributions(records: Sequence[Record], parameters: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Return record -> parameters whose gradient its backward completes, because it was the first to use them."""
+    """Return index of a record -> parameters whose gradient its backward completes: it was the first to use them."""
     counted: set[str] = set()
     result: dict[int, list[str]] = {}
     for index, record in enumerate(records):

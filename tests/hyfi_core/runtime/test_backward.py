@@ -17,7 +17,7 @@ from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.models import resnet
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.runtime.backward import BackwardPass
-from tests.harness import run_copies
+from tests.harness import assert_equal_to_one_process, run_copies
 
 
 class TiedNet(nn.Module):
@@ -107,3 +107,25 @@ def test_deferred_gradients_are_computed_while_sums_are_under_way() -> None:
         trained(resnet.resnet10(2, width=4).double(), hyfi_core.ParallelPlan(grids=((1, 2),)), deferring=True)
     between = [now for before, now in pairwise(events) if before == "start"]
     assert between.count("weight") >= 3
+
+
+class ScaledByOwnWeight(nn.Module):
+    """A convolution whose weight scales its input, too: a use without a message, between the norm and itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(images)) * self.second.weight.mean()
+        return self.head(self.second(F.relu(x)).mean((2, 3)))
+
+
+def test_a_gradient_with_a_deferred_part_is_not_reduced_before_it() -> None:
+    torch.manual_seed(0)
+    # Buckets of one parameter: each is reduced as soon as its gradient is reported as complete.
+    with mock.patch("hyfi_core.runtime.gradients.BUCKET_BYTES", 8):
+        assert_equal_to_one_process(ScaledByOwnWeight(), (2, 3, 64, 64), (2, 1), fused_halo=1)
