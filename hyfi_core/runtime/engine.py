@@ -143,6 +143,9 @@ class Engine(EngineState, EngineFacts):
         Args:
             images: the whole batch ``(B, C, H, W)``, a callable that returns ``(B, C, h, w)`` for a box of it, or an
                 object with ``read(box, first, stop)``. Each cell reads its own box in its turn.
+
+        Raises:
+            RequestError: there are several micro-batches, and the output has a number that is computed from all images.
         """
         self._change_over()
         self._replayed.release()
@@ -257,8 +260,8 @@ class Engine(EngineState, EngineFacts):
             arrived = self._mirrors.arrived
 
             def train(steps: list[Step]) -> list[Event]:
-                of = dict(zip(self._runners, steps, strict=True))
-                events = self._runners.each(lambda runner: runner.train(batch.micro, of[runner], sink, over_batch))
+                step_of = dict(zip(self._runners, steps, strict=True))
+                events = self._runners.each(lambda runner: runner.train(batch.micro, step_of[runner], sink, over_batch))
                 # Only now: until the last cell has run, some may still read the old buffers.
                 self._runners[0].publish()
                 return events[0]
@@ -316,7 +319,7 @@ class Engine(EngineState, EngineFacts):
             self._subject.compiler.change_over()
 
     def _forecasts(self, call: PagedCall) -> list[PagedForecast]:
-        """Return what every stage needs in every cell."""
+        """Return how much memory the maps of a call take, for every stage in every cell."""
         of_cells = self._runners.each(lambda runner: runner.lowered(call.micro))
         return call.forecasts(self._subject, self.plan, of_cells)
 
@@ -341,7 +344,7 @@ class Engine(EngineState, EngineFacts):
         return batch
 
     def _bring_buffers(self, lowered: LoweredModel) -> None:
-        """Bring the buffers that other stages have changed to those that read them."""
+        """Send the buffers that a stage has changed to the ranks of other stages that read them."""
         missing = self._stage_buffers.missing(lowered) if self.plan.stages > 1 else []
         if missing:
             with self._watch.changing():

@@ -24,7 +24,7 @@ from hyfi_core.runtime.backward import LocalValues
 from hyfi_core.runtime.batch_reader import ImageBatch, LocalInput, PixelParts, Reader, uploaded
 from hyfi_core.runtime.calls.attribution import ExplainedPart, attribute, join_explanations
 from hyfi_core.runtime.calls.input_gradients import UseGradient, differentiate
-from hyfi_core.runtime.calls.outputs import described, joined, undescribed
+from hyfi_core.runtime.calls.outputs import described, output_of_batch, undescribed
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.losses.loss_function import LossFunction
@@ -237,18 +237,17 @@ class StageRunner:
     def explain(self, batch: ImageBatch) -> ExplainedPart:
         """Return the logits, and this runner's part of their contributions; see ``Engine.explain``."""
         lowered, inputs = self._begin_evaluation(batch)
-        numbers = range(batch.count)
-        return join_explanations([self._driver.run(self._explained(lowered, inputs, number)) for number in numbers])
+        return join_explanations([self._driver.run(self._explained(lowered, inputs, m)) for m in range(batch.count)])
 
     def differentiate(self, batch: ImageBatch, use: UseGradient) -> torch.Tensor:
         """Pass this runner's parts of gradients to ``use``; return the logits; see ``Engine.input_gradients``."""
         lowered, inputs = self._begin_evaluation(batch)
-        numbers = range(batch.count)
-        return torch.cat([self._driver.run(self._differentiated(lowered, inputs, number, use)) for number in numbers])
+        return torch.cat([self._driver.run(self._differentiated(lowered, inputs, m, use)) for m in range(batch.count)])
 
     def _differentiated(
         self, lowered: LoweredModel, inputs: LocalInput, microbatch: int, use: UseGradient
     ) -> Waits[torch.Tensor]:
+        """Pass the image's gradients of one micro-batch to ``use``; return its logits."""
         values = self._subject.bindings.begin(lowered.only, self._part(inputs, (0, 0), microbatch), microbatch)
         memory_of, first = self._memory_of(lowered.only, values), microbatch * inputs.batch.micro[0]
         steps = differentiate(lowered, values, self.groups.stages[0, 0], first, use, memory_of)
@@ -272,6 +271,7 @@ class StageRunner:
         statistics: FollowingStatistics | FoldedStatistics | None,
         gradients: Gradients | None,
     ) -> Pipeline:
+        """Return what runs one schedule; without ``gradients`` only forwards, whose outputs it keeps."""
         comm, device = self.groups.plane, self._subject.device
         return Pipeline(
             lowered,
@@ -375,12 +375,8 @@ class StageRunner:
         return FoldedStatistics(model, lowered.hosted, peers, self.groups.plane, self._plan.microbatches, apart)
 
     def _joined_output(self, lowered: LoweredModel, pipeline: Pipeline, microbatches: int) -> Any:
-        """Return the concatenated outputs of all micro-batches, on every rank of the replica."""
-        outputs = []
-        for microbatch in range(microbatches):
-            leaves = self._shared(pipeline.outputs.pop(microbatch, None))
-            outputs.append(lowered.pick(leaves))
-        return joined(outputs)
+        """Return the output of all micro-batches together, on every rank of the replica."""
+        return output_of_batch(lowered, [self._shared(pipeline.outputs.pop(m, None)) for m in range(microbatches)])
 
     def _shared(self, leaves: list[Any] | None) -> list[Any]:
         """Broadcast the leaves of an output from the last stage to every rank of the plane."""

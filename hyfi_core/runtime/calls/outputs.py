@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree
+
+from hyfi_core.capture.program import Program, Ref
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.lowered_model import LoweredModel
 
 
 def described(leaves: list[Any]) -> list[Any]:
@@ -16,7 +22,7 @@ def described(leaves: list[Any]) -> list[Any]:
 
 
 def undescribed(descriptions: list[Any], leaves: list[Any] | None, device: torch.device) -> list[Any]:
-    """Return the leaves, or empty tensors to receive them."""
+    """Return the leaves, contiguous; without them, empty tensors on ``device`` to receive what was ``described``."""
     if leaves is not None:
         return [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return [
@@ -25,13 +31,42 @@ def undescribed(descriptions: list[Any], leaves: list[Any] | None, device: torch
     ]
 
 
-def joined(outputs: list[Any]) -> Any:
-    """Concatenate the outputs of micro-batches, in any structure."""
+def output_of_batch(lowered: LoweredModel, outputs: Sequence[list[Any]]) -> Any:
+    """Return the output for a whole batch, from the leaves of its micro-batches' outputs, in order.
+
+    Tensors are concatenated, but for those that are the same for any image, such as prototypes.
+
+    Raises:
+        RequestError: the output has a number that is computed from all images together.
+    """
     if len(outputs) == 1:
-        return outputs[0]
-    leaves = [torch.utils._pytree.tree_flatten(output) for output in outputs]
-    joined = [
-        torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
-        for parts in zip(*(flat for flat, _ in leaves), strict=True)
-    ]
-    return torch.utils._pytree.tree_unflatten(joined, leaves[0][1])
+        return lowered.pick(outputs[0])
+    from_image = _values_from_image(lowered.program)
+    leaves: list[Any] = []
+    numbers: list[torch.Tensor] = []
+    for leaf, parts in zip(lowered.outputs, zip(*outputs, strict=True), strict=True):
+        if not isinstance(leaf, Ref) or leaf.name not in from_image:
+            leaves.append(parts[0])
+        elif parts[0].dim():
+            leaves.append(torch.cat(parts))
+        else:
+            leaves.append(parts[0])
+            numbers.append(parts[0])
+    output = lowered.pick(leaves)
+    # Only now: the user's function may leave it out.
+    if any(leaf is number for leaf in _pytree.tree_leaves(output) for number in numbers):
+        raise RequestError(
+            f"the model's output has a number for all images of a micro-batch, and there are {len(outputs)} micro-"
+            f"batches, whose numbers are not that of the whole batch; select the logits with output=, or use "
+            f"plan.microbatches=1"
+        )
+    return output
+
+
+def _values_from_image(program: Program) -> set[str]:
+    """Return the names of the values that are computed from the image."""
+    names = {program.image}
+    for op in program.operators:
+        if names.intersection(op.inputs):
+            names.update(name for name in op.outputs if name is not None)
+    return names
