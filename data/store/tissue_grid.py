@@ -140,7 +140,8 @@ def halve_mask(mask: Mask) -> Mask:
 
 
 def _rows_around(firsts: NDArray[np.int64], start: int, stop: int) -> slice:
-    """Return the mask's rows (or columns) under pixels ``[start, stop)``, and one more on each side."""
-    first = int(np.searchsorted(firsts, start, "right")) - 1
-    end = int(np.searchsorted(firsts, stop, "left"))
+    """Return the mask's rows (or columns) under pixels ``[start, stop)``, and one or more on each side."""
+    # Of a mask that is finer than the image, several rows have one first pixel: all that a border pixel may cover.
+    first = min(int(np.searchsorted(firsts, start, "right")) - 1, int(np.searchsorted(firsts, start, "left")))
+    end = max(int(np.searchsorted(firsts, stop, "left")), int(np.searchsorted(firsts, stop, "right")) - 1)
     return slice(max(0, first - 1), end + 1)

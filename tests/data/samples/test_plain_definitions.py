@@ -231,3 +231,15 @@ def test_long_lists_are_named_in_part() -> None:
 @pytest.mark.parametrize("text", ["1", "-1.5", "+2,", ",5", "1e5", "2.5E-3"])
 def test_what_is_a_number(text: str) -> None:
     assert _is_number(text) and not _is_number(f"{text}x") and not _is_number(f"x{text}")
+
+
+@pytest.mark.parametrize("finer", [1, 2, 7, 16])
+def test_a_chunk_of_a_coarse_level_is_no_glass_if_the_finer_mask_has_tissue_in_it(finer: int) -> None:
+    for row in range(48 * finer):
+        mask = np.zeros((48 * finer, 16 * finer), bool)
+        mask[row, 3] = True
+        grid = TissueGrid.under(mask, (8.0, 8.0), (48, 16), (8.0 * finer, 8.0 * finer))
+        glass = [grid.is_glass(Box(top, top + 16, 0, 16)) for top in (0, 16, 32)]
+        assert not glass[row // (16 * finer)]
+        # Only the two chunks at a border are doubtful.
+        assert sum(glass) >= 1
