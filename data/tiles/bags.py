@@ -186,8 +186,9 @@ def tissue_seen(mask: NDArray[np.bool_], mask_mpp: tuple[float, float], tiles: T
     """
     scale = [mpp / coarse for mpp, coarse in zip(tiles.plane.mpp, mask_mpp, strict=True)]
     # The mask's pixels whose centres a tile covers: from ⌊y + ½⌋ to ⌊end + ½⌋, so neighbours share none.
-    starts = np.floor(tiles.corners * scale + 0.5).astype(int)
-    ends = np.floor((tiles.corners + tiles.size_px) * scale + 0.5).astype(int)
+    # Tiles of other tools may begin outside the stored slide, where a negative index would count from its end.
+    starts = np.floor(tiles.corners * scale + 0.5).astype(int).clip(0)
+    ends = np.floor((tiles.corners + tiles.size_px) * scale + 0.5).astype(int).clip(0)
     covered = np.zeros(mask.shape, bool)
     for (y0, x0), (y1, x1) in zip(starts.tolist(), ends.tolist(), strict=True):
         # Painted, not added: tiles may overlap.

@@ -12,11 +12,12 @@ import torch
 
 from data.samples.dataset import SlideDataset, SlideRef
 from data.store.slide_store import SlideStore
+from data.tiles.bags import tissue_seen
 from data.tiles.features.bags import FeatureBags, check_sides
 from data.tiles.features.placed import check_slide, level0_corners, placed_tiles, tile_um
 from data.tiles.features.stored import StoredFeatures
 from data.tiles.tiling import Tiling
-from data.tiles.tissue_tiles import TissueTiles, tissue_tiles
+from data.tiles.tissue_tiles import TissueTiles, read_only, tissue_tiles
 from hyfi_core.errors import RequestError
 from pathology.predict.tiles.tile_heatmap import TileValues, place_tiles
 from tests.data.tiles.stored import SOURCE, write_slide
@@ -121,3 +122,17 @@ def test_rows_of_a_tensor_file_are_read_alone(tmp_path: Path) -> None:
         torch.save(vectors, tmp_path / "a.pt", _use_new_zipfile_serialization=not old)
         stored = StoredFeatures.of(tmp_path / "a.pt")
         assert np.array_equal(stored.vectors([3, 1999]), vectors[[3, 1999]].numpy())
+
+
+def test_of_a_tile_that_begins_outside_the_stored_slide_the_part_inside_counts(slide: SlideStore) -> None:
+    mask, mask_mpp = slide.tissue()
+    plane = tissue_tiles(slide, Tiling(224)).plane
+    for y, x in ((-112, 0), (40, -112), (-500, 0), (0, -500)):  # the last two are outside altogether
+        corner = read_only(np.array([[y, x]]))
+        tiles = TissueTiles("s", 224, 224, plane, corner, read_only(np.ones(1)), ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)))
+        rows, columns = (
+            (np.arange(length) + 0.5) * coarse / mpp
+            for length, coarse, mpp in zip(mask.shape, mask_mpp, plane.mpp, strict=True)
+        )
+        inside = ((rows >= y) & (rows < y + 224))[:, None] & ((columns >= x) & (columns < x + 224))
+        assert tissue_seen(mask, mask_mpp, tiles)[0] == (mask & inside).sum() / mask.sum()
