@@ -117,12 +117,19 @@ def column_weights(slides: Sequence[SlideRef], labels: Labels, column: str) -> t
     """Return the weight of each slide from a column of the labels: how often it is drawn, relative to the others.
 
     Raises:
-        RequestError: There is no such column, a slide's value is not a number ≥ 0, or all values are 0.
+        RequestError: There is no such column, a slide's value is not a number ≥ 0, two rows of a slide or case have
+            different values, or all values are 0.
     """
     if not labels.rows or column not in labels.rows[0]:
         columns = ", ".join(labels.rows[0]) if labels.rows else "none"
         raise RequestError(f"data.weights_column: the labels have no column {column!r}; they have: {columns}")
-    values = {row[labels.key]: row[column] for row in labels.rows if row[column]}
+    values: dict[str, str] = {}
+    for row in labels.rows:
+        if row[column] and values.setdefault(row[labels.key], row[column]) != row[column]:
+            raise RequestError(
+                f"data.weights_column: {labels.key} {row[labels.key]} has two values in {column!r}: "
+                f"{values[row[labels.key]]!r} and {row[column]!r}; write one of them"
+            )
     weights = tuple(_number(slide, values, labels, column) for slide in slides)
     if not sum(weights):
         raise RequestError(

@@ -165,6 +165,9 @@ def test_weights_of_a_column_by_slide_and_by_case():
         column_weights(slides(0, 1), labels, "v")
     with pytest.raises(RequestError, match="slide s2 has '' in 'w'"):
         column_weights(slides(0, 1, 0), labels, "w")
+    two = Labels("y", "case_id", ("a", "b"), {}, {}, ({"case_id": "c0", "w": "3"}, {"case_id": "c0", "w": "2"}))
+    with pytest.raises(RequestError, match="case_id c0 has two values in 'w': '3' and '2'"):
+        column_weights(slides(0, 1), two, "w")
     zero = Labels("y", "case_id", ("a", "b"), {}, {}, ({"case_id": "c0", "w": "0"},))
     with pytest.raises(RequestError, match="0 for every training slide"):
         column_weights(slides(0, 1), zero, "w")
