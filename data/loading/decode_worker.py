@@ -182,7 +182,8 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
         reply: Answer
         try:
             reply = LeaseDone(lease.name, decode(samples, lease, slots, cache))
-        except Exception as error:
+        # Also what is no Exception, such as SystemExit, or a panic of a library in Rust: nobody else would answer.
+        except BaseException as error:
             reply = LeaseFailed(_portable(error), traceback.format_exc())
         # One thread at a time: a message is not mixed with another, and bytes are counted in one answer only.
         with sending, contextlib.suppress(OSError):
@@ -249,13 +250,16 @@ class ChildWorker:
         return code > 0
 
 
-def _portable(error: Exception) -> Exception:
-    """Return the error, or its text if it cannot be pickled."""
+def _portable(error: BaseException) -> Exception:
+    """Return the error; if it cannot be pickled, or is no Exception, which would end the loader, one with its text."""
+    text_only = RuntimeError(f"{type(error).__name__}: {error}")
+    if not isinstance(error, Exception):
+        return text_only
     try:
         # There and back: exceptions whose __init__ takes other arguments than `args` can be pickled, but not unpickled.
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return text_only
     return error
 
 

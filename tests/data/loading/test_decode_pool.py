@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.arrays import Pixels
 from data.loading.decode import Lease, part_bytes
 from data.loading.decode_pool import MAX_DEATHS_OF_A_SAMPLE, DecodePool, Leases
 from data.loading.decode_worker import ChildWorker
@@ -104,6 +105,20 @@ def test_what_a_child_raises_is_raised_here_with_its_traceback() -> None:
             pool.wait(0.01)
     pool.close()
     assert "in vary" in caught.value.__notes__[0]
+
+
+class ExitingImages(Images):
+    def vary(self, index: int, epoch: int | None, pixels: Pixels) -> Pixels:
+        raise SystemExit("a library has given up")
+
+
+def test_an_exit_in_a_decoding_thread_is_an_error_and_no_endless_wait() -> None:
+    pool = DecodePool(ExitingImages(), 1, 1, SLOT_BYTES, start=ThreadWorker)
+    pool.submit(0, 1, 0, BOXES)
+    with pytest.raises(RuntimeError, match="SystemExit: a library has given up"):
+        for _ in range(300):
+            pool.collect()
+            pool.wait(0.01)
 
 
 class Unpicklable(Images):
