@@ -25,7 +25,9 @@ from hyfi_core.plan.box import Box
 Places = npt.NDArray[np.int64]
 
 _BAND_PX = 2**18
+"""Pixels of a mask that are compared at a time, whole rows."""
 _PAINTED_PX = 2**18
+"""Pixels that are painted at a time."""
 
 
 def label(mask: Mask, corners: bool = False) -> npt.NDArray[np.int32]:
@@ -157,16 +159,16 @@ class Runs:
     def bounding_boxes(self, components: npt.NDArray[np.int32]) -> list[Box]:
         """Return the smallest box around each component, by component number."""
         count = int(components.max(initial=-1)) + 1
-        ends = np.zeros((count, 4), np.int64)
+        bounds = np.zeros((count, 4), np.int64)  # y0, y1, x0, x1
         # Where the minima start; the maxima start at 0.
-        ends[:, 0], ends[:, 2] = self.shape
+        bounds[:, 0], bounds[:, 2] = self.shape
         row, column = np.divmod(self.starts, self.shape[1] + 1)
         # `ufunc.at`: several runs have the same component, and an assignment by index would keep the last only.
-        np.minimum.at(ends[:, 0], components, row)
-        np.maximum.at(ends[:, 1], components, row + 1)
-        np.minimum.at(ends[:, 2], components, column)
-        np.maximum.at(ends[:, 3], components, column + self.ends - self.starts)
-        return [Box(*map(int, box)) for box in ends]
+        np.minimum.at(bounds[:, 0], components, row)
+        np.maximum.at(bounds[:, 1], components, row + 1)
+        np.minimum.at(bounds[:, 2], components, column)
+        np.maximum.at(bounds[:, 3], components, column + self.ends - self.starts)
+        return [Box(*map(int, box)) for box in bounds]
 
     def containing(self, inner: Runs) -> Places:
         """Return, for each run of ``inner``, the index of the run of this mask that contains it; there must be one."""

@@ -151,6 +151,7 @@ def parse_table(path: Path, subject: str) -> Table:
 
 
 def _letters(column: str) -> str:
+    """Return a column's name without case, blanks and punctuation: equal for ``Case ID`` and ``case_id``."""
     return re.sub(r"[\W_]", "", column.casefold())
 
 
@@ -254,6 +255,7 @@ def csv_bytes(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> b
 
 
 def _line(values: Sequence[object]) -> str:
+    """Return one line of a CSV, with its line end."""
     text = io.StringIO(newline="")
     # The writer quotes cells that contain a character of the terminator: with this one, lone CR and LF alike.
     csv.writer(text, lineterminator="\r\n").writerow([guarded(value) for value in values])
@@ -282,7 +284,8 @@ def read_own(data: bytes) -> tuple[list[str], list[dict[str, str]]]:
     reader = csv.reader(io.StringIO(data.decode("utf-8-sig", "surrogateescape"), newline=""))
     lines = [[unguarded(cell) for cell in line] for line in reader if line]
     columns = lines[0] if lines else []
-    return columns, [dict(zip(columns, line + [""] * (len(columns) - len(line)), strict=False)) for line in lines[1:]]
+    padded = [line + [""] * (len(columns) - len(line)) for line in lines[1:]]
+    return columns, [dict(zip(columns, line, strict=False)) for line in padded]
 
 
 def natural_key(text: str) -> tuple[int, float, list[tuple[int, int, str]], str]:

@@ -75,7 +75,8 @@ def client_of(scheme: str, bucket: str) -> ObjectStore:
         RequestError: There are no credentials for a bucket of ``s3``, or this process was forked from one with clients.
     """
     # obstore's runtime has threads, and `fork` copies only the calling one: a request of the child would never end.
-    if any(process != os.getpid() for process, *_ in _clients):
+    # A copy of the keys: another thread may add a client meanwhile.
+    if any(process != os.getpid() for process, *_ in tuple(_clients)):
         raise RequestError(
             f"{scheme}://{bucket}: this process was forked after its parent had used object storage, whose threads it "
             f"does not have; start it anew (multiprocessing's method spawn), or use object storage first in the child"

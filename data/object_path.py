@@ -132,6 +132,7 @@ class ObjectPath(PosixPath):
         self._put(b"", "overwrite" if exist_ok else "create")
 
     def _put(self, data: bytes, mode: Any) -> str:
+        """Write the object and return its `revision`; ``mode``: obstore's, which may refuse an existing object."""
         import obstore
 
         # In one request: an interrupted multipart upload would leave parts behind that no listing shows.
@@ -139,6 +140,7 @@ class ObjectPath(PosixPath):
         return self._revision_in(put)
 
     def _revision_in(self, answer: Any) -> str:
+        """Return the `revision` from an answer of obstore to ``put`` or ``head``."""
         # A conditional write names the version it replaces: for Google the object's generation, a number; for all
         # others its tag.
         return answer["version" if self.scheme == "gs" else "e_tag"] or ""
@@ -205,7 +207,7 @@ class ObjectPath(PosixPath):
         """Do nothing: folders exist by their objects."""
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Remove the object; no error if there is none."""
+        """Remove the object; nearly all servers give no error if there is none, whatever ``missing_ok``."""
         import obstore
 
         try:

@@ -269,7 +269,7 @@ class LoaderService:
         return False
 
     def _needed(self, rank: int, request: _SampleRequest) -> dict[int, list[Box]]:
-        """Return the boxes (trainer to boxes) that are prepared together for a request."""
+        """Return trainer rank -> boxes, of all that are prepared together for a request of one of them."""
         if request.box is not None:
             return {rank: [request.box]}
         pairs = ((rank, t.boxes(self._layout, request.number)) for rank, t in self._trainers.items())
@@ -282,7 +282,9 @@ class LoaderService:
         counted = request.box is None or request.number not in self._samples_in_boxes
         if request.box is not None:
             self._samples_in_boxes.add(request.number)
-        pool.submit(request.name, epoch, index, tuple(box for of in boxes_of.values() for box in of), counted)
+        # One after the other in the slot, and in what the pool returns: each trainer's are a slice of them.
+        all_boxes = tuple(box for boxes in boxes_of.values() for box in boxes)
+        pool.submit(request.name, epoch, index, all_boxes, counted)
         first = 0
         self._recipients[request.name] = {}
         for rank, boxes in boxes_of.items():

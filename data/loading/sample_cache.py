@@ -64,6 +64,7 @@ class SampleCache:
         entry.valid = True
 
     def _free_offset(self) -> int | None:
+        """Return the first byte of a free entry, or of one that is evicted now; None if all are in use."""
         if self._free:
             return self._free.pop()
         # From the least recently used on; one that a worker reads or writes now must keep its memory.

@@ -133,12 +133,14 @@ class TileFeed:
         self, chunks: Sequence[TileChunk], like: Like, waited: Callable[[float], None]
     ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
         """Yield each chunk with its tiles; ``waited`` is called with the seconds that this took."""
+        shape, dtype = like
         for chunk in chunks:
             start_s = time.perf_counter()
             parts = [self._take(piece) for piece in pieces([chunk], self._turn_numbers)]
-            tiles = torch.empty((0, *like[0]), dtype=like[1]) if not parts else parts[0]
-            if len(parts) > 1:
-                tiles = torch.cat(parts)
+            if len(parts) == 1:
+                tiles = parts[0]  # not copied
+            else:
+                tiles = torch.cat(parts) if parts else torch.empty((0, *shape), dtype=dtype)
             del parts  # else the messages stay in memory while the engine encodes their tiles
             waited(time.perf_counter() - start_s)
             # The engine drops its reference before it asks for the next chunk; this frame must, too.
@@ -165,6 +167,7 @@ class TileFeed:
         return self._row.unpack(rows)
 
     def _request_ahead(self) -> None:
+        """Request the next pieces, as many as may be under way."""
         while self._waiting and len(self._open) < self.ahead:
             self._request(self._waiting.popleft())
 

@@ -40,7 +40,8 @@ def load_label_sets(
         columns: Several: each has yes or no for one label, and an empty cell means unknown. One: its cells name all
             labels of a slide, with ``;`` or ``|`` between them; ``;`` alone means none of them, and an empty cell that
             the slide is unlabelled.
-        classes: The labels in order, if they are known; then one may be the same for every slide.
+        classes: The labels, if they are known; then one may be the same for every slide. Those of one column keep this
+            order; several columns must be these labels, and the result has them in the order of ``columns``.
         rows: Rows of the store's manifest; its spellings of slides and cases are used.
         merge_alike: Whether several spellings of one slide, case or label are joined.
         missing: Words that mean that a value is missing.
@@ -87,7 +88,9 @@ def load_label_sets(
 def state_of(text: str) -> float | None:
     """Return `YES` or `NO` if a text says so; None: neither."""
     word = canonical(text)
-    return YES if word in _YES else NO if word in _NO else None
+    if word in _YES:
+        return YES
+    return NO if word in _NO else None
 
 
 def _of_columns(table: Table, columns: tuple[str, ...]) -> list[States | None]:
@@ -117,7 +120,7 @@ def _of_columns(table: Table, columns: tuple[str, ...]) -> list[States | None]:
 def _of_entries(
     table: Table, column: str, classes: Sequence[str] | None, merge: bool
 ) -> tuple[tuple[str, ...], list[States | None], str]:
-    """Return the labels, the target of each row, and a note.
+    """Return the labels, the target of each row, and a note about spellings that were joined, empty without one.
 
     Raises:
         RequestError: No cell has several labels, or one is written in several ways or is not among ``classes``.

@@ -68,6 +68,7 @@ def fixed_groups(table: Table, groups: Sequence[str], fixed_test: str | None) ->
 
 
 def _quarters(texts: Sequence[str]) -> list[str]:
+    """Return ``quarter 1`` to ``quarter 4`` for each number, the lowest quarter first; empty cells stay empty."""
     numbers = np.array([float(text) for text in texts if text])
     # Edges of all rows, before any is assigned: a stratum means the same in every split.
     edges = np.quantile(numbers, [k / QUANTILES for k in range(1, QUANTILES)])

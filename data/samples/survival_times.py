@@ -72,7 +72,9 @@ def event_of(text: str) -> float | None:
     """Return 1.0 if a text says that there was an event, 0.0 if it says that there was none; None: neither."""
     # "0: living" and "0:LIVING" are in use.
     word = canonical(text).replace(" ", "")
-    return 1.0 if word in _EVENT else 0.0 if word in _CENSORED else None
+    if word in _EVENT:
+        return 1.0
+    return 0.0 if word in _CENSORED else None
 
 
 def _events_by_key(table: Table, column: str) -> dict[str, float | None]:
@@ -112,5 +114,6 @@ def _refuse_negative(table: Table, time: str) -> None:
 
 
 def _rows_of(lines: list[int]) -> str:
+    """Return the subject and verb of a sentence about rows: ``2 rows have (line 3, 7)``."""
     listed = ", ".join(map(str, lines[:_NAMED])) + (" …" if len(lines) > _NAMED else "")
     return f"{len(lines)} row{'s have' if len(lines) > 1 else ' has'} (line {listed})"

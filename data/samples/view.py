@@ -142,16 +142,16 @@ def make_views(
         return (first,)
     ends = _block_ends(tissue, align_px)
     counts = tissue.counts(*ends)
-    left = {  # tissue pixels of each box that is not shown yet
-        _pixels(block, *ends): int(counts[block.slices()].sum()) for block in _cuts(counts > 0, size_px, align_px, kind)
-    }
+    blocks = _cuts(counts > 0, size_px, align_px, kind)
+    # Box in pixels -> its tissue pixels, of boxes that no image shows yet.
+    unshown = {_pixels(block, *ends): int(counts[block.slices()].sum()) for block in blocks}
     views = []
-    while left:
+    while unshown:
         # Windows of a crop are as large as the image, so each has one of its own.
-        boxes = list(left)[:1] if kind == "crop" else list(left)
-        placed = place_most(boxes, [left[box] for box in boxes], size_px, align_px)
+        boxes = list(unshown)[:1] if kind == "crop" else list(unshown)
+        placed = place_most(boxes, [unshown[box] for box in boxes], size_px, align_px)
         # Ends: each box fits into an empty image, so at least one is placed.
-        shown_px = sum(left.pop(box) for box, _ in placed)
+        shown_px = sum(unshown.pop(box) for box, _ in placed)
         views.append(
             View(size_px, _centred(placed, size_px, align_px), shown_px / first.tissue_px, first.tissue_px, ())
         )

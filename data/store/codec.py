@@ -179,6 +179,7 @@ def without_checksum(data: bytes | memoryview | Pixels) -> Pixels:
 
 
 def _checksum(*body: bytes | Pixels) -> bytes:
+    """Return the crc32c of consecutive pieces, 4 bytes, little-endian."""
     value = 0
     for part in body:
         value = google_crc32c.extend(value, part)

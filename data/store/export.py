@@ -93,6 +93,7 @@ def _is_copy(final: Path, store: SlideStore) -> bool:
 
 
 def _identity(store: SlideStore) -> dict[str, Any]:
+    """Return what a copy keeps of its slide: name, and digests of its metadata and of the file it was read from."""
     return {
         "slide_id": store.slide_id,
         _SOURCE_DIGEST: store.attributes.get(_SOURCE_DIGEST),

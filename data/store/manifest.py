@@ -282,6 +282,7 @@ def _reserved(path: Path, columns: tuple[str, ...]) -> list[str]:
 
 
 def _refuse_twice(path: Path, names: Iterable[str]) -> None:
+    """Refuse a slide id that occurs twice; empty ones may."""
     earlier: set[str] = set()
     for name in names:
         if name and name in earlier:

@@ -129,6 +129,7 @@ class _TemporaryFile:
             self.flush()
 
     def flush(self) -> None:
+        """Digest what waits, and pass it to the operating system."""
         data: Any = self._waiting[0] if len(self._waiting) == 1 else joined(self._waiting)
         self._waiting, self._waiting_bytes = [], 0
         self.digest.update(data)
@@ -136,6 +137,7 @@ class _TemporaryFile:
         self._handle.flush()
 
     def publish(self) -> None:
+        """Sync the file and give it its final name."""
         # Content before name; entries of folders are synced once for the whole slide, by `SlideWriter.publish`.
         os.fsync(self._handle.fileno())
         self._path.replace(self._final)

@@ -244,6 +244,7 @@ class ShardedArray:
             raise _unreadable(path, error) from error
 
     def _index_of(self, open_file: OpenFile, path: Path, file: tuple[int, int]) -> Index:
+        """Return the index of the file at this (row, column), which is read once."""
         index = self._index.get(file)
         if index is None:
             # Threads that come together read it twice; the results are equal.

@@ -220,6 +220,7 @@ def _files(
 
 
 def _foreign(path: Path, names: set[str]) -> list[Path]:
+    """Return the files below a slide's folder that are none of ``names``."""
     return [path / name for name in files_below(path) if name not in names]
 
 

@@ -237,12 +237,14 @@ class SlideWriter:
         self._write_json("", group)
 
     def _make_array(self, name: str, layout: ArrayLayout) -> None:
+        """Write the metadata of an array, and make the folders of its files."""
         self._write_json(name, layout.to_json())
         # All folders now: disk threads then only create files.
         for row in {row for row, _ in layout.files()}:
             (self.path / name / layout.file_name((row, 0))).parent.mkdir(parents=True, exist_ok=True)
 
     def _write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Write the ``zarr.json`` of a group or array; the slide's own has the name ""."""
         folder = self.path / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "zarr.json").write_bytes(json_bytes(value))
@@ -278,6 +280,7 @@ class SlideWriter:
     def _encode(
         self, layout: ArrayLayout, chunk: Box, box: Box, block: Pixels, tissue: TissueGrid | None
     ) -> Future[bytes] | None:
+        """Start encoding the chunk with the box ``chunk`` from a block with the box ``box``; None: it has no tissue."""
         if tissue is not None and tissue.is_glass(chunk):
             return None
         return self._encoders.submit(lambda: layout.codec.encode(_whole_chunk(layout, chunk, box, block)))
@@ -299,6 +302,7 @@ class SlideWriter:
     def _store(
         self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, Buffers | None]], written: _Once
     ) -> None:
+        """Write a file, and then its line in the journal; runs in a disk thread."""
         self._journal.add(name, write_file(self.path / name, layout, chunks, written))
 
     def _acquire_block(self) -> None:
@@ -365,6 +369,7 @@ def _whole_chunk(layout: ArrayLayout, chunk: Box, box: Box, block: Pixels) -> Pi
 
 
 def _tissue_grid(level: StoredLevel, tissue: tuple[Mask, float] | None) -> TissueGrid | None:
+    """Return a mask and its microns per pixel aligned with a level; None without a mask."""
     if tissue is None:
         return None
     shape = level.layout.shape
@@ -373,4 +378,5 @@ def _tissue_grid(level: StoredLevel, tissue: tuple[Mask, float] | None) -> Tissu
 
 
 def _listed(path: Path) -> dict[str, Any]:
+    """Return the entry of a JSON file in the list ``metadata``."""
     return {"size": path.stat().st_size, "sha256": sha256_of(path)}

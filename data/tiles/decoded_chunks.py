@@ -92,4 +92,5 @@ class DecodedChunks:
             yield chunk
 
     def _decode(self, position: ChunkPlace) -> NDArray[np.uint8]:
+        """Return a chunk's pixels ``(3, h, w)``, without what lies beyond the level."""
         return self._slide.read(self.box(position), self._level)

@@ -110,5 +110,6 @@ def plane_of(levels: Sequence[StoreLevel], mpp_um: float | None, slide_id: str) 
 
 
 def _level(levels: Sequence[StoreLevel], index: int) -> TilePlane:
+    """Return a level of the pyramid as a plane."""
     level = levels[index]
     return TilePlane(index, (Fraction(1), Fraction(1)), level.mpp, (level.height_px, level.width_px))

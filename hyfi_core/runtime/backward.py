@@ -271,6 +271,7 @@ class BackwardPass:
             self._complete(deferred.names)
 
     def _compute(self, deferred: _DeferredGradients) -> None:
+        """Compute deferred weight gradients, add them, and release what their operator has saved."""
         with torch.no_grad():
             results = deferred.rest()
         self._add(self._named(deferred.record.step.call, results), {})

@@ -289,26 +289,26 @@ class Reader:
         self._order = torch.channels_last if channels_last else torch.preserve_format
 
     def training_parts(self, lowered: LoweredModel, batch: int) -> dict[Key, InputPart]:
-        """Return the box of each stage that reads the image in training, for its direction's samples."""
+        """Return for each stage that reads the image in training its box and its direction's samples of ``batch``."""
         count = batch // self._plan.directions
         return {
-            key: InputPart(stage.ranked.read_box, key[1] * count, (key[1] + 1) * count)
-            for key, stage in sorted(lowered.hosted.items(), key=lambda item: item[0])
+            (index, direction): InputPart(stage.ranked.read_box, direction * count, (direction + 1) * count)
+            for (index, direction), stage in sorted(lowered.hosted.items(), key=lambda item: item[0])
             if stage.reads_image
         }
 
     def prediction_parts(self, lowered: LoweredModel, batch: int) -> dict[Key, InputPart]:
-        """Return the boxes for prediction: all samples, in direction 0."""
+        """Return the boxes for prediction: all ``batch`` samples, in direction 0."""
         return {
-            key: InputPart(stage.ranked.read_box, 0, batch)
-            for key, stage in lowered.hosted.items()
-            if stage.reads_image and key[1] == 0
+            (index, direction): InputPart(stage.ranked.read_box, 0, batch)
+            for (index, direction), stage in lowered.hosted.items()
+            if stage.reads_image and direction == 0
         }
 
     def read(
         self, images: Images, parts: Mapping[Key, InputPart], counted: Collection[InputPart] = ()
     ) -> dict[Key, torch.Tensor]:
-        """Return (stage, direction) -> its box of its samples; each is read once, and unless ``counted`` counted."""
+        """Return (stage, direction) -> pixels; equal parts are read once, those in ``counted`` not counted again."""
         boxes: dict[InputPart, torch.Tensor] = {}
         for part in parts.values():
             if part not in boxes:
@@ -338,7 +338,7 @@ class Reader:
         return uploaded(pixels, self._device).clone(), prepare
 
     def as_given(self, images: Images, output: Any) -> Any:
-        """Return an output in the memory format that contiguous images would give, unless images were channels-last."""
+        """Return the model's output, contiguous if only this reader has made the images channels-last."""
         if self._order != torch.channels_last or (isinstance(images, torch.Tensor) and is_channels_last(images)):
             return output
         return _pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.contiguous(), output)

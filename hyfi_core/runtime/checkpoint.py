@@ -247,7 +247,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 
 def amend_model_json(path: Path, more: Mapping[str, Any]) -> None:
-    """Update ``model.json`` of a checkpoint with ``more``, atomically; weights are not changed.
+    """Add the keys of ``more`` to ``model.json``, or replace them, atomically; weights are not changed.
 
     Raises:
         RequestError: as ``load_checkpoint``.
@@ -264,7 +264,7 @@ def amend_model_json(path: Path, more: Mapping[str, Any]) -> None:
 
 
 def load_training_state(path: Path, share: tuple[int, int] = (0, 1)) -> TrainingState:
-    """Read loader state and open the optimizer state of a checkpoint folder or link; see ``load_checkpoint``.
+    """Open the optimizer's tensors and read ``state.json`` of a checkpoint; arguments as of ``load_checkpoint``.
 
     Raises:
         RequestError: as ``load_checkpoint``; also if a checkpoint was saved without them.

@@ -207,31 +207,31 @@ class Executor:
 
 
 def recording(log: Log, copies: bool) -> Callable[[LocalFunction], LocalFunction]:
-    """Return what a first run calls in place of functions: those that keep statistics add them to the log.
+    """Return a function that replaces local functions in a first run: those that keep statistics log them, too.
 
     Args:
-        log: of the run's messages, too: in the order of calls.
-        copies: whether they are copied: a pager may spill those that the forward uses.
+        log: statistics are appended in the order of calls, among the run's messages.
+        copies: whether copies are logged: a pager may spill the tensors that the forward uses.
     """
 
-    def of(function: LocalFunction) -> LocalFunction:
+    def replacement(function: LocalFunction) -> LocalFunction:
         return partial(measured, function) if isinstance(function, KeepsStatistics) else function
 
     def measured(function: KeepsStatistics, *inputs: torch.Tensor) -> Any:
-        results, kept = function.measure(*inputs)
-        log.append([tensor.clone() if copies else tensor for tensor in kept])
+        results, statistics = function.measure(*inputs)
+        log.append([tensor.clone() if copies else tensor for tensor in statistics])
         return results
 
-    return of
+    return replacement
 
 
 def replaying(log: Log) -> Callable[[LocalFunction], LocalFunction]:
-    """Return what a second run calls in place of functions: those that keep statistics take them from the log."""
+    """Return a function that replaces local functions in a second run: statistics come from ``log``, in order."""
 
-    def of(function: LocalFunction) -> LocalFunction:
+    def replacement(function: LocalFunction) -> LocalFunction:
         return partial(function.with_known, log.pop(0)) if isinstance(function, KeepsStatistics) else function
 
-    return of
+    return replacement
 
 
 def _call(
@@ -240,7 +240,10 @@ def _call(
     values: LocalValues,
     statistics: Callable[[LocalFunction], LocalFunction] | None = None,
 ) -> None:
-    """Run one local call, or return empty tensors if this rank owns nothing of the result."""
+    """Run one local call and store its results in ``local``: empty tensors if this rank owns nothing of them.
+
+    Inputs are taken from ``local`` first, where those that carry a gradient are entries of the segment's graph.
+    """
     inputs = [local[name] if name in local else values[name] for name in call.inputs]
     if call.empty is None:
         results = (call.function if statistics is None else statistics(call.function))(*inputs)

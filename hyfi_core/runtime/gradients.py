@@ -89,7 +89,7 @@ class StepGradients:
         """Record that a stage's contribution to these gradients is complete; start complete reductions."""
         program = self._lowered.hosted[key].ranked.program
         for name in names:
-            self._one_less(self._named[program.parameters[name]])
+            self._contributed(self._named[program.parameters[name]])
         for group in self._groups:
             group.poll()
 
@@ -120,15 +120,18 @@ class StepGradients:
         hooks.end()
 
     def _land(self, wait: bool) -> None:
+        """Add gradients that have arrived from direction 1; ``wait``: for all of them."""
         if self._mirror is not None:
             for parameter in self._mirror.land_gradients(wait):
-                self._one_less(parameter)
+                self._contributed(parameter)
 
     def _wait_for(self, parameter: nn.Parameter) -> None:
+        """Wait for one more contribution to a parameter's gradient before it is reduced."""
         # Counted, because a parameter that is tied, or in two directions, is complete only with its last contribution.
         self._waiting[id(parameter)] = self._waiting.get(id(parameter), 0) + 1
 
-    def _one_less(self, parameter: nn.Parameter) -> None:
+    def _contributed(self, parameter: nn.Parameter) -> None:
+        """Record one contribution to a gradient; after the last one, its bucket may be reduced."""
         self._waiting[id(parameter)] -= 1
         # A parameter that one rank holds has no group: its gradient is complete as it is.
         if not self._waiting[id(parameter)] and id(parameter) in self._group_of:
@@ -263,6 +266,8 @@ def clip(
 
 @dataclass
 class _Bucket:
+    """Parameters whose gradients are views of ``flat``, which is reduced in one message."""
+
     parameters: list[nn.Parameter]
     flat: torch.Tensor
     # Ids of parameters whose gradients this rank has not completed yet.
@@ -352,7 +357,7 @@ class ReductionGroup:
 
 
 def _chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Divide a list of parameters into buckets of one dtype."""
+    """Divide a list of parameters, in order, into buckets of one dtype and about ``BUCKET_BYTES``."""
     chunks: list[list[nn.Parameter]] = []
     size = 0
     for parameter in parameters:

@@ -33,13 +33,12 @@ class Groups:
         self._plan = plan
         self.all = CountedCommunicator(comm)
         # Ranks are numbered [replica][plane][position]: plane after plane, each with ``placement.size`` ranks.
-        number, position = divmod(comm.rank, placement.size)  # of this plane, over all replicas
-        self.index = number // plan.branches
+        plane_number, position = divmod(comm.rank, placement.size)  # planes are counted over all replicas
+        self.index = plane_number // plan.branches
         size, branches = placement.size, plan.branches
-        # The first ranks of this plane and of this replica.
-        first, replica_first = number * size, self.index * branches * size
+        plane_first, replica_first = plane_number * size, self.index * branches * size
         # Every rank makes the same calls in this order, each with the members of its own group: creation is collective.
-        plane = _subgroup(comm, range(first, first + size))
+        plane = _subgroup(comm, range(plane_first, plane_first + size))
         replica = _subgroup(comm, range(replica_first, replica_first + branches * size)) if branches > 1 else plane
         if placement.stages > 1 or placement.directions > 1:
             # Between stages a rank has sends and receives without a common order, which one NCCL stream could not run.
@@ -63,11 +62,11 @@ class Groups:
             grid = next(g for g in range(grids) if position in placement.group(g, direction))
             # In the order of parts, in both directions: the group's rank is the position in the stage's grid.
             ranks = placement.group(grid, direction)
-            copies = group = CountedCommunicator(_subgroup(comm, [first + rank for rank in ranks]))
+            copies = group = CountedCommunicator(_subgroup(comm, [plane_first + rank for rank in ranks]))
             if plan.sync_batch_norm:
                 # First ranks of the planes that compute what this one does, of all replicas.
-                planes = range(number % branches * size, comm.size, branches * size)
-                members = [plane_first + rank for plane_first in planes for rank in sorted(ranks)]
+                firsts = range(plane_number % branches * size, comm.size, branches * size)
+                members = [first + rank for first in firsts for rank in sorted(ranks)]
                 copies = CountedCommunicator(_subgroup(comm, members))
             for stage in range(grid, placement.stages, grids):
                 self.stages[stage, direction] = group
@@ -171,6 +170,7 @@ def node_name() -> str:
 
 
 def _subgroup(comm: Communicator, members: Sequence[int]) -> Communicator:
+    """Return the group of these ranks, this one among them (collective over ``comm``)."""
     group = comm.subgroup(members)
     assert group is not None
     return group

@@ -114,8 +114,9 @@ def _can_leave_updates(program: Program, stages: Sequence[Stage]) -> bool:
 
 
 def _plane(subject: Subject, index: int) -> Plane:
-    last = subject.channels_last or any(is_channels_last(p) for p in subject.model.parameters())
-    return Plane(index=index, device=subject.device.type, channels_last=last)
+    """Return this rank's plane, by its number in the replica."""
+    channels_last = subject.channels_last or any(is_channels_last(p) for p in subject.model.parameters())
+    return Plane(index=index, device=subject.device.type, channels_last=channels_last)
 
 
 def _known_runs(
@@ -187,7 +188,11 @@ class _LoweringSettings:
 
 
 class _StagesOfRank:
-    """The stages of a program, lowered in order, because a stage's inputs have the layouts of earlier outputs."""
+    """The stages of a program, lowered in order, because a stage's inputs have the layouts of earlier outputs.
+
+    Attributes:
+        hosted: (stage, direction) -> the stage, for all that this rank holds.
+    """
 
     def __init__(self, stages: Sequence[Stage], settings: _LoweringSettings) -> None:
         self._stages, self._settings = stages, settings
@@ -316,6 +321,7 @@ def _agreed(program: Program, comm: Communicator) -> str:
 
 
 def _described(op: Operator) -> str:
+    """Return an operator as text, for messages: its name, its arguments (values by name), and its module."""
     settings = re.sub(r"Ref\(name='(.*?)'\)", r"\1", ", ".join(map(str, (*op.args, *sorted(op.kwargs.items())))))
     return f"{op.text}({settings}) of {op.module or 'the model'}"
 

@@ -161,6 +161,7 @@ class Mirror:
         self._leaving.clear()
 
     def _exchange(self, stage: int, peer: int, flats: list[torch.Tensor], sends: bool) -> _InTransit:
+        """Start sending flat tensors to a rank of the plane, or else receiving them from it."""
         messages = [Message(peer, flat) for flat in flats]
         pending = self._comm.exchange(messages, []) if sends else self._comm.exchange([], messages)
         transit = _InTransit(stage, pending, flats)
@@ -238,6 +239,7 @@ def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mappi
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient, zeros if it has none."""
     # A message of full size in any case: the owner has posted its receive without knowing what was used here.
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
@@ -256,6 +258,7 @@ def _flats(parameters: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) 
 
 
 def _room(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Return new memory to receive what ``_flats`` returns for these parameters."""
     return [
         torch.empty(sum(p.numel() for p in parameters if p.dtype == dtype), dtype=dtype, device=parameters[0].device)
         for dtype in _dtypes(parameters)

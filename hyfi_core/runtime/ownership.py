@@ -104,7 +104,7 @@ class ParameterOwnership:
         elsewhere = self._groups.all.gather_objects([name for name in gradients if self.owner(name) != 0])
         # Messages between two ranks match in order, and each owner sends in the order of its own names.
         order = [name for part in elsewhere for name in part] if elsewhere is not None else list(gradients)
-        return self._gather(order, gradients, {name: p for name, p in self._named.items()}, names)
+        return self._gather(order, gradients, dict[str, torch.Tensor](self._named), names)
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
@@ -115,7 +115,14 @@ class ParameterOwnership:
     def _gather(
         self, names: Iterable[str], mine: dict[str, torch.Tensor], like: dict[str, torch.Tensor], order: list[str]
     ) -> dict[str, torch.Tensor] | None:
-        """Gather ``names`` from their owners on rank 0, which returns them in order."""
+        """Gather tensors from their owners on rank 0; None elsewhere (collective).
+
+        Args:
+            names: of those to send: on rank 0 of all that other ranks own; on others at least of this rank's own.
+            mine: name -> tensor, of all that this rank owns.
+            like: name -> tensor of the shape and dtype that rank 0 receives.
+            order: names in the order of the result; those that nobody has sent are left out.
+        """
         comm = self._groups.all
         if comm.rank != 0:
             sends = [Message(0, mine[n].detach().contiguous()) for n in names if self.owner(n) == comm.rank]
@@ -136,8 +143,8 @@ class ParameterOwnership:
         # Of all replicas, which have the same weights: each rank writes a part.
         planes = range(0, self._groups.all.size, self._groups.placement.size)
         writers: dict[str, int] = {}
-        for holders, of in sizes.items():
-            writers |= deal(of, [first + rank for first in planes for rank in sorted(holders)])
+        for holders, bytes_of in sizes.items():
+            writers |= deal(bytes_of, [first + rank for first in planes for rank in sorted(holders)])
         return {name: writers[first_names[id(parameter)]] for name, parameter in self._named.items()}
 
     def owner(self, name: str) -> int:
@@ -193,24 +200,25 @@ def read_values(
         aliases_by_users.setdefault(users, []).append(aliases)
     # Sorted, because ``reduction`` is collective and may create a group.
     shared = [(groups.reduction(users), aliases_by_users[users]) for users in sorted(aliases_by_users, key=sorted)]
-    mine = [(comm, aliases) for comm, of in shared if comm is not None for aliases in of]
+    needed = [(comm, aliases) for comm, tensors in shared if comm is not None for aliases in tensors]
     values = {}
-    for _, aliases in mine:
+    for _, aliases in needed:
         like = named[aliases[0]]
         # With the strides of the model: a weight in channels-last keeps its format.
         values[aliases[0]] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
     def read() -> None:
+        """Read the tensors for which this rank is the first of those that need them."""
         if isinstance(weights, PreparedWeights):
-            weights.prepare({name for comm, aliases in mine if comm.rank == 0 for name in aliases})
+            weights.prepare({name for comm, aliases in needed if comm.rank == 0 for name in aliases})
         reader = tensor_reader(weights)
-        for comm, aliases in mine:
+        for comm, aliases in needed:
             if comm.rank == 0:
                 _read_into(values[aliases[0]], reader, aliases)
 
     # Before the first broadcast: a rank that could not read would leave the others waiting in it.
     agree(groups.all, read)
-    for comm, aliases in mine:
+    for comm, aliases in needed:
         comm.broadcast(values[aliases[0]])
     return values
 

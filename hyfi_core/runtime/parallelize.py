@@ -159,7 +159,11 @@ def _checked(
     comm: Communicator,
     settings: EngineSettings,
 ) -> ParallelPlan:
-    """Return the plan; check the arguments of this rank."""
+    """Return the given plan, or that of the strategy, after checking the arguments of this rank.
+
+    Raises:
+        RequestError: they do not fit together.
+    """
     optimizer = settings.optimizer
     if not isinstance(model, nn.Module):
         raise RequestError(f"model is {type(model).__name__}; pass a torch.nn.Module that takes one image tensor")
@@ -230,15 +234,13 @@ def _compiler(compile: CompileMode, plan: ParallelPlan, model: nn.Module, comm: 
     if compile == "off" or plan.spill is not None or (compile == "auto" and device.type != "cuda"):
         return None
     # All or none: compiled segments round differently, and replicated values must be equal on all ranks.
-    reasons = comm.gather_objects(why_not_compiled(device))
-    first_refusal = (
-        None if reasons is None else next(((r, why) for r, why in enumerate(reasons) if why is not None), None)
-    )
-    refused = comm.broadcast_object(None if first_refusal is None else list(first_refusal))
-    if refused is None:
+    reasons = comm.gather_objects(why_not_compiled(device)) or ()  # None on all ranks but the first
+    refusals = [f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    first_refusal = comm.broadcast_object(refusals[0] if refusals else None)
+    if first_refusal is None:
         return SegmentCompiler()
     if comm.rank == 0:
-        warnings.warn(f"segments run uncompiled on all ranks: on rank {refused[0]}, {refused[1]}", stacklevel=3)
+        warnings.warn(f"segments run uncompiled on all ranks: {first_refusal}", stacklevel=3)
     return None
 
 

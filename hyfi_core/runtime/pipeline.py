@@ -150,6 +150,7 @@ class Pipeline:
         self._driver = driver
         self._spills = memory is not None
         self._memory = (lambda stage, values: AllStays()) if memory is None else memory
+        # Both by ((stage, direction), micro-batch): micro-batches before their backward, and weight gradients to do.
         self._flights: dict[tuple[Key, int], _MicroBatch] = {}
         self._rests: dict[tuple[Key, int], BackwardPass] = {}
         self.outputs: dict[int, list[Any]] = {}
@@ -222,7 +223,8 @@ class Pipeline:
         flight.memory.need(leaving)
         self._exchange.send(edge, key[1], microbatch, leaving, back)
         flight.sends += 1
-        edges = sum(boundary[1 if back else 0] == key[0] for boundary in self._lowered.boundaries)
+        # Cotangents leave along the edges by which values came, values along those that begin here.
+        edges = sum(key[0] == (target if back else source) for source, target in self._lowered.boundaries)
         if flight.sends == edges and back:
             del self._flights[key, microbatch]
         elif flight.sends == edges:
@@ -328,6 +330,7 @@ class Pipeline:
         return self._gradients
 
     def _executor(self, stage: HostedStage, key: Key, flight: _MicroBatch) -> Executor:
+        """Return an executor that sends messages; a recomputed forward has one that replays them."""
         return Executor(stage.tape, self._groups[key], self._copies[key], flight.memory, self._peers)
 
     def _from_loss(self, key: Key, flight: _MicroBatch, microbatch: int, step: Step) -> LocalValues:

@@ -323,6 +323,7 @@ class StageRunner:
         plan, subject, trains = self._plan, self._subject, not isinstance(loss, NoLoss)
 
         def part(key: Key, microbatch: int) -> torch.Tensor | None:
+            """Return the image's part of a stage; waits for the stage's weights, which a forward needs next."""
             arrived(key[1])
             if key not in inputs.parts:
                 return None

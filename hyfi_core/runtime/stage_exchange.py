@@ -19,10 +19,13 @@ from hyfi_core.plan.placement import Placement
 
 Edge = tuple[int, int]
 _MessageKey = tuple[Edge, int, int, bool]
+"""(edge, direction, micro-batch, whether these are cotangents)."""
 
 
 @dataclass
 class _Arrival:
+    """Posted receives: a buffer for each position in the other stage, filled when they are no longer pending."""
+
     buffers: dict[int, torch.Tensor]
     pending: Pending
 
@@ -98,9 +101,11 @@ class StageExchange:
         _, pieces, peers = self._side(edge, direction, back, at_source=back)
         boundary = self._boundaries[edge]
         buffers = {
-            peer: boundary.buffer(p, self.device) for peer, p in pieces.items() if peers[peer] != self._comm.rank
+            position: boundary.buffer(chosen, self.device)
+            for position, chosen in pieces.items()
+            if peers[position] != self._comm.rank
         }
-        receives = [Message(peers[peer], buffer) for peer, buffer in buffers.items()]
+        receives = [Message(peers[position], buffer) for position, buffer in buffers.items()]
         self._arrivals[edge, direction, microbatch, back] = _Arrival(buffers, self._comm.exchange([], receives))
 
     def values(self, stage: int, direction: int, microbatch: int) -> Waits[dict[str, torch.Tensor]]:

@@ -169,6 +169,7 @@ class FoldedStatistics:
                     self._added[name, m] = next(parts).view(self._buffers[name].shape)
 
     def _by_dtype(self, names: Sequence[str]) -> Iterable[tuple[torch.dtype, list[str]]]:
+        """Return (dtype, names of the buffers that have it), in one order on all ranks."""
         dtypes = sorted({self._buffers[name].dtype for name in names}, key=str)
         return [(dtype, [name for name in names if self._buffers[name].dtype == dtype]) for dtype in dtypes]
 
@@ -183,14 +184,14 @@ class FoldedStatistics:
             kinds: dict[tuple[float | None, int], list[str]] = {}
             for name, module in modules.items():
                 kinds.setdefault((module.momentum, self._calls.get(name, 0)), []).append(name)
-            for (momentum, calls), of in kinds.items():
+            for (momentum, calls), alike in kinds.items():
                 if momentum is not None:
-                    running, added = self._pairs(of, microbatch)
+                    running, added = self._pairs(alike, microbatch)
                     # Each call of a norm multiplies what was there before.
                     torch._foreach_mul_(running, (1.0 - momentum) ** calls)
                     torch._foreach_add_(running, added)
                     continue
-                for name in of:
+                for name in alike:
                     # Without momentum, forwards from a counter of zero contribute the mean of their calls.
                     counter = _counter_of(name)
                     factor = self._calls[counter] / float(self._buffers[counter])
@@ -261,8 +262,8 @@ class ReplicaBuffers:
         for users in sorted(by_users, key=sorted):
             comm = groups.reduction(users)
             if comm is not None:
-                of = sorted({buffer.dtype for buffer in by_users[users]}, key=str)
-                self._shared += [(comm.of("reduce"), [b for b in by_users[users] if b.dtype == dtype]) for dtype in of]
+                for dtype in sorted({buffer.dtype for buffer in by_users[users]}, key=str):
+                    self._shared.append((comm.of("reduce"), [b for b in by_users[users] if b.dtype == dtype]))
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -292,7 +293,7 @@ class StageBuffers:
         self._known_on: dict[str, frozenset[int]] = {}  # all others are known on every rank
 
     def changed(self, lowered: LoweredModel) -> None:
-        """Record a step's changes; send them to the ranks that save them (collective over planes)."""
+        """Record that a step has changed buffers; send them to the ranks that save them (collective over planes)."""
         for name, stages in _stages_of(lowered, lowered.program.mutations).items():
             self._known_on[name] = self._groups.users(stages)
         self.send([name for name, ranks in self._known_on.items() if self._owner(name) not in ranks])
@@ -304,7 +305,7 @@ class StageBuffers:
 
     @torch.no_grad()
     def send(self, names: Iterable[str]) -> None:
-        """Send buffers to all ranks (collective over planes)."""
+        """Send buffers of ``_known_on`` from a rank that knows them to all ranks (collective over planes)."""
         named = dict(self._model.named_buffers(remove_duplicate=False))
         for name in sorted(names):
             buffer = named[name]

@@ -82,13 +82,13 @@ class Bindings:
         self._read()
 
     def _read(self) -> None:
-        """Read the tensors of the model, and forget to what stages were bound."""
+        """Read the tensors of the model, and forget which of them stages were bound to."""
         model = self._model
         self._parameters: LocalValues = dict(model.named_parameters(remove_duplicate=False))
         self._buffers: LocalValues = dict(model.named_buffers(remove_duplicate=False))
         self.parameters_once = dict(model.named_parameters())
         # ``share`` may have put other tensors in the place of those that stages were bound to.
-        self._found: dict[HostedStage, tuple[LocalValues, LocalValues]] = {}
+        self._bound: dict[HostedStage, tuple[LocalValues, LocalValues]] = {}
         self._held_ids = _held_ids(model)
 
     def share(
@@ -120,7 +120,7 @@ class Bindings:
             fill(self._model, read_values(self._model, stages if releases else {}, groups, weights, device))
         if releases:
             self._stages = stages
-            self._former = release(self._model, {name for name, of in stages.items() if not groups.has(of)})
+            self._former = release(self._model, {name for name, users in stages.items() if not groups.has(users)})
         self._read()
 
     def refuse_released(self, names: Sequence[Iterable[str]], users: Callable[[Set[int]], Set[int]]) -> None:
@@ -133,8 +133,8 @@ class Bindings:
         Raises:
             RequestError: it does; the message names the first.
         """
-        for stage, of in enumerate(names):
-            for name in of:
+        for stage, used in enumerate(names):
+            for name in used:
                 if name in self._stages and not users({stage}) <= users(self._stages[name]):
                     raise RequestError(
                         f"{name!r} of the model is now used in stage {stage}, whose ranks have released it: no "
@@ -205,12 +205,12 @@ class Bindings:
 
     def _of(self, stage: HostedStage) -> tuple[LocalValues, LocalValues]:
         """Return the (parameters, buffers) of a stage, by their names in the program."""
-        if stage not in self._found:
+        if stage not in self._bound:
             program = stage.ranked.program
             parameters = {value: self._parameters[name] for value, name in program.parameters.items()}
             buffers = {value: self._buffers[name] for value, name in program.buffers.items()}
-            self._found[stage] = (parameters, buffers)
-        return self._found[stage]
+            self._bound[stage] = (parameters, buffers)
+        return self._bound[stage]
 
 
 def _held_ids(model: nn.Module) -> list[tuple[int, ...]]:
@@ -222,7 +222,7 @@ def _held_ids(model: nn.Module) -> list[tuple[int, ...]]:
     visited = {id(model)}
     for module in reached:  # grows
         members = (module._parameters, module._buffers, module._modules)
-        holdings.append(tuple(id(item) for of in members for pair in of.items() for item in pair))
+        holdings.append(tuple(id(item) for by_name in members for pair in by_name.items() for item in pair))
         for child in module._modules.values():
             if child is not None and id(child) not in visited:
                 visited.add(id(child))
@@ -318,6 +318,7 @@ class Subject:
         return self.programs[shape, state]
 
     def _captured(self, shape: Shape) -> Program:
+        """Return a new capture, with caches of the module computed in the program, and the dtypes of autocast."""
         program = capture(self.model, shape, self.dtype)
         empty = of_empty_caches(self.model, program, lambda: capture(self.model, shape, self.dtype))
         kept, autocast = self._instead(empty, program), self.settings.autocast
@@ -338,6 +339,8 @@ class Subject:
 
     def _instead(self, program: Program, representative: Program) -> Program:
         """Return ``program``, used for ``representative``; the watch then compares constants that only one has."""
-        of = [{id(tensor): tensor for tensor in side.constants.values()} for side in (program, representative)]
-        self.watch.compare(tensor for side in of for key, tensor in side.items() if (key in of[0]) != (key in of[1]))
+        own = {id(tensor): tensor for tensor in program.constants.values()}
+        others = {id(tensor): tensor for tensor in representative.constants.values()}
+        only_one_has = own.keys() ^ others.keys()
+        self.watch.compare(tensor for key, tensor in (own | others).items() if key in only_one_has)
         return program

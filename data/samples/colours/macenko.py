@@ -56,10 +56,10 @@ class MacenkoMap:
         identity: str = "",
     ) -> MacenkoMap:
         """Return the map from a slide's stains and glass to those of the reference."""
-        own, to = (np.array([one["haematoxylin"], one["eosin"]], np.float64) for one in (stains, reference))
+        own, target = (np.array([one["haematoxylin"], one["eosin"]], np.float64) for one in (stains, reference))
         factors = np.asarray(reference["strength"], np.float64) / np.asarray(stains["strength"], np.float64)
         amounts = np.linalg.pinv(own)  # (3, 2): density @ amounts
-        return cls(identity, glass, (amounts @ np.diag(factors) @ to).astype(np.float32))
+        return cls(identity, glass, (amounts @ np.diag(factors) @ target).astype(np.float32))
 
     def __call__(self, pixels: Pixels) -> Pixels:
         """Return pixels (3, …) uint8 in the reference's colours, a new array; glass and what is brighter become 255."""

@@ -144,11 +144,13 @@ def _rounded(ratio: float) -> str:
 
 
 def _unit(vector: Sequence[float]) -> Vector:
+    """Return a vector of length 1 in the same direction."""
     # The zero vector stays as it is.
     length = math.sqrt(sum(number**2 for number in vector)) or 1.0
     return tuple(number / length for number in vector)
 
 
 def _degrees(one: Vector, other: Vector) -> float:
+    """Return the angle between two unit vectors."""
     # Rounding makes the product of two equal unit vectors larger than 1 at times, which has no angle.
     return math.degrees(math.acos(max(-1.0, min(1.0, sum(a * b for a, b in zip(one, other, strict=True))))))

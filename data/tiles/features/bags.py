@@ -114,6 +114,7 @@ class FeatureBags:
         }
 
     def _seen(self, index: int) -> tuple[float | None, int | None]:
+        """Return `tissue_seen` of a slide; None and None if positions are not known."""
         slide = self.slide(index)
         tiles = placed_tiles(self.stored[index], slide)
         return (None, None) if tiles is None else tissue_seen(*slide.tissue(), tiles)
@@ -157,6 +158,7 @@ def _describe_missing(
 
 
 def _listed(what: str, lines: list[str]) -> str:
+    """Return a message with the first of some lines, and the number of others."""
     shown = [f"  {line}" for line in lines[:MAX_LISTED]]
     shown += [f"  … and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
     return f"data.features: {what}:\n" + "\n".join(shown)

@@ -71,8 +71,8 @@ def check_slide(stored: StoredFeatures, slide: SlideStore) -> None:
     sizes = _sizes(slide)
     if stored.slide_px is not None and stored.slide_px not in sizes:
         raise WrongSlideError(
-            f"{stored.path}: its slide has {_size(stored.slide_px)} px at level 0, but slide {slide.slide_id} of the "
-            f"store has {_size(sizes[0])}"
+            f"{stored.path}: its slide has {_size_text(stored.slide_px)} px at level 0, but slide {slide.slide_id} of "
+            f"the store has {_size_text(sizes[0])}"
         )
     corners = level0_corners(stored, slide)
     if corners is None:
@@ -83,7 +83,7 @@ def check_slide(stored: StoredFeatures, slide: SlideStore) -> None:
         y, x = corners[int(np.argmax(beyond))].tolist()
         raise WrongSlideError(
             f"{stored.path}: {int(beyond.sum())} of {stored.count} tiles are beyond slide {slide.slide_id} of the "
-            f"store, which has {_size((height, width))} px at level 0, such as that at (y, x) = ({y:g}, {x:g})"
+            f"store, which has {_size_text((height, width))} px at level 0, such as that at (y, x) = ({y:g}, {x:g})"
         )
 
 
@@ -177,5 +177,5 @@ def _sizes(slide: SlideStore) -> list[tuple[int, int]]:
     return [(int(bounds["y1"]), int(bounds["x1"])), *whole]
 
 
-def _size(size: tuple[int, int]) -> str:
+def _size_text(size: tuple[int, int]) -> str:
     return f"{size[0]} × {size[1]}"

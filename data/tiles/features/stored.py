@@ -170,7 +170,12 @@ def _vectors(path: Path, content: Any) -> tuple[str, Any]:
 
 def _rows(stored: Any, chosen: NDArray[np.int64] | None) -> Any:
     """Return rows of a dataset ``(N, D)`` or ``(1, N, D)``: a range is read, which HDF5 does fastest."""
-    low, high = (0, None) if chosen is None else (0, 0) if not len(chosen) else (chosen.min(), chosen.max() + 1)
+    low: int
+    high: int | None
+    if chosen is None:
+        low, high = 0, None
+    else:
+        low, high = (int(chosen.min()), int(chosen.max()) + 1) if len(chosen) else (0, 0)
     # h5py is slow at lists of indices: a range with all of them is read, and they are chosen in memory.
     some = stored[low:high] if len(stored.shape) == 2 else stored[0, low:high]
     return some if chosen is None else np.asarray(some)[chosen - low]
@@ -219,6 +224,7 @@ def _pixels(content: Any) -> tuple[int | None, tuple[int, int] | None]:
 
 
 def _encoder(content: Any, vectors: Any) -> str | None:
+    """Return the encoder's name from the attributes of a file or of its vectors; None without one."""
     attributes = dict(getattr(content, "attrs", {}))
     named = attributes.get("hyfi_features", {}).get("encoder") or attributes.get("extractor")
     named = named or dict(getattr(vectors, "attrs", {})).get("encoder")

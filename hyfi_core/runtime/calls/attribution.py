@@ -131,7 +131,8 @@ def gather_explanation(
         of_processes.parts, Boxes.same(layout.map, of_processes.parts.grid), layout.map, stage.rank
     )
 
-    def of_process(maps: Sequence[torch.Tensor]) -> torch.Tensor:
+    def joined_cells(maps: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this process's part of a map from the parts of its cells."""
         if len(maps) == 1:
             return maps[0]
         joined = maps[0].new_empty((*maps[0].shape[:2], *own.shape))
@@ -141,7 +142,8 @@ def gather_explanation(
         return joined
 
     def whole(maps: Sequence[torch.Tensor]) -> torch.Tensor:
-        return waited(Redistribute(transfer).forward(stage, (of_process(maps).contiguous(),)))[0][0]
+        outputs, _ = waited(Redistribute(transfer).forward(stage, (joined_cells(maps).contiguous(),)))
+        return outputs[0]
 
     positions = [part.explanation.positions for part in parts if part.explanation.positions is not None]
     return Explanation(
@@ -209,14 +211,16 @@ def position_logits(program: Program, name: str, part: torch.Tensor, values: Loc
     Returns:
         ``(B, K, h, w)`` float32; None if the head needs more than one pixel.
     """
+    # The head: the operators that depend on the map.
     steps, dependent = [], {name}
     for op in program.operators:
         if dependent.intersection(op.inputs):
             steps.append(op)
-            dependent.update(name for name in op.outputs if name is not None)
+            dependent.update(output for output in op.outputs if output is not None)
     output = next(item.name for item in program.outputs if isinstance(item, Ref))
 
     def head(pixel: torch.Tensor) -> torch.Tensor:
+        """Return the logits ``(K,)`` of a map of one pixel ``(C,)``."""
         computed = {**values, name: pixel[None, :, None, None]}
         for op in steps:
             kwargs = {key: substitute(value, computed) for key, value in op.kwargs.items()}
@@ -241,7 +245,11 @@ def position_logits(program: Program, name: str, part: torch.Tensor, values: Loc
 
 
 def output_logits(ranked: RankProgram, values: LocalValues) -> tuple[torch.Tensor, str]:
-    """Return the only tensor of the output and its name."""
+    """Return the only tensor of the output, ``(B, K)``, and its name.
+
+    Raises:
+        RequestError: the output has several tensors, or one of another number of dims.
+    """
     names = [item.name for item in ranked.outputs if isinstance(item, Ref)]
     if len(names) != 1 or values[names[0]].dim() != 2:
         shapes = [tuple(values[name].shape) for name in names]

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 _VALUES = 64
+"""Largest number of values of a gradient that are copied and compared."""
 _TOLERANCE = 2e-2
 """Largest relative difference of factors of single values: those of bfloat16 are rounded to 0.4 %."""
 
@@ -65,6 +66,6 @@ class GradientScale:
 
 
 def _few(gradient: torch.Tensor) -> torch.Tensor:
-    """Return some values of a gradient, in one dim."""
+    """Return at most ``_VALUES`` values of a gradient, evenly spaced, in one dim."""
     flat = gradient.detach().flatten()
     return flat[:: -(-len(flat) // _VALUES)]

@@ -69,6 +69,7 @@ def as_map(ranked: RankProgram, name: str, part: torch.Tensor, rank: int) -> tor
 
 
 def _is_explained(ranked: RankProgram, name: str, grids: set[tuple[int, int]]) -> bool:
+    """Whether each position of a split value can be explained: it is a feature map, or has a vector for each tile."""
     return is_feature_map(ranked, name) or _has_vectors_of_tiles(ranked, name, grids)
 
 
@@ -98,10 +99,10 @@ def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:
     Raises:
         NoMapError: the output is not reduced from a map.
     """
-    split = last_map(ranked)
-    if split is None:
+    found = last_map(ranked)
+    if found is None:
         raise NoMapError("the model does not pool a feature map into its output, so its pixels have no contributions")
-    name, index = split
+    name, index = found
     body = build_tape(ranked, (), stop=index)
     head = build_tape(ranked, (name,), start=index)
     return name, body, head

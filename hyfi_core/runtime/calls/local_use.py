@@ -69,18 +69,19 @@ def _refuse_forward(module: nn.Module, images: Any) -> None:
     # A capture calls the module's hooks, too.
     name = None if torch.compiler.is_exporting() or _OWN_USE.get() else _STALE.get(module)
     if name is not None:
-        raise RequestError(f"{_partial(module, name, 'its forward')}; call engine.predict(images)")
+        raise RequestError(f"{_stale_sentence(module, name, 'its forward')}; call engine.predict(images)")
 
 
 def _warn_of_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Warn once of a module's ``state_dict`` if other ranks train some of its weights."""
     name = None if _OWN_USE.get() or module in _WARNED else _STALE.get(module)
     if name is not None:
         _WARNED.add(module)
-        sentence = _partial(module, name, "its state_dict")
+        sentence = _stale_sentence(module, name, "its state_dict")
         warnings.warn(f"{sentence}; call engine.gather_state_dict(), or engine.save(folder)", stacklevel=4)
 
 
-def _partial(module: nn.Module, name: str, subject: str) -> str:
+def _stale_sentence(module: nn.Module, name: str, subject: str) -> str:
     return (
         f"{type(module).__name__} is trained in stages, and this rank has trained weights of its own stages only: "
         f"{subject} has {name!r} as it was before training"

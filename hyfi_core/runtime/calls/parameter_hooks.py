@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from hyfi_core.errors import RequestError
+
+
+@dataclass(frozen=True, eq=False)
+class _HookDict:
+    """One of PyTorch's two dicts of a parameter's hooks, and what was in it: (id of the handle, hook), in order."""
+
+    parameter: nn.Parameter
+    live: MutableMapping[int, Any]
+    hooks: list[tuple[int, Any]]
 
 
 class ParameterHooks:
@@ -25,7 +35,8 @@ class ParameterHooks:
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], backwards: int) -> None:
-        self._held: list[tuple[nn.Parameter, Any, list[Any], Any, list[Any]]] = []
+        self._before: list[_HookDict] = []
+        self._after: list[_HookDict] = []
         for name, parameter in named.items():
             before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
             if not before and not after:
@@ -37,28 +48,25 @@ class ParameterHooks:
                     f"engine.accumulate "
                     "and engine.update"
                 )
-            self._held.append((parameter, before, [*(before or {}).items()], after, [*(after or {}).items()]))
+            self._before += [_HookDict(parameter, before, [*before.items()])] if before else []
+            self._after += [_HookDict(parameter, after, [*after.items()])] if after else []
 
     def __enter__(self) -> None:
         """Suspend them."""
-        for _, before, _, after, _ in self._held:
-            for hooks in (before, after):
-                if hooks is not None:
-                    # Emptied in place: the user's handles hold weak references to these dicts, to remove from them.
-                    hooks.clear()
+        for suspended in (*self._before, *self._after):
+            # Emptied in place: the user's handles hold weak references to these dicts, to remove from them.
+            suspended.live.clear()
 
     def __exit__(self, *raised: object) -> None:
         """Register them again, in the original order."""
-        for _, before, held_before, after, held_after in self._held:
-            for hooks, removed in ((before, held_before), (after, held_after)):
-                if hooks is not None:
-                    hooks.update(removed)
+        for suspended in (*self._before, *self._after):
+            suspended.live.update(suspended.hooks)
 
     def change(self) -> None:
         """Run hooks that change a gradient, after its reduction and before accumulation."""
-        for parameter, _, hooks, _, _ in self._held:
-            gradient = parameter.grad
-            for _, hook in hooks if gradient is not None else ():
+        for suspended in self._before:
+            gradient = suspended.parameter.grad
+            for _, hook in suspended.hooks if gradient is not None else ():
                 changed = hook(gradient)
                 if changed is not None and gradient is not None:
                     # Into the same memory: it may be a view of a bucket.
@@ -66,7 +74,7 @@ class ParameterHooks:
 
     def end(self) -> None:
         """Run post-accumulate hooks."""
-        for parameter, _, _, _, hooks in self._held:
-            for _, hook in hooks:
-                if parameter.grad is not None:
-                    hook(parameter)
+        for suspended in self._after:
+            for _, hook in suspended.hooks:
+                if suspended.parameter.grad is not None:
+                    hook(suspended.parameter)

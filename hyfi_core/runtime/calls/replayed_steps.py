@@ -76,8 +76,8 @@ class ReplayedSteps:
             graph, sent = self._recorded
             steps = make()
             graph.replay(steps)
-            for counts, of_kind in zip(self._counts, sent, strict=True):
-                _add(counts, of_kind)
+            for counts, sent_by_kind in zip(self._counts, sent, strict=True):
+                _add(counts, sent_by_kind)
             return steps, []
         self._runs += key is not None
         if self._runs <= AS_THEY_ARE:

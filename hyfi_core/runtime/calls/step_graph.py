@@ -146,7 +146,12 @@ class StepGraph:
                 graph.end()
 
     def _recorded(self, number: int, step: Step) -> Step:
-        """Return a step in whose place the ``number``-th step of each replay is asked for images and cotangents."""
+        """Return a step that reads images and computes losses between graphs.
+
+        Args:
+            number: of the step among those of this rank's cells: each replay asks its step of this number for both.
+            step: the one that is recorded.
+        """
         images: dict[tuple[Key, int], torch.Tensor | None] = {}
 
         def part(key: Key, microbatch: int) -> torch.Tensor | None:
@@ -160,18 +165,18 @@ class StepGraph:
     def _image(self, number: int, step: Step, key: Key, microbatch: int) -> torch.Tensor | None:
         """End a graph, read the image, and begin the next graph, which reads it from the memory that is returned."""
         self._end()
-        given = step.part(key, microbatch)
+        recorded = step.part(key, microbatch)
         # A copy: the caller may change or free its memory, and passes other memory in the next step.
-        image = None if given is None else given.clone()
+        image = None if recorded is None else recorded.clone()
         if image is not None:
-            read = image
+            memory = image
 
-            def again(steps: Sequence[Step]) -> None:
+            def read_next(steps: Sequence[Step]) -> None:
                 part = steps[number].part(key, microbatch)
                 assert part is not None
-                read.copy_(part)
+                memory.copy_(part)
 
-            self._parts.append(again)
+            self._parts.append(read_next)
         self._begin()
         return image
 
@@ -185,12 +190,12 @@ class StepGraph:
         if self._marks() != before:
             raise NotRecordableError("the loss uses parameters of the model by itself")
 
-        def again(steps: Sequence[Step]) -> None:
-            given = steps[number].loss.cotangents(microbatch, _copies(leaves), first)
-            for to, cotangent in zip(cotangents, given, strict=True):
-                _put(to, cotangent)
+        def compute_next(steps: Sequence[Step]) -> None:
+            computed = steps[number].loss.cotangents(microbatch, _copies(leaves), first)
+            for memory, cotangent in zip(cotangents, computed, strict=True):
+                _put(memory, cotangent)
 
-        self._parts.append(again)
+        self._parts.append(compute_next)
         self._begin()
         return cotangents
 
@@ -223,14 +228,14 @@ def _copies(leaves: Leaves) -> Leaves:
     return [copies[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-def _put(to: torch.Tensor | None, cotangent: torch.Tensor | None) -> None:
-    """Write a cotangent to where the graphs read it."""
-    if to is None and cotangent is not None:
+def _put(memory: torch.Tensor | None, cotangent: torch.Tensor | None) -> None:
+    """Write a cotangent, zeros if there is none, to the memory where the graphs read it; None: they read none."""
+    if memory is None and cotangent is not None:
         raise RequestError(
             "the loss now depends on an output on which it did not depend in the first steps, so that CUDA graphs, "
             'which repeat those, have no gradient for it; pass parallelize(..., cuda_graphs="off")'
         )
-    if to is not None and cotangent is None:
-        to.zero_()
-    elif to is not None and cotangent is not None:
-        to.copy_(cotangent)
+    if memory is not None and cotangent is None:
+        memory.zero_()
+    elif memory is not None and cotangent is not None:
+        memory.copy_(cotangent)

@@ -88,25 +88,30 @@ class BatchLoss(StepLoss):
     def _whole(self, outputs: Mapping[int, Leaves]) -> tuple[Leaves, torch.Tensor]:
         """Return the leaves of the output for the whole batch, in new memory, and its labels."""
         plan = self._plan
-        model = next(iter(outputs.values()))
-        tensors = [at for at, leaf in enumerate(model) if isinstance(leaf, torch.Tensor)]
+        any_output = next(iter(outputs.values()))
+        tensors = [at for at, leaf in enumerate(any_output) if isinstance(leaf, torch.Tensor)]
         size = len(self._labels) // plan.microbatches
         for at in tensors:
-            _refuse_without_batch(model[at], size)
+            _refuse_without_batch(any_output[at], size)
         if plan.replicas * plan.directions == 1:
             parts = {(0, m, at): leaves[at] for m, leaves in outputs.items() for at in tensors}
             labels = self._labels
         else:
             parts, labels = self._gathered(outputs, tensors)
         joined = {at: torch.cat([parts[replica, m, at].detach() for replica, m in self._order]) for at in tensors}
-        return [joined.get(at, leaf) for at, leaf in enumerate(model)], labels
+        return [joined.get(at, leaf) for at, leaf in enumerate(any_output)], labels
 
     def _gathered(
         self, outputs: Mapping[int, Leaves], tensors: list[int]
     ) -> tuple[dict[tuple[int, int, int], torch.Tensor], torch.Tensor]:
-        """Return (replica, micro-batch, leaf) -> tensor, and the labels of the whole batch."""
-        comm, model = self._groups.outputs().of("reduce"), next(iter(outputs.values()))
-        samples = {at: model[at] for at in tensors} | {_LABELS: self._labels}
+        """Return (replica, micro-batch, leaf) -> tensor, and the labels of the whole batch.
+
+        Args:
+            outputs: micro-batch -> leaves, of this rank.
+            tensors: which leaves are tensors, by index.
+        """
+        comm, any_output = self._groups.outputs().of("reduce"), next(iter(outputs.values()))
+        samples = {at: any_output[at] for at in tensors} | {_LABELS: self._labels}
         # Before the gathering, whose length depends on them.
         _compare_shapes(comm, list(samples.values()))
         like = {

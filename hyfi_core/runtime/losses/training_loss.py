@@ -19,7 +19,7 @@ from hyfi_core.runtime.losses.gathered import gather_tensors
 from hyfi_core.runtime.losses.known_means import KnownMean, known_mean
 from hyfi_core.runtime.losses.step_loss import StepLoss
 from hyfi_core.runtime.lowered_model import LoweredModel
-from hyfi_core.runtime.subject import Subject
+from hyfi_core.runtime.subject import CAPTURES_KEPT, Subject
 
 FLOAT16 = (
     "autocast is torch.float16, in which small gradients become zero and large ones infinite; training "
@@ -49,10 +49,10 @@ class TrainingLoss:
         self._checked: set[bytes] = set()
         self._tried: dict[KnownMean, bool] = {}
 
-    def describe(self, together: bool) -> list[str]:
+    def describe(self, forwards_first: bool) -> list[str]:
         """Return what the loss costs besides the plan, as lines; see ``over_batch``."""
         pieces = self._plan.microbatches * self._plan.replicas
-        if pieces == 1 or together or self._settings.loss_over == "microbatch" or self._known() is not None:
+        if pieces == 1 or forwards_first or self._settings.loss_over == "microbatch" or self._known() is not None:
             return []
         return [
             f"every forward runs twice: the loss is computed over the whole batch, but schedule {self._plan.schedule} "
@@ -60,13 +60,13 @@ class TrainingLoss:
             f'all micro-batches; for a mean of terms of single samples, loss_over="microbatch" does, too'
         ]
 
-    def over_batch(self, lowered: LoweredModel, labels: torch.Tensor, together: bool) -> bool:
+    def over_batch(self, lowered: LoweredModel, labels: torch.Tensor, forwards_first: bool) -> bool:
         """Return whether this step's loss is computed over the whole batch; the same on every rank.
 
         Args:
             lowered: the model for this step's micro-batches.
             labels: of the replica's batch.
-            together: whether all forwards are before all backwards, so that this takes no second forward.
+            forwards_first: whether all forwards are before all backwards, so that this takes no second forward.
 
         Raises:
             RequestError: on every rank: ``loss_over`` is "microbatch", but the loss is not a mean over samples.
@@ -83,7 +83,7 @@ class TrainingLoss:
             return True
         if not mean.by_index(output, labels):
             return False
-        if together and labels.device.type != "cpu":
+        if forwards_first and labels.device.type != "cpu":
             return True  # reading labels would make every step wait for the device
         ignored = torch.tensor([int(mean.ignores(output, labels))])
         if self._plan.replicas > 1:
@@ -129,8 +129,7 @@ class TrainingLoss:
         except Exception:  # the user's function cannot compute without values
             picked = None
         shape = tuple(picked.shape) if isinstance(picked, torch.Tensor) else None
-        # As many as captures are kept.
-        self._shapes = [*self._shapes[-15:], (lowered, shape)]
+        self._shapes = [*self._shapes[1 - CAPTURES_KEPT :], (lowered, shape)]
         return shape
 
     def _check(self, lowered: LoweredModel, labels: torch.Tensor) -> None:

@@ -183,7 +183,7 @@ class CheckpointWriter:
         # ``changing``: the next update overwrites these tensors, and is started after the copy on the same stream.
         snapshot = self._pool.acquire(step, state, changing=True)
         copies = unflatten(snapshot.flat, state)
-        names = {kind: [*tensors] for kind, tensors in present.items()}
+        present_names = {kind: [*tensors] for kind, tensors in present.items()}
         groups = part.optimizer["groups"] if part.optimizer is not None else None
         sizes = {name: tensor.nbytes for name, tensor in part.weights.items()}
         number = self._number
@@ -192,7 +192,7 @@ class CheckpointWriter:
         def write() -> dict[str, Any]:
             # Here and not in ``begin``: only this thread waits for the device.
             snapshot.wait()
-            copied = {kind: {name: copies[f"{kind}/{name}"] for name in of} for kind, of in names.items()}
+            copied = {kind: {name: copies[f"{kind}/{name}"] for name in names} for kind, names in present_names.items()}
             # Whichever rank comes first makes it.
             temporary.mkdir(parents=True, exist_ok=True)
             moments, averaged, buffers = (copied.get(kind) for kind in ("optimizer", "averaged", "buffers"))
