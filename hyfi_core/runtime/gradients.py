@@ -258,8 +258,8 @@ def clip(
     # 1e-6 as in ``clip_grad_norm_``, so that clipped gradients are those of one process.
     scale = max_norm / (norm + 1e-6)
     gradients = [p.grad for p in owned if p.grad is not None]
-    # On a device the host does not wait to learn whether the scale is 1.
-    if gradients and (scale.device.type != "cpu" or scale < 1.0):
+    # On a device the host does not wait to learn whether the scale is 1. Not ``<``, which does not hold for NaN.
+    if gradients and (scale.device.type != "cpu" or not scale >= 1.0):
         torch._foreach_mul_(gradients, scale.clamp(max=1.0))
     return norm
 

@@ -99,10 +99,10 @@ def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:
     Raises:
         NoMapError: the output is not reduced from a map.
     """
-    found = last_map(ranked)
-    if found is None:
+    map_and_index = last_map(ranked)
+    if map_and_index is None:
         raise NoMapError("the model does not pool a feature map into its output, so its pixels have no contributions")
-    name, index = found
+    name, index = map_and_index
     body = build_tape(ranked, (), stop=index)
     head = build_tape(ranked, (name,), start=index)
     return name, body, head

@@ -144,3 +144,15 @@ def test_hooks_on_parameters_are_refused_where_one_process_would_call_them_sever
     with pytest.raises(RequestError, match=r"'head.bias' has a gradient hook, .* each of 2 micro-batches"):
         engine.accumulate(torch.zeros(2, 3, 12, 10), torch.tensor([0, 1]))
     assert len(model.head.bias._backward_hooks) == 1
+
+
+@pytest.mark.parametrize("gradient", [[3.0, 4.0], [0.3, 0.4], [0.0, float("inf")], [1.0, float("nan")]])
+def test_gradients_are_clipped_as_torch_clips_them_also_if_they_are_not_finite(gradient: list[float]) -> None:
+    both = []
+    for clip in (lambda ps: gradients.clip(ps, ps, 1.0, None), lambda ps: nn.utils.clip_grad_norm_(ps, 1.0)):
+        parameters = [nn.Parameter(torch.zeros(1)) for _ in gradient]
+        for parameter, value in zip(parameters, gradient, strict=True):
+            parameter.grad = torch.tensor([value])
+        norm = clip(parameters)
+        both.append([float(norm), *(float(p.grad) for p in parameters if p.grad is not None)])
+    assert both[0] == pytest.approx(both[1], nan_ok=True)
