@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.mutation.nearest import PACKAGES
 
-_MOST_TESTS = 40
+_MOST_TESTS = 400
 _MOST_S = 90.0
 """Of all tests of a line: what they took when they were recorded."""
 
@@ -48,7 +48,7 @@ class Covering:
             lines: of one statement.
 
         Returns:
-            Of each kind at most 40 tests of at most 90 s in all, the cheapest one of each file first; those that run
+            Of each kind at most 400 tests of at most 90 s in all, the cheapest one of each file first; those that run
             any line of the module if its text has changed since, or if the line runs on import only; None if none runs
             the line.
         """

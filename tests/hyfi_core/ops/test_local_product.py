@@ -48,3 +48,11 @@ def test_a_product_without_gradients_has_none() -> None:
     operator = LocalProduct(lambda index, w: w[index], (False, True), own_cotangents=True, fresh=True)
     (_,), saved = operator.forward((torch.tensor([1, 0]), weight))
     assert operator.backward(saved, (torch.ones(2, 3, dtype=F64),)) == (None, None)
+
+
+def test_a_weight_that_is_not_used_has_no_gradient() -> None:
+    x, unused = torch.ones(2, dtype=F64), torch.ones(3, dtype=F64)
+    operator = LocalProduct(lambda x, w: 2 * x, (False, True), own_cotangents=True, fresh=True)
+    (_,), saved = operator.forward((x, unused))
+    found = operator.backward(saved, (torch.ones(2, dtype=F64),))
+    assert found[1] is None and found[0] is not None and found[0].tolist() == [2.0, 2.0]

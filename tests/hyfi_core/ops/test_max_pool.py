@@ -20,16 +20,19 @@ from hyfi_core.plan import Layout, plan_transfer
 from hyfi_core.plan.window import AxisWindow, Window
 
 
-def check(size: Any, grid: Any, kernel: int, stride: int, padding: int, order: torch.memory_format) -> int:
+def check(
+    size: Any, grid: Any, kernel: int, stride: int, padding: int, order: torch.memory_format, dilation: int = 1
+) -> int:
     """Hold both ways against one process; return how many ranks computed their inner outputs apart."""
     # Few different values: most windows have ties, and the first in the window gets the gradient.
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(0, 3, (2, 3, *size), generator=generator).double().contiguous(memory_format=order)
     leaf = x.clone().requires_grad_()
-    wanted = F.max_pool2d(leaf, kernel, stride, padding)
+    wanted = F.max_pool2d(leaf, kernel, stride, padding, dilation)
     dy = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
     wanted.backward(dy)
-    window = Window(AxisWindow(kernel, stride, padding), AxisWindow(kernel, stride, padding))
+    axis = AxisWindow(kernel, stride, padding, dilation)
+    window = Window(axis, axis)
     have = Layout.even(*size, grid)
     out = have.through(window, *wanted.shape[2:])
     need = [window.input_box(part) for part in out.parts]
@@ -84,6 +87,8 @@ def check_remade(comm: Communicator, op: MaxPool, own: torch.Tensor, dy: torch.T
 def test_inner_outputs_apart_and_one_canvas_equal_one_process(order: torch.memory_format) -> None:
     assert check((32, 36), (2, 2), 3, 2, 1, order) == 4
     assert check((30, 34), (1, 2), 3, 1, 1, order) == 2
+    # The native call pads by half a window at most, and the middle rank would need more.
+    assert check((49, 12), (3, 1), 3, 1, 1, order, dilation=2) == 0
 
 
 @settings(max_examples=40, deadline=None)

@@ -34,6 +34,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "any and all of channels": lambda y: ((y > 0).any(1) & (y < 1).all(1)) * 2.0 + y.sum(1),
     "any and all of rows": lambda y: ((y > 0).any(3) & (y < 2).all(2)) * 2.0 + y.sum(3),
     "a table written into channels": lambda y: torch.index_put(y, (torch.tensor([0]),), table(1, 6, 6, 6)),
+    "a column written into channels": lambda y: torch.index_put(y, (torch.tensor([0]),), table(6, 1)),
     "tokens by two indices": lambda y: tokens(y)[torch.tensor([0, 1]), torch.tensor([3, 30])],
     "channels merged with rows, by a table": lambda y: y.reshape(2, 36, 6) * table(36, 6),
     "channels merged with rows, by rows": lambda y: y.reshape(2, 36, 6) + table(36, 1),

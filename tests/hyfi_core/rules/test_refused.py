@@ -275,6 +275,13 @@ REFUSED: dict[str, Refused] = {
         "works over dims (1, 2) of (2, 36, 6), not over positions",
         "(B, C, H · W)",
     ),
+    "windows that reach more than a row behind": Refused(
+        lambda y: F.conv1d(flat(y), torch.ones(4, 6, 14), None, 1, "same"),
+        "conv1d.padding",
+        "reaches 7 positions, more than a row",
+        "stride 1 and padding that keeps the number of positions, a kernel that reaches at most one row, or F.conv2d "
+        "or a pool of (B, C, H, W) before flattening",
+    ),
     "windows of positions": Refused(
         lambda y: flat(y).unfold(2, 3, 1),
         "unfold.default",

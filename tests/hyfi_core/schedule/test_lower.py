@@ -149,6 +149,20 @@ def test_lists_without_a_common_order_are_refused_where_they_differ(data: st.Dat
     assert any(b.rank == rank and planted.first <= b.index <= planted.last for b in caught.value.blames)
 
 
+@pytest.mark.parametrize(
+    ("second", "of_first", "of_second"),
+    [
+        ("F1.s0.d0 F0.s0.d0", "waits: rank 1 is at F1.s0.d0", "waits: rank 0 is at F0.s0.d0"),
+        ("", "waits: rank 1 is at its end", None),
+    ],
+)
+def test_ranks_of_a_stage_are_told_what_the_others_are_at(second: str, of_first: str, of_second: str | None) -> None:
+    schedule = Schedule.from_text(f"schedule s\n0: F0.s0.d0 F1.s0.d0\n1: {second}\n")
+    with pytest.raises(ScheduleError, match="no common order") as caught:
+        lower(schedule, Placement.of(ParallelPlan(((1, 2),), microbatches=2)), ())
+    assert [blame.why for blame in caught.value.blames] == [of_first, *([of_second] if of_second else [])]
+
+
 def test_a_receive_without_order_would_give_wrong_numbers() -> None:
     """The runner sees what the lowering is for: two receives swapped are two values swapped."""
     plan = ParallelPlan(((1, 1), (1, 1)), schedule="gpipe", microbatches=2)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from pathology.tissue import blur, fat, pen, quality, smoothing, stain, strokes, tissue
+from data.store.layout import LevelSize
+from hyfi_core.errors import RequestError
+from pathology.tissue import blur, fat, pen, quality, smoothing, stain, stain_reference, strokes, tissue
 from pathology.tissue.blur import PATCH_PX, BlurMap
 from pathology.tissue.density import density_of
 
@@ -259,3 +263,31 @@ def test_stains_do_not_depend_on_which_channel_is_which(order: tuple[int, ...]) 
     assert plain is not None and turned is not None
     wanted = sorted([[vector[at] for at in order] for vector in (plain.haematoxylin, plain.eosin)])
     assert np.allclose(sorted([list(turned.haematoxylin), list(turned.eosin)]), wanted, atol=2e-3)
+
+
+def test_a_slide_of_few_levels_is_judged_on_its_last() -> None:
+    """At 0.25 µm per pixel, sharpness is that of the third level, if there is one."""
+    for count, level in ((1, 0), (2, 1), (3, 2), (4, 2)):
+        sizes = [LevelSize(512 >> k, 512 >> k) for k in range(count)]
+        survey = quality.QualityAccumulator(sizes, 0.25, tissue.TissueParameters(mpp_um=0.25))
+        assert survey._sharp_level == level
+
+
+def test_pictures_for_stains_have_at_most_2_to_26_pixels(tmp_path: Path) -> None:
+    Image.new("1", (8193, 8192)).save(tmp_path / "a.png")
+    with pytest.raises(RequestError, match="8193 × 8192 px; give a part of at most 67,108,864 px"):
+        stain_reference._picture(tmp_path / "a.png", tmp_path, "key")
+
+
+def test_what_is_nearly_black_is_scanned() -> None:
+    assert quality.has_dark_ground(np.full((3, 2, 2), 1, np.uint8))
+    assert not quality.has_dark_ground(np.zeros((3, 2, 2), np.uint8))
+
+
+@pytest.mark.parametrize("edge", [np.s_[0, 30:45], np.s_[-1, 30:45], np.s_[20:35, 0], np.s_[20:35, -1]], ids=str)
+def test_black_lines_along_any_border_are_unscanned_and_others_are_not(edge: tuple[int | slice, int | slice]) -> None:
+    image = np.full((3, 50, 100), 200, np.uint8)
+    image[:, 10:25, 50] = 0
+    image[:, *edge] = 0
+    found = tissue._without_unscanned(image, GLASS)
+    assert (found[:, *edge] == 245).all() and (found[:, 10:25, 50] == 0).all()
