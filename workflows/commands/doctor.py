@@ -185,6 +185,7 @@ def _packages() -> str:
 
 
 def _viewer() -> Finding | str:
+    """Return the packages of ``hyfi view``, or those that are missing; nothing else needs them."""
     missing = [name for name in ("starlette", "uvicorn", "anyio") if importlib.util.find_spec(name) is None]
     if missing:
         detail = f"not installed: {', '.join(missing)}"

@@ -269,11 +269,11 @@ def bytes_of(text: str) -> int:
     Raises:
         RequestError: ``text`` is not an amount of memory.
     """
-    from pydantic import ByteSize, TypeAdapter, ValidationError
+    from pathology.memory import parse_bytes
 
     try:
-        amount = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
+        amount = parse_bytes(text)  # the amounts of all other commands
+    except RequestError:
         amount = 0
     if amount < 1:
         raise RequestError(f"--memory {text!r}: not an amount; write it like 16GB, 800MB or 16000000000")

@@ -128,6 +128,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def _owner_text(status: dict[str, Any]) -> str:
+    """Return which process writes to the run, and since when, as text; empty without one."""
     owner = status["owner"]
     if not owner:
         return ""

@@ -299,6 +299,7 @@ def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 
 def _allowed(model: type[BaseModel], names: Sequence[str]) -> str:
+    """Return what may be given for the key ``names`` in the section ``model``, for messages."""
     field = model.model_fields.get(names[-1])
     if field is not None and field.description:
         return field.description

@@ -141,9 +141,10 @@ DESIGNS = {
 
 def with_design(value: Any) -> Any:
     """Return the section ``roles`` as given, with one rank for each role of its design that has no number."""
-    if not isinstance(value, dict) or value.get("design") not in DESIGNS:
+    design = value.get("design") if isinstance(value, dict) else None
+    if not isinstance(design, str) or design not in DESIGNS:  # `in` takes no list
         return value
-    return {**{role: int(has_role) for role, has_role in _roles_of(value["design"]).items()}, **value}
+    return {**{role: int(has_role) for role, has_role in _roles_of(design).items()}, **value}
 
 
 def _roles_of(design: str) -> dict[str, bool]:

@@ -144,10 +144,8 @@ def _environment(ranks: int) -> dict[str, str]:
     Slurm's variables are removed: with them, the process manager would start the ranks through ``srun``, and a rank
     would take itself for a Slurm task. The variables with limits of memory stay; the job's number gets another name.
     """
-    removed = ("SLURM_", "PMI_", "PMIX_")
-    inherited = {
-        name: value for name, value in os.environ.items() if name in SLURM_LIMITS or not name.startswith(removed)
-    }
+    removed = [name for name in os.environ if name.startswith(("SLURM_", "PMI_", "PMIX_")) and name not in SLURM_LIMITS]
+    inherited = {name: value for name, value in os.environ.items() if name not in removed}
     if "SLURM_JOB_ID" in os.environ:
         inherited[JOB_VARIABLE] = os.environ["SLURM_JOB_ID"]
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | inherited
@@ -260,21 +258,22 @@ class _LaunchMonitor:
 
     def _report_death(self, output: mpiexec.Output) -> int:
         """Report the rank that ended without an error message; if it is unknown, print the process manager's output."""
-        ended = self._status.codes()
-        ranks = {pid: rank for rank, pid in self._status.pids().items() if rank not in ended}
-        died, lost = output.dead_process, self._first_lost()
-        if died is None and lost is not None:
-            self._tell_death([lost], f"hyfi: rank {lost} was killed or crashed; all ranks were stopped")
+        codes = self._status.codes()
+        # The ranks that did not end by themselves, by process.
+        rank_of = {pid: rank for rank, pid in self._status.pids().items() if rank not in codes}
+        died, lost_rank = output.dead_process, self._first_lost()
+        if died is None and lost_rank is not None:
+            self._tell_death([lost_rank], f"hyfi: rank {lost_rank} was killed or crashed; all ranks were stopped")
         elif died is None:
             text = output.of_manager() or f"mpiexec ended with code {self._process.returncode}"
             warn(f"hyfi: not all ranks finished: {text}")
         else:
-            first = next((pid for pid in self._exits.pids if pid in ranks), died.pid)
-            if {first, died.pid} <= self._exits.unordered:  # then the process manager knows better
-                first = died.pid
+            first_pid = next((pid for pid in self._exits.pids if pid in rank_of), died.pid)
+            if {first_pid, died.pid} <= self._exits.unordered:  # then the process manager knows better
+                first_pid = died.pid
             # Name both if they differ: a killed process ends with its last thread, perhaps after the next process.
-            named = sorted(ranks[pid] for pid in {first, died.pid} if pid in ranks)
-            who = " or ".join(f"rank {rank}" for rank in named) or f"process {first}"
+            named = sorted(rank_of[pid] for pid in {first_pid, died.pid} if pid in rank_of)
+            who = " or ".join(f"rank {rank}" for rank in named) or f"process {first_pid}"
             self._tell_death(named, f"hyfi: {who} ended with {died.how}; all ranks were stopped")
         if died is not None and died.number == signal.SIGBUS:
             warn(
@@ -313,6 +312,7 @@ def run_as_rank(body: Callable[[], int]) -> int:
 
 
 def _run_as_rank(body: Callable[[], int]) -> int:
+    """Run ``body``, report how it ended, and return the exit code of the process; see `run_as_rank`."""
     status, rank = RunStatus.from_environment(), own_rank()
     if status is not None:
         status.begin(rank)

@@ -201,7 +201,8 @@ def _seconds_of(time: str) -> float | None:
         hours, minutes, seconds = numbers
     else:  # minutes, minutes:seconds
         hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60.0 + seconds
+    # To Slurm, 0 means no limit, too.
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60.0 + seconds or math.inf
 
 
 def _pmi_of_this_mpi() -> str:

@@ -370,6 +370,7 @@ def versions() -> dict[str, str]:
 def _draw_weights(
     config: Config, labels: Labels, train: tuple[SlideRef, ...], samples: Grouping
 ) -> tuple[float, ...] | None:
+    """Return how often each training sample is drawn, relative to others; None: each once an epoch."""
     if config.data.sampling == "balanced":
         return balanced_weights(samples.samples)
     column = config.data.weights_column

@@ -104,6 +104,7 @@ def describe_fullest(fullest: Mapping[str, Any] | None) -> str:
 
 
 def _describe(entry: Mapping[str, Any]) -> str:
+    """Return one straggler as text: rank, host, kind of time, and how much more than the median."""
     over = entry["over_median"]
     by = f"{plain_number(entry['seconds'], 2)} s, most others not at all"
     if over is not None:

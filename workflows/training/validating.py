@@ -237,6 +237,7 @@ class Validating:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
+        """Context whose time is added to the seconds of validation."""
         start_s, before_s = time.perf_counter(), self._seconds
         try:
             yield

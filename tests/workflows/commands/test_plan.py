@@ -98,7 +98,7 @@ def test_amounts_of_memory(text: str, length: float) -> None:
     assert plan.bytes_of(text) == length
 
 
-@pytest.mark.parametrize("text", ["", "GB", "much", "-1GB", "0", "nan", "inf"])
+@pytest.mark.parametrize("text", ["", "GB", "much", "-1GB", "0", "nan", "inf", "1,5GB", "1.5.3GB"])
 def test_what_is_no_amount_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="not an amount"):
         plan.bytes_of(text)

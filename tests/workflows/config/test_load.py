@@ -115,6 +115,7 @@ def test_config_cannot_be_changed(path: Path) -> None:
         ("data.store=null", ["data.store", "None", "hyfi ingest"]),
         ("validation.split=test", ["validation.split", "'test'", "val or train"]),
         ("lr_schedule.name=step", ["lr_schedule", "every_steps"]),
+        ("roles.design=[inline]", ["roles.design", "['inline']", "offload_data"]),  # was a traceback
         ("seed=3", ["'seed=3'", "section.key=value"]),
         ("run.seed", ["'run.seed'", "section.key=value"]),
         ("run.seed=[", ["'['", "not a YAML value"]),

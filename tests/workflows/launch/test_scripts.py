@@ -227,6 +227,7 @@ def test_a_preempted_job_requeues_itself(tmp_path: Path, code: int, preempted: b
         ("1-6:30", 109_800),
         ("2-00:00:01", 172_801),
         ("UNLIMITED", float("inf")),
+        ("0", float("inf")),  # was refused as too short
         ("", None),
         ("1d", None),
         ("1-", None),
