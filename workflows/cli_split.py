@@ -10,7 +10,7 @@ import typer
 from workflows import signals
 from workflows.cli_options import Json, MergeAlike, Resume
 from workflows.exit_codes import exit_code_of
-from workflows.paths import require_writable
+from workflows.paths import require_writable_file
 
 Labels = Annotated[Path, typer.Argument(metavar="LABELS.csv", help="One row for each slide.")]
 Out = Annotated[Path, typer.Option("--out", help="The CSV file to write.")]
@@ -65,7 +65,7 @@ def split(
 
     def prepare() -> None:
         signals.interrupt_on_request()
-        require_writable(out)
+        require_writable_file(out)
 
     def body() -> int:
         from workflows.commands.split import SplitOptions, run

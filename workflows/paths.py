@@ -36,6 +36,17 @@ def require_writable(target: Path) -> None:
         ) from None
 
 
+def require_writable_file(target: Path) -> None:
+    """Check that ``target`` can be written as a file; leaves nothing behind.
+
+    Raises:
+        RequestError: It is a folder, or as `require_writable`.
+    """
+    require_writable(target)
+    if target.is_dir():
+        raise RequestError(f"{target} is a folder; give the name of a file")
+
+
 def require_readable(path: Path, advice: str) -> None:
     """Check that a local file or folder exists and can be read.
 

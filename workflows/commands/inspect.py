@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows import console
-from workflows.paths import require_readable, require_writable
+from workflows.paths import require_readable, require_writable_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,9 +51,7 @@ def run(
     if png is not None:
         if not png.absolute().parent.is_dir():
             raise RequestError(f"{png}: no such folder: {png.absolute().parent}")
-        if png.is_dir():
-            raise RequestError(f"{png}: is a folder; give a file for the picture")
-        require_writable(png)
+        require_writable_file(png)
     all_exported = geojson is None or _export_tissue(path, geojson)
     # What --json prints, and beside it "lines" of text, and "drawn": False if there is no picture.
     if _is_stored_slide(path):

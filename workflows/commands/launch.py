@@ -14,7 +14,7 @@ from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE
 from workflows.launch.scripts import Resources, Site, script_of
 from workflows.launch.submission import submit, why_it_cannot_start
-from workflows.paths import require_writable
+from workflows.paths import require_writable_file
 
 By = Literal["slurm", "local", "mpiexec", "torchrun"]
 
@@ -202,7 +202,7 @@ def _write_array(words: list[str], array: str, part: str, about: str, options: S
 
 def _write(path: Path, text: str, options: ScriptOptions, how_to_start: str) -> int:
     """Write the script, and submit it if requested; return the exit code."""
-    require_writable(path)
+    require_writable_file(path)
     # Kept, to undo the write if Slurm refuses the job.
     before = path.read_bytes() if path.exists() else None
     path.write_text(text, encoding="utf-8")

@@ -109,7 +109,7 @@ def _chart(name: str, curves: Sequence[RunCurve]) -> str:
     if not points:
         return ""
     (x0, x1), (y0, y1) = _range([x for x, _ in points]), _range([y for _, y in points])
-    if name in _AT_MOST_1:
+    if name in _AT_MOST_1 and y0 < 1.0:  # rounding may give 1.0000000000000002: an axis from 1 to 1 has no length
         # The margin around a constant would show values beyond the metric's largest.
         y1 = min(y1, 1.0)
 

@@ -147,8 +147,10 @@ def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
         # To the front: tried before those that change two settings.
         cheaper = {"plan.recompute=true": replace(plan, recompute=True), **cheaper}
     if plan.recompute is False and plan.stages == 1 and plan.schedule == "1f1b":
-        pieces = replace(plan, interleave=_PIECES, recompute=True)
-        cheaper = {f"plan.interleave={_PIECES} plan.recompute=true": pieces, **cheaper}
+        pieces = replace(plan, interleave=_PIECES, recompute=True, cuts="auto")
+        # The cuts of a single stage may be an empty list, which is too few for its pieces.
+        cuts = "" if plan.cuts == "auto" else " plan.cuts=auto"
+        cheaper = {f"plan.interleave={_PIECES} plan.recompute=true{cuts}": pieces, **cheaper}
     return cheaper
 
 

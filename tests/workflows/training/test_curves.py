@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -63,3 +64,9 @@ def test_undefined_numbers_are_left_out() -> None:
 def test_one_number_of_any_size_is_drawn() -> None:
     huge = [{"kind": "train", "step": 1, "loss": 1e30, "lr": 1e38, "images_per_second": 1.0}]
     assert "learning rate" in figures(curves_page("run", huge))
+
+
+def test_a_metric_that_is_rounded_beyond_its_largest_value_does_not_end_the_run() -> None:
+    values = [1.0, math.nextafter(1.0, 2.0)]
+    validations = [{"kind": "validation", "step": step, "auroc": value} for step, value in enumerate(values, 1)]
+    assert "<h2>auroc" in curves_page("run", validations)

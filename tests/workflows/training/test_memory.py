@@ -82,6 +82,8 @@ def test_the_description_names_peaks_and_the_fullest_pool() -> None:
 def test_changes_give_whole_micro_batches() -> None:
     pieces, *others = cheaper_plans(ParallelPlan(grids=((1, 1),)), 6)
     assert pieces == "plan.interleave=8 plan.recompute=true" and others == [f"plan.microbatches={n}" for n in (2, 3, 6)]
+    # An empty list of cuts, which a single stage may have, was refused at the start of every run.
+    assert list(cheaper_plans(ParallelPlan(grids=((1, 1),), cuts=()), 1)) == [f"{pieces} plan.cuts=auto"]
     assert "plan.recompute=true" in cheaper_plans(ParallelPlan(grids=((1, 1), (1, 1))), 1)
     interleaved = ParallelPlan(grids=((1, 1), (1, 1)), microbatches=2, interleave=2, recompute=True)
     assert list(cheaper_plans(interleaved, 12)) == [f"plan.microbatches={n}" for n in (4, 6, 12)]
