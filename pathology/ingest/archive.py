@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -247,11 +248,12 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
     if request.options.given_tissue is not None:
         outlines = GivenTissue(request.options.given_tissue).check(names)
         note = "; ".join(text for text in (note, outlines) if text)
-    mine = part_of_names(names, *request.part)
-    return [job for job in jobs if job.slide_id in mine], key, note
+    names_of_part = part_of_names(names, *request.part)
+    return [job for job in jobs if job.slide_id in names_of_part], key, note
 
 
 def _files_of(records: dict[str, SlideRecord]) -> dict[str, str]:
+    """Return the file of each slide by its name; empty for a slide under a pseudonym."""
     return {name: record.source_path for name, record in records.items()}
 
 
@@ -287,11 +289,12 @@ def _other_parameters(record: SlideRecord, job: SlideJob, options: IngestOptions
     requested: dict[str, Any] = options.parameters(job.slide_id)
     for values in (stored, requested):
         values["tissue outlines"] = str(values.pop("given_tissue", "detected"))[:12]
-    stored_mpp = stored.pop("given_mpp", None)
-    if stored_mpp is not None:
-        requested_mpp = _given_mpp(job, options)
-        if requested_mpp is not None and requested_mpp != stored_mpp:
-            stored["slide_mpp"], requested["slide_mpp"] = stored_mpp, requested_mpp
+    stored_mpp, requested_mpp = stored.pop("given_mpp", None), _given_mpp(job, options)
+    # Without a given value, the slide has the one of its file, which `--force-mpp` replaces.
+    compared_mpp = record.source_mpp if stored_mpp is None and options.force_mpp else stored_mpp
+    if compared_mpp is not None:
+        if requested_mpp is not None and not math.isclose(requested_mpp, compared_mpp, rel_tol=1e-6):
+            stored["slide_mpp"], requested["slide_mpp"] = compared_mpp, requested_mpp
     elif _contradicts(job, record.source_mpp):
         stored["source_mpp"], requested["source_mpp"] = record.source_mpp, parse_mpp(job.row["source_mpp"])
     if (record.bad_share or 0.0) > options.max_bad:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,12 @@ class SlidePool:
     take: Callable[[], int | None] | None = None
     cores: int = field(default_factory=usable_cores)
     _jobs: tuple[SlideJob, ...] = field(default=(), init=False)
+    # Shared memory with the completed fraction of each job.
     _done: Any = field(default=None, init=False)
+    # Indices of jobs: to be tried before the next is taken; held by another run, which is asked again later.
     _released: deque[int] = field(default_factory=deque, init=False)
     _elsewhere: deque[int] = field(default_factory=deque, init=False)
+    _take: Callable[[], int | None] = field(default=lambda: None, init=False)
 
     def run(self, jobs: Sequence[SlideJob]) -> None:
         """Ingest every job that is taken once, here or in another run that works on it.
@@ -73,8 +77,7 @@ class SlidePool:
         self._done = multiprocessing.get_context("spawn").RawArray("d", max(1, len(jobs)))
         self._released, self._elsewhere = deque(), deque()
         numbers = iter(range(len(jobs)))
-        if self.take is None:
-            self.take = lambda: next(numbers, None)
+        self._take = self.take or (lambda: next(numbers, None))
         while True:
             number = self._next()
             if number is None and not self._elsewhere:
@@ -90,8 +93,8 @@ class SlidePool:
                     self._finish(broken, self._run_alone(broken))
 
     def _next(self) -> int | None:
-        assert self.take is not None, "run sets it"
-        return self._released.popleft() if self._released else self.take()
+        """Return the index of the job to try next; None if there is none at the moment."""
+        return self._released.popleft() if self._released else self._take()
 
     def _wait_for_others(self) -> None:
         """Take over abandoned slides; sleep if there are none."""
@@ -124,6 +127,7 @@ class SlidePool:
     def _run_in_workers(self) -> list[int]:
         """Process jobs until none is left or a worker dies; return the interrupted ones."""
         running: dict[Future[Outcome | None], int] = {}
+        children_before = multiprocessing.active_children()
         with _pool(self.workers, self._done, self._threads) as pool:
             try:
                 while True:
@@ -141,7 +145,7 @@ class SlidePool:
                 return list(running.values())
             except BaseException:
                 # Before the claims are removed: a worker that lived on would write a slide that others may take.
-                _end_workers(pool)
+                _end_workers(pool, children_before)
                 for number in running.values():
                     remove_ended(self.store / CLAIMS, self._jobs[number].slide_id)
                     remove_leftovers(slide_path(self.store, self._jobs[number].slide_id))
@@ -205,11 +209,13 @@ def _start_worker(fractions: Any, threads: int) -> None:
         os._exit(1)
 
 
-def _end_workers(pool: ProcessPoolExecutor) -> None:
+def _end_workers(pool: ProcessPoolExecutor, others: Sequence[BaseProcess]) -> None:
+    """End the processes of a pool at once; ``others``: children of this process that are not the pool's."""
+    workers = [process for process in multiprocessing.active_children() if process not in others]
     pool.shutdown(wait=False, cancel_futures=True)
-    for process in multiprocessing.active_children():
+    for process in workers:
         process.terminate()
-    for process in multiprocessing.active_children():
+    for process in workers:
         process.join(5)
 
 

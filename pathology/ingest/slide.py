@@ -232,5 +232,7 @@ def _concerns_store(error: OSError, store: Path, cache: Path | None) -> bool:
         return True
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str)]
     roots = (str(store.absolute()), str(working_folder(store, cache).absolute()))
-    # By the name in the error, as both disks raise the same kinds.
-    return any(str(location(name).absolute()).startswith(roots) for name in names)
+    # By the name in the error, as both disks raise the same kinds. With a slash: `store-slides` is not in `store`.
+    below = tuple(f"{root.rstrip('/')}/" for root in roots)
+    paths = [str(location(name).absolute()) for name in names]
+    return any(path in roots or path.startswith(below) for path in paths)

@@ -8,6 +8,7 @@ import pytest
 from data.store.manifest import record_path
 from data.store.slide_store import slide_path
 from hyfi_core.errors import RequestError
+from pathology.ingest.archive import IngestOptions
 from tests.pathology.ingest.test_archive import run
 from tests.pathology.tiffs import MakeSlide
 
@@ -23,6 +24,19 @@ def test_another_mpp_in_the_manifest_than_the_files_is_refused_afterwards(
     manifest.write_text("path,source_mpp\na.tiff,0.25\n")
     with pytest.raises(RequestError, match=r"source_mpp: 0\.5 → 0\.25"):
         run([manifest], store)
+
+
+def test_a_finished_slide_is_not_skipped_if_another_mpp_is_forced(tmp_path: Path, make_slide: MakeSlide) -> None:
+    """The slide kept the microns per pixel of its file, and the run said that it was finished."""
+    source, store = make_slide(), tmp_path / "store"
+    run([source], store)
+    assert run([source], store, IngestOptions(mpp=0.5, slide_mpp=0.25)).skipped == ["a"]
+    assert run([source], store, IngestOptions(mpp=0.5, slide_mpp=0.5, force_mpp=True)).skipped == ["a"]
+    forced = IngestOptions(mpp=0.5, slide_mpp=0.25, force_mpp=True)
+    with pytest.raises(RequestError, match=r"slide_mpp: 0\.5 → 0\.25"):
+        run([source], store, forced)
+    assert [record.source_mpp for record in run([source], store, forced, overwrite=True).done] == [0.25]
+    assert run([source], store, forced).skipped == ["a"]
 
 
 def test_a_slide_whose_record_is_lost_is_taken_only_with_unaltered_metadata(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -307,6 +308,17 @@ def test_an_error_of_the_sources_disk_fails_the_slide_alone(
     report = run([make_slide(f"{k}.tiff", seed=k) for k in range(2)], tmp_path / "store")
     assert [r.slide_id for r in report.done] == ["1"] and not report.stopped
     assert report.failed[0].reason == "the file cannot be read: Input/output error"
+
+
+def test_a_slide_beside_the_store_is_not_in_it_though_their_paths_begin_alike(
+    tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed(path: Path, pick: Pick) -> object:
+        raise OSError(errno.ENOENT, "No such file or directory", str(tmp_path / "store-slides" / path.name))
+
+    monkeypatch.setattr("pathology.ingest.slide.open_source", removed)
+    report = run([make_slide("a.tiff")], tmp_path / "store")
+    assert not report.stopped and [record.slide_id for record in report.failed] == ["a"]
 
 
 def test_bad_tiles_beyond_a_stricter_limit_are_not_skipped(tmp_path: Path, make_slide: MakeSlide) -> None:

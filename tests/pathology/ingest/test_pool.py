@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,28 @@ def test_workers_that_are_interrupted_while_they_start_say_nothing(
         os.kill(pid, signal.SIGINT)
     _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0 and "Traceback" not in said
+
+
+def test_an_interrupted_pool_ends_its_own_workers_only(tmp_path: Path) -> None:
+    other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(PATIENCE_S,))
+    other.start()
+
+    def interrupt(fractions: Sequence[float]) -> None:
+        raise KeyboardInterrupt
+
+    jobs = [SlideJob(tmp_path / f"{k}.tiff", str(k)) for k in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        SlidePool(tmp_path, IngestOptions(mpp=0.5), 2, lambda outcome: None, interrupt).run(jobs)
+    assert multiprocessing.active_children() == [other] and other.is_alive()
+    other.kill()
+
+
+def test_a_pool_may_run_twice(tmp_path: Path) -> None:
+    seen: list[str] = []
+    pool = SlidePool(tmp_path, IngestOptions(mpp=0.5), 1, lambda outcome: seen.append(outcome.record.slide_id))
+    for name in "ab":
+        pool.run([SlideJob(tmp_path / f"{name}.tiff", name)])
+    assert seen == ["a", "b"]
 
 
 class PickledBomb:
