@@ -49,12 +49,20 @@ class CziSource:
 
     def __init__(self, path: Path, pick: Pick = WHOLE) -> None:
         self._path, self._file, self._pick = path, SlideFile(path), pick
-        czi = read_czi(self._file, pick)
+        try:
+            self._describe(read_czi(self._file, pick))
+        except BaseException:
+            # Nobody else can: an archive may have more files that are refused than a process may have open.
+            self._file.close()
+            raise
+
+    def _describe(self, czi: CziFile) -> None:
+        """Set the attributes of `SlideSource`, and check the levels."""
         self._czi = czi
         stated = () if czi.mpp is None else (StatedMpp(czi.mpp, "the CZI metadata"),)
         checked = checked_mpp(stated, czi.objective_power, czi.size_px)
         self.mpp, self.facts, self.objective_power = checked.um, checked.facts, czi.objective_power
-        self.facts = self.facts.noting(*_scenes_note(czi, pick))
+        self.facts = self.facts.noting(*_scenes_note(czi, self._pick))
         self.vendor = "zeiss"
         self.icc: bytes | None = None
         self.levels = tuple(map(self._level, czi.downsamples, czi.blocks))
@@ -84,6 +92,7 @@ class CziSource:
         return CziSource, (self._path, self._pick)
 
     def _level(self, downsample: int, blocks: Sequence[CziBlock]) -> SourceLevel:
+        """Return the level with these blocks, whose largest counts as its tile."""
         height, width = self._czi.size_px
         tile = max(b.height_px for b in blocks), max(b.width_px for b in blocks)
         return SourceLevel(max(1, height // downsample), max(1, width // downsample), (float(downsample),) * 2, tile)

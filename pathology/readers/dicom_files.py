@@ -32,6 +32,7 @@ _WHOLE_SLIDE = "1.2.840.10008.5.1.4.1.1.77.1.6"
 _SOP_CLASS, _SERIES, _SERIES_NUMBER = 0x00020002, 0x0020000E, 0x00200011
 _PHOTOMETRIC, _PIXELS = 0x00280004, 0x7FE00010
 _JPEG_START, _JPEG_2000_START = b"\xff\xd8", b"\xff\x4f"
+_ITEM = b"\xfe\xff\x00\xe0"
 _AGAIN = "DICOM does not allow; convert the slide again from its original"
 _SHOWN_AS_RGB = ("RGB", "YBR_ICT", "YBR_RCT")
 """PhotometricInterpretations for which OpenSlide shows frames as they are, after the transform of their codestream."""
@@ -114,12 +115,10 @@ def frame_contradiction(path: Path) -> str:
         if frame.startswith(_JPEG_START):
             declared, right = ("rgb", "YBR_FULL_422") if photometric == "RGB" else ("ycbcr", "RGB")
             _, note = believed_jpeg(declared, [frame], stored_jpeg)
+            if note is None:
+                return ""
             contradiction = f"PhotometricInterpretation is {photometric}, its JPEG frames say otherwise"
-            return (
-                ""
-                if note is None
-                else f"{contradiction}: its colours would be wrong; make it {right} in the slide's files"
-            )
+            return f"{contradiction}: its colours would be wrong; make it {right} in the slide's files"
         if is_jp2(frame):
             return f"its frames are JP2 files, which {_AGAIN}"
         if photometric in _SHOWN_AS_RGB and frame.startswith(_JPEG_2000_START):
@@ -130,15 +129,18 @@ def frame_contradiction(path: Path) -> str:
 
 
 def _first_frame(file: BinaryIO) -> tuple[str, bytes]:
-    """Return PhotometricInterpretation, and the first fragment of encapsulated pixels (DICOM PS3.5, A.4)."""
+    """Return PhotometricInterpretation, and the first fragment of encapsulated pixels (DICOM PS3.5, A.4); else b""."""
     from pydicom.filereader import read_partial
 
     dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=[_PHOTOMETRIC])
+    photometric = _text(dataset, _PHOTOMETRIC)
     file.seek(file.tell() + 12)  # the element's tag, type and length
     # Items have a tag and a length of four bytes each: first the table of offsets, then the fragments.
-    table = int.from_bytes(file.read(8)[4:], "little")
-    file.seek(table, os.SEEK_CUR)
-    return _text(dataset, _PHOTOMETRIC), file.read(int.from_bytes(file.read(8)[4:], "little"))
+    item = file.read(8)
+    if item[:4] != _ITEM:  # uncompressed pixels, which have no items: the length would be any number
+        return photometric, b""
+    file.seek(int.from_bytes(item[4:], "little"), os.SEEK_CUR)
+    return photometric, file.read(int.from_bytes(file.read(8)[4:], "little"))
 
 
 def file_of_slide(path: Path) -> Path:
@@ -180,7 +182,7 @@ def _parsed(file: BinaryIO) -> DicomHeader:
     except Exception as error:  # damaged files raise many types, also OSError without errno
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        return DicomHeader(True, "")  # the reader will report what is wrong with it
+        return DicomHeader(whole_slide=True, series="")  # the reader will report what is wrong with it
     series, number = _text(dataset, _SERIES), _text(dataset, _SERIES_NUMBER)
     return DicomHeader(_text(dataset.file_meta, _SOP_CLASS) == _WHOLE_SLIDE, series, number)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,8 @@ class TiffSource:
                 stated = merged(by_openslide.facts.mpp if by_openslide else (), stated_by_tiff(tiff, first))
                 checked = noted_if_contrary(checked_mpp(stated, power, _size(first)), stated_by_coarser(pages))
                 self.orientation = orientation_of_page(first)
-                self.vendor = by_openslide.vendor if by_openslide else "ome-tiff" if tiff.is_ome else "generic-tiff"
+                of_format = "ome-tiff" if tiff.is_ome else "generic-tiff"
+                self.vendor = by_openslide.vendor if by_openslide else of_format
                 # The tag itself: OpenSlide's binding returns the profile as rewritten by Little CMS.
                 self.icc: bytes | None = first.iccprofile or (by_openslide.icc if by_openslide else None)
         except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError) as error:
@@ -96,6 +97,7 @@ class TiffSource:
         self.bounds = Box.of_size(self._levels[0].height_px, self._levels[0].width_px)
         self.to_file_px: Affine = translation((0, 0))
         self._file = SlideFile(path)
+        # For each level of `levels`, its index among the pages from `_pages`.
         self._kept = list(range(len(self._levels)))
         sizes = [(level.height_px, level.width_px) for level in self._levels]
         self.levels = tuple(map(_described, levels_of_sizes(sizes), self._levels))
@@ -150,20 +152,26 @@ class TiffSource:
         failed = _BoxReader(self._levels[level], self._file, box, out).run()
         missing = [index for index in self._levels[level].tiles_in(box) if self._levels[level].lengths[index] == 0]
         for index in missing:
-            self._fill_missing_tile(index, level, box, out)
+            failed += self._fill_missing_tile(index, level, box, out)
         if failed and bad is None:
             raise TileError(f"level {level} ({self.levels[level].width_px} px wide), {failed[0].reason}")
         if bad is not None:
             bad += failed
 
-    def _fill_missing_tile(self, index: int, level: int, box: Box, out: RGB) -> None:
-        """Fill the pixels of a tile that the file does not have."""
-        common = self._levels[level].tile_box(index).intersect(box)
+    def _fill_missing_tile(self, index: int, level: int, box: Box, out: RGB) -> list[BadTile]:
+        """Fill the pixels of a tile that the file does not have; return the tile if that fails: it is then white."""
+        tile_box = self._levels[level].tile_box(index)
+        common = tile_box.intersect(box)
         part = out[common.relative_to(box).slices()]
+        part[...] = _WHITE
         if self._fill_missing is None:
-            part[...] = _WHITE
-        else:
+            return []
+        try:
             self._fill_missing(common, self._kept[level], part)
+        except TileError as error:
+            part[...] = _WHITE
+            return [BadTile(tile_box, str(error))]
+        return []
 
     def close(self) -> None:
         """Close the file."""
@@ -260,6 +268,7 @@ class _BoxReader:
 
 
 def _described(level: SourceLevel, tiles: TiffLevel) -> SourceLevel:
+    """Return the level with the size of its tiles, and the number of those that the scanner left out."""
     missing = int((tiles.lengths == 0).sum())
     return replace(level, tile_px=(tiles.tile_height_px, tiles.tile_width_px), missing_tiles=missing)
 
@@ -306,6 +315,7 @@ def _pages_of_series(tiff: tifffile.TiffFile, pick: Pick) -> list[Any]:
 
 
 def _images_of_imagej(page: Any) -> int:
+    """Return the number of pictures that ImageJ's text states for a page, behind one directory."""
     match = re.search(r"^images=(\d+)$", page.description, re.MULTILINE)
     return 1 if match is None else int(match[1])
 
@@ -333,27 +343,28 @@ def _pages_before_the_damage(tiff: tifffile.TiffFile) -> list[Any]:
 def _pages_known(
     tiff: tifffile.TiffFile, by_openslide: SlideSource, stored: Sequence[int] | None, pick: Pick
 ) -> list[Any]:
-    """Return the tiled page with the size of each level of ``by_openslide``; of several planes, of the picked one."""
+    """Return the tiled page with the size of each stored level of ``by_openslide``; of several planes the picked one.
+
+    Levels after the first that lacks planes are left out: indices of pages are those of ``stored``.
+    """
     level_pages, pages = [], _tiled_pages(tiff)
-    first = next(
-        (page for page in pages if _size(page) == (by_openslide.levels[0].height_px, by_openslide.levels[0].width_px)),
-        None,
-    )
+    levels = by_openslide.levels if stored is None else [by_openslide.levels[k] for k in stored]
+    sizes = [(level.height_px, level.width_px) for level in levels]
+    first = next((page for page in pages if _size(page) == sizes[0]), None)
     planes = [] if first is None else _of_one_size(tiff, first)
     if len(planes) > 1:
-        picked = picked_plane(planes, pick, _size(planes[0]))
-        coarser_pages = [
-            [page for page in pages if _size(page) == (v.height_px, v.width_px)] for v in by_openslide.levels[1:]
-        ]
-        return [picked, *(level[pick.plane - 1] for level in coarser_pages if len(level) == len(planes))]
+        picked = picked_plane(planes, pick, sizes[0])
+        coarser = [[page for page in pages if _size(page) == size] for size in sizes[1:]]
+        complete = takewhile(lambda pages_of_level: len(pages_of_level) == len(planes), coarser)
+        return [picked, *(pages_of_level[pick.plane - 1] for pages_of_level in complete)]
     check_plane(pick, 1)
-    plain = by_openslide.vendor == "generic-tiff"
-    if plain:  # as OpenSlide does: the first page and those marked as reduced copies of it
+    is_plain = by_openslide.vendor == "generic-tiff"
+    if is_plain:  # as OpenSlide does: the first page and those marked as reduced copies of it
         pages = [page for page in pages if page.index == 0 or page.is_reduced]
-    for level in by_openslide.levels if stored is None else [by_openslide.levels[k] for k in stored]:
-        same = [page for page in pages if _size(page) == (level.height_px, level.width_px)]
-        if not same or (len(same) > 1 and not plain):
-            raise SlideError(f"the TIFF has {len(same)} tiled pages of {level.width_px} × {level.height_px} px")
+    for height, width in sizes:
+        same = [page for page in pages if _size(page) == (height, width)]
+        if not same or (len(same) > 1 and not is_plain):
+            raise SlideError(f"the TIFF has {len(same)} tiled pages of {width} × {height} px")
         level_pages.append(same[0])
     return level_pages
 

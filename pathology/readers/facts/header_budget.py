@@ -173,7 +173,7 @@ def _directory(file: BinaryIO, offset: int, layout: _ByteLayout) -> _Directory |
         if tag in _LISTS:
             tiles += number
         elif tag in size_px and kind in _KINDS:
-            size_px[tag] = layout.numbers(file, kind, 1, value)[0]
+            size_px[tag] = next(iter(layout.numbers(file, kind, 1, value)), 0)
         elif tag == _SUB_DIRECTORIES and kind in _KINDS and number <= _MOST_ENTRIES:
             further += layout.numbers(file, kind, number, value)
     return _Directory(count, tiles, (size_px[_HEIGHT], size_px[_WIDTH]), tuple(further))

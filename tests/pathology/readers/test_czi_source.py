@@ -34,6 +34,16 @@ SCENES = [(0, 400, 0, 320), (120, 640, 480, 896)]
 NAME = "Jane-Doe-1961"
 
 
+def test_a_file_that_is_refused_does_not_stay_open(tmp_path: Path) -> None:
+    path = tmp_path / "x.czi"
+    path.write_bytes(b"ZISRAWFILE" + bytes(500))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(SlideError, match="truncated or damaged"):
+            open_source(path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def seen() -> RGB:
     """Return the scenes on white glass."""
     picture, glass = soft(640, 896), np.full((640, 896, 3), 255, np.uint8)

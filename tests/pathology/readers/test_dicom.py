@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import simplejpeg
 
 from data.store.manifest import DONE, load_records
 from data.store.slide_store import SlideStore, slide_path
@@ -21,11 +22,12 @@ from pathology.ingest.discover import find_jobs
 from pathology.ingest.identity import SourceStamp
 from pathology.ingest.staging import files_of, staged
 from pathology.readers import dicom_files
-from pathology.readers.dicom_files import DicomHeader, read_header
+from pathology.readers.dicom_files import DicomHeader, frame_contradiction, read_header
 from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.sources import open_source
 from tests.pathology.readers.dicom_slides import CT, element, write_file, write_series
 from tests.pathology.readers.scanners import smooth
+from tests.pathology.tiffs import stained
 from workflows.commands import inspect
 
 AT_HALF = IngestOptions(mpp=0.5)
@@ -149,6 +151,17 @@ def test_without_its_finest_level_a_slide_is_refused(archive: Path, tmp_path: Pa
     assert "finest level has 1 µm/px" in record.reason
     record = ingest_slide(archive / "b-1.dcm", tmp_path / "store", IngestOptions(mpp=0.5, lossless=True))
     assert "dicom. Ingest it without --lossless" in record.reason
+
+
+def test_uncompressed_pixels_are_not_taken_for_a_frame(tmp_path: Path) -> None:
+    """They have no items, so any of their bytes would count as lengths; here these lead to a JPEG that contradicts."""
+    frame = simplejpeg.encode_jpeg(stained(64, 64))
+    for start, contradicts in ((b"\xfe\xff\x00\xe0", True), (b"\x01\x02\x03\x04", False)):
+        pixels = start + bytes(8) + len(frame).to_bytes(4, "little") + frame
+        path = write_file(tmp_path / "a.dcm", stained(64, 64), "1.2", "1.3", photometric="RGB")
+        head = path.read_bytes().split(b"\xe0\x7f\x10\x00", 1)[0]
+        path.write_bytes(head + b"\xe0\x7f\x10\x00OB\0\0" + len(pixels).to_bytes(4, "little") + pixels)
+        assert bool(frame_contradiction(path)) == contradicts
 
 
 def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

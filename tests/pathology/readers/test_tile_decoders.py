@@ -158,6 +158,22 @@ def test_tiles_that_the_scanner_left_out_are_shown_as_openslide_shows_them(
         assert (out[:128, 128:256] == 255).all()
 
 
+def test_a_left_out_tile_that_cannot_be_filled_in_is_a_bad_tile(tmp_path: Path) -> None:
+    path = write_encoded(tmp_path / "a.tif", pyramid(), partial(jpeg, stored="ycbcr"), "jpeg", "ycbcr")
+    leave_out(path, 0, 1)
+
+    def fail(box: Box, level: int, out: RGB) -> None:
+        out[...] = 0
+        raise TileError("OpenSlide cannot decode it")
+
+    source, bad = TiffSource(path, fill_missing=fail), list[BadTile]()
+    out = np.empty((*SIZE, 3), np.uint8)
+    source.read_into(WHOLE, 0, out, bad)
+    assert [tile.box for tile in bad] == [Box(0, 128, 128, 256)] and (out[:128, 128:256] == 255).all()
+    with pytest.raises(TileError, match="OpenSlide cannot decode it"):
+        source.read(WHOLE, 0)
+
+
 def damage(data: bytes, how: str) -> bytes:
     half, noise = len(data) // 2, np.random.default_rng(0).bytes(len(data))
     return {

@@ -42,6 +42,16 @@ def test_more_tiles_than_a_slide_has_are_refused_before_anything_reads_them(
     check_directories(empty_tiff(tmp_path / "y.tif", 200_000, 256, order, big))
 
 
+def test_a_size_that_is_beyond_the_end_is_left_to_the_readers(tmp_path: Path) -> None:
+    """A width of 64 bits in a classic TIFF is not in its entry but elsewhere, here nowhere."""
+    entries = struct.pack("<HHII", 256, 16, 1, 10**6) + struct.pack("<HHII", 257, 4, 1, 100)
+    path = tmp_path / "x.tif"
+    path.write_bytes(b"II*\0" + struct.pack("<IH", 8, 2) + entries + struct.pack("<I", 0))
+    check_directories(path)
+    with pytest.raises(SlideError):
+        open_source(path)
+
+
 def test_tiles_of_all_directories_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the chain and of SubIFDs: 16 tiles, 4 below them, and 16 of a second page."""
     pixels = np.zeros((64, 64, 3), np.uint8)
