@@ -88,32 +88,35 @@ def predict_slides(
     flags = ("mpp_changed",) if options.mpp is not None and options.mpp != spec.mpp else ()
     spec = replace(spec, mpp=options.mpp if options.mpp is not None else spec.mpp)
     folder = OutFolder(out, members, spec, options=options)
+    ingest_options(members[0].config, spec.mpp, options)  # refuses a wrong mpp while nothing is written
     options.check_tissue([slide.slide_id for slide in inputs])
     inputs = with_case_slides(inputs) if spec.bag == "case" else inputs
     set_arithmetic(all(member.config.get("tf32", False) for member in members))  # as in training
     device = own_device(options.device, comm)
-    chosen = on_first_rank(comm, lambda: folder.open(inputs))
+    to_predict = on_first_rank(comm, lambda: folder.open(inputs))
     if comm.rank == 0:
-        begin(len(inputs) - len(chosen))
-    group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(chosen)))
+        begin(len(inputs) - len(to_predict))
+    group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(to_predict)))
     for member in members:
         member.model.to(device)
-    ensemble = _kind(spec)(members, spec, group, options) if any(not inputs[k].reason for k in chosen) else None
-    with _scratch(folder, comm, bool(chosen)) as scratch:
+    may_succeed = any(not inputs[k].reason for k in to_predict)
+    ensemble = _ensemble_class(spec)(members, spec, group, options) if may_succeed else None
+    with _scratch(folder, comm, is_needed=bool(to_predict)) as scratch:
         if group.rank == 0 and comm.rank != 0:
             folder.open(inputs)  # rank 0 has done it above; the first rank of every group writes there
         caller = _Caller(say, progress, stop_wanted) if comm.rank == 0 else _Caller(stop_wanted=stop_wanted)
         run = _Run(folder, members, spec, options, group, scratch, flags, caller)
-        queue = SlideQueue(chosen, scratch, group, alone=group.size == comm.size)
-        mine, stopped = run.predict_all(queue, inputs, ensemble)
-        all_outcomes = gathered(comm, group.rank == 0, {index: asdict(outcome) for index, outcome in mine.items()})
-        every = [Prediction.of_json(values) for values in all_outcomes]
+        queue = SlideQueue(to_predict, scratch, group, alone=group.size == comm.size)
+        of_group, stopped = run.predict_all(queue, inputs, ensemble)
+        as_json = {index: asdict(outcome) for index, outcome in of_group.items()}
+        outcomes = [Prediction.of_json(values) for values in gathered(comm, leads=group.rank == 0, results=as_json)]
         stopped = any(comm.broadcast_object(comm.gather_objects(stopped)))
-    skipped = tuple(slide.slide_id for k, slide in enumerate(inputs) if k not in set(chosen))
-    return PredictionReport.of(every, skipped, stopped and len(every) < len(chosen))
+    skipped = tuple(slide.slide_id for k, slide in enumerate(inputs) if k not in set(to_predict))
+    return PredictionReport.of(outcomes, skipped, stopped and len(outcomes) < len(to_predict))
 
 
-def _kind(spec: InputSpec) -> type[Ensemble | TileEnsemble]:
+def _ensemble_class(spec: InputSpec) -> type[Ensemble | TileEnsemble]:
+    """Return the class that evaluates models with this input."""
     if spec.features is not None:
         return FeatureEnsemble
     return Ensemble if spec.tiles is None else TileEnsemble
@@ -237,12 +240,12 @@ class _Run:
             blocks = gradient_evidence(ensemble, dataset, sight, self._spec.align_px)
             return replace(result, blocks=blocks, flags=_merged(result.flags, (kind,)))
 
-        def between(done: int, forwards: int) -> bool:
+        def stops(done: int, forwards: int) -> bool:
             self._caller.progress(0, f"{result.slide_id}: occlusion {done} of {forwards}")
             return self._stops()
 
         most = self._options.most_forwards
-        blocks = occlude(ensemble, dataset, sight, self._spec.align_px, most, self._caller.say, between)
+        blocks = occlude(ensemble, dataset, sight, self._spec.align_px, most, self._caller.say, stops)
         return replace(result, blocks=blocks, flags=_merged(result.flags, (kind,)))
 
     def _with_coverage(self, prediction: Prediction, sight: Sight) -> Prediction:
@@ -323,9 +326,9 @@ class _Run:
         slide = dataset.slide(0)
         assert isinstance(slide, SlideStore)
         readouts = [member.readout for member in self._members]
-        readout = readouts[0].joined(readouts)
-        # Each member's numbers are read with its own calibration, and then averaged.
         logits = [np.array(heatmap.logits, np.float64) for heatmap in heatmaps]
+        # Each member's numbers are read with its own calibration, and averaged later.
+        members = list(zip(readouts, logits, strict=True))
         heatmap = average(heatmaps) if len(heatmaps) > 1 else heatmaps[0]
         return SlideResult(
             slide_id=slide_input.slide_id,
@@ -341,12 +344,10 @@ class _Run:
             else slide_input.label,
             withheld=prediction.reason if prediction.status == INCOMPLETE and not self._options.allow_partial else "",
             heatmap=heatmap,
-            readout=readout,
+            readout=readouts[0].joined(readouts),
             outputs=np.stack(logits),
-            values=np.stack([own.values(member_logits) for own, member_logits in zip(readouts, logits, strict=True)]),
-            uncalibrated=np.stack(
-                [own.uncalibrated(member_logits) for own, member_logits in zip(readouts, logits, strict=True)]
-            ),
+            values=np.stack([readout.values(member_logits) for readout, member_logits in members]),
+            uncalibrated=np.stack([readout.uncalibrated(member_logits) for readout, member_logits in members]),
             flags=(*prediction.flags, *heatmap.flags),
             outside=prediction.reason.partition(f"{OUTSIDE}: ")[2],
         )
@@ -378,7 +379,10 @@ def _merged(*groups: Sequence[str]) -> tuple[str, ...]:
 
 @contextmanager
 def _scratch(folder: OutFolder, comm: Communicator, is_needed: bool) -> Iterator[Path]:
-    """Context that yields a temporary store in the results' folder, with the same name on every rank."""
+    """Context that yields a temporary store in the results' folder, which is created; the same on every rank.
+
+    If none is needed, it yields the results' folder, and nothing is created. Collective.
+    """
     if not is_needed:
         yield folder.path
         return
@@ -389,6 +393,7 @@ def _scratch(folder: OutFolder, comm: Communicator, is_needed: bool) -> Iterator
 
 
 def _begin(folder: OutFolder) -> None:
+    """Create the results' folder; refuse one that cannot be written."""
     try:
         folder.begin()
     except OSError as error:

@@ -70,14 +70,15 @@ def read_areas(path: Path, data: bytes) -> Areas:
                 left_out["empty"] += 1
             else:
                 of_class.setdefault(name, []).append(_checked(path, rings))
-    # Popped: what remains in `of_class` at the end is what was left out.
+    # Popped: what remains in `of_class` at the end is left out.
     ignored = of_class.pop(IGNORED_CLASS.lower(), [])
     names = [TISSUE_CLASS.lower()] if TISSUE_CLASS.lower() in of_class else [n for n in of_class if not n.endswith("*")]
     tissue = [polygon for name in names for polygon in of_class.pop(name)]
     left_out.update({f"of the class {name or '(none)'}": len(polygons) for name, polygons in of_class.items()})
     listed = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
     if not tissue:
-        note = f" (only {listed})" if listed else f" (only areas of the class {IGNORED_CLASS})" if ignored else ""
+        others = listed or (f"areas of the class {IGNORED_CLASS}" if ignored else "")
+        note = f" (only {others})" if others else ""
         raise RequestError(
             f"{path}: it has no polygon of tissue{note}; draw areas of the class {TISSUE_CLASS} and export them as "
             "GeoJSON"
@@ -122,6 +123,6 @@ def _checked(path: Path, rings: Any) -> Polygon:
             raise ValueError("fewer than three points")
         if not all(math.isfinite(v) for ring in polygon for point in ring for v in point):
             raise ValueError("a coordinate that is not a finite number")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"{path}: it has an invalid polygon ({error})") from error
     return polygon

@@ -178,9 +178,18 @@ def _are_valid(coordinates: Any, depth: int) -> bool:
         return False
     if depth:
         return all(_are_valid(part, depth - 1) for part in coordinates)
+    return len(coordinates) >= 2 and all(map(_is_finite_number, coordinates))
+
+
+def _is_finite_number(value: Any) -> bool:
+    """Whether a value of JSON is a number within the range of a float."""
     # JSON's `true` is an int in Python, and its NaN and Infinity, which the standard lacks, are floats.
-    numbers = [v for v in coordinates if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)]
-    return len(coordinates) >= 2 and len(numbers) == len(coordinates)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number may have any number of digits
+        return False
 
 
 def _version(data: bytes) -> str:

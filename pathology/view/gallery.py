@@ -11,9 +11,10 @@ folder with a predictions.csv            the slides of the table: a given store 
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,7 +45,7 @@ class GallerySlide:
     """One slide of the list.
 
     Attributes:
-        key: Identifies it in addresses: its slide_id, with the folder of predictions if two have the same.
+        key: Identifies it in addresses: its slide_id; if several have the same, with their folder of predictions.
         slide_id: Its name.
         path: The file, or ``STORE/<slide_id>.zarr``.
         stored: Whether it is in a store.
@@ -114,7 +115,7 @@ def find_slides(paths: Sequence[Path], annotations: Path | None = None) -> tuple
         annotation_folder = annotations or folder / "annotations"
         for row in _rows(folder):
             slide = _predicted(folder, row, inputs_by_id, annotation_folder / f"{row['slide_id']}.geojson")
-            key = slide.slide_id if slide.slide_id not in slides else f"{slide.slide_id} ({folder.name})"
+            key = _free_key(slide.slide_id, folder, slides)
             slides[key] = replace(slide, key=key)
     shown = {slide.slide_id for slide in slides.values()}
     for item in inputs_by_id.values():
@@ -122,6 +123,16 @@ def find_slides(paths: Sequence[Path], annotations: Path | None = None) -> tuple
             file = annotations / f"{item.slide_id}.geojson" if annotations else None
             slides[item.slide_id] = replace(_of_input(item), annotations=file)
     return list(slides.values()), predictions
+
+
+def _free_key(slide_id: str, folder: Path, slides: Mapping[str, GallerySlide]) -> str:
+    """Return a key that no slide has yet: the slide_id, else with the folder of predictions, else with a number, too.
+
+    Without slashes, as it is a part of addresses.
+    """
+    numbered = (f"{slide_id} ({folder.name} {number})" for number in itertools.count(2))
+    names = itertools.chain((slide_id, f"{slide_id} ({folder.name})"), numbered)
+    return next(name for name in names if name not in slides)
 
 
 def _require_slide(path: Path) -> None:

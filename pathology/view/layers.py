@@ -73,6 +73,12 @@ class HeatmapFile:
     Args:
         path: The file.
 
+    Attributes:
+        path: The file.
+        mtime_ns: Its time of modification when its metadata were read.
+        cells: Map between cells and level 0.
+        channels: Its channels, in the order of the file.
+
     Raises:
         LayerError: The file cannot be read, or does not state its position on the slide.
     """
@@ -82,6 +88,7 @@ class HeatmapFile:
 
         self.path = path
         try:
+            self.mtime_ns = path.stat().st_mtime_ns
             with tifffile.TiffFile(path) as file:
                 metadata, names = _metadata_of(file.ome_metadata or "")
                 self._shapes = [level.shape[-2:] for level in file.series[0].levels]
@@ -184,13 +191,14 @@ class LayerPainter:
             smooth: Whether to interpolate between the centres of cells; otherwise each cell has one colour.
         """
         y, x = _shown_points(slide, tile)
+        # From shown pixels to level 0, and on to cells of the heatmap.
         to_cells = np.linalg.inv(_square(heatmap.cells)) @ _square(slide.to_level0)
         rows, columns = _along(to_cells[0], y, x), _along(to_cells[1], y, x)
         # As many cells of that level as pixels, or more: fewer would show blocks, more would take time to read.
         level = heatmap.level_for(TileGrid.of(slide).scale(tile[0]) * float(np.abs(to_cells[0, :2]).max()))
-        values = self._cache.get(
-            (str(heatmap.path), channel.index, level), lambda: heatmap.values(channel.index, level)
-        )
+        # With the time: a slide may be predicted again while the viewer runs.
+        key = (str(heatmap.path), heatmap.mtime_ns, channel.index, level)
+        values = self._cache.get(key, lambda: heatmap.values(channel.index, level))
         factor = 2**level
         sampled = (interpolated if smooth else nearest)(values, rows / factor, columns / factor)
         return painted(sampled - channel.offset, channel)

@@ -47,18 +47,8 @@ def show(
     if box.empty or size_px < 1:
         raise RequestError(f"show: {box} has no pixel of {slide.slide_id}, {whole.height} × {whole.width} px")
     downsample = max(1.0, max(box.height, box.width) / size_px)
-    # With a tolerance: sizes of levels are rounded.
-    level = max(k for k, one in enumerate(slide.levels) if finest.height_px / one.height_px <= downsample * 1.001)
-    factors = [finest.height_px / slide.levels[level].height_px, finest.width_px / slide.levels[level].width_px]
-    part = Box(
-        math.floor(box.y0 / factors[0]),
-        math.ceil(box.y1 / factors[0]),
-        math.floor(box.x0 / factors[1]),
-        math.ceil(box.x1 / factors[1]),
-    )
-    image = Image.fromarray(np.ascontiguousarray(slide.read(part, level).transpose(1, 2, 0)))
     size = (max(1, round(box.width / downsample)), max(1, round(box.height / downsample)))
-    image = image.resize(size, Image.Resampling.LANCZOS)
+    image = _picture(slide, box, size, downsample)
     rows, columns = _places(box, size)
     if heatmap is not None:
         file = _heatmap_of(slide, Path(heatmap))
@@ -74,6 +64,26 @@ def show(
         pixels[_edge(inside)] = _OUTLINE_RGB
         image = Image.fromarray(pixels)
     return image
+
+
+def _picture(slide: SlideStore, box: Box, size: tuple[int, int], downsample: float) -> Image.Image:
+    """Return the pixels of a box, reduced to a size, from the coarsest level that is as fine as the picture.
+
+    Args:
+        slide: The slide.
+        box: Rectangle in pixels of the finest level.
+        size: (width, height) of the picture.
+        downsample: Pixels of the finest level for each pixel of the picture.
+    """
+    finest = slide.levels[0]
+    # With a tolerance: sizes of levels are rounded.
+    level = max(k for k, v in enumerate(slide.levels) if finest.height_px / v.height_px <= downsample * 1.001)
+    fy, fx = finest.height_px / slide.levels[level].height_px, finest.width_px / slide.levels[level].width_px
+    # Outwards to whole pixels of the level; of these, the exact box is resampled.
+    part = Box(math.floor(box.y0 / fy), math.ceil(box.y1 / fy), math.floor(box.x0 / fx), math.ceil(box.x1 / fx))
+    exact = (box.x0 / fx - part.x0, box.y0 / fy - part.y0, box.x1 / fx - part.x0, box.y1 / fy - part.y0)
+    image = Image.fromarray(np.ascontiguousarray(slide.read(part, level).transpose(1, 2, 0)))
+    return image.resize(size, Image.Resampling.LANCZOS, box=exact)
 
 
 def _places(box: Box, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -20,8 +20,8 @@ def with_case_slides(inputs: Sequence[SlideInput]) -> list[SlideInput]:
     if all(slide.case_slides for slide in inputs):
         return list(inputs)
     cases: dict[str, list[SlideInput]] = {}
-    for one in inputs:
-        cases.setdefault(one.case_id or one.slide_id, []).append(one)
+    for slide in inputs:
+        cases.setdefault(slide.case_id or slide.slide_id, []).append(slide)
     result = []
     for slides in cases.values():
         # In the order of training, see `Grouping.of`.

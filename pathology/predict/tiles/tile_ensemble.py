@@ -126,14 +126,15 @@ class TileEnsemble:
         # Slides are dealt case by case, so one case is kept: its tiles are encoded once for all of its slides.
         if self._case is None or self._case.paths != paths:
             slides = together(self._comm, lambda: [self._open(path) for path in paths])
-            self._case = _OpenCase(paths, together(self._comm, lambda: [(one, self.tiles_of(one)) for one in slides]))
+            bags_of_case = together(self._comm, lambda: [(opened, self.tiles_of(opened)) for opened in slides])
+            self._case = _OpenCase(paths, bags_of_case)
         bags, explained = self._case.bags, self._case.explained
         if member not in explained:
             explained[member] = self._explained(self._engines[member], bags)
         counts = [len(of_slide) for _, of_slide in bags]
-        own = next(k for k, (one, _) in enumerate(bags) if one.slide_id == slide.slide_id)
-        first = sum(counts[:own])
-        return place_explanation(self._members[member], tiles, explained[member], slice(first, first + counts[own]))
+        index = next(k for k, (slide_of_case, _) in enumerate(bags) if slide_of_case.slide_id == slide.slide_id)
+        first = sum(counts[:index])
+        return place_explanation(self._members[member], tiles, explained[member], slice(first, first + counts[index]))
 
     def _explained(self, engine: TilesEngine, bags: Sequence[tuple[SlideStore, TissueTiles]]) -> TileExplanation:
         """Return the explanation of the tiles of some slides as one bag, one slide after the other.
@@ -143,8 +144,8 @@ class TileEnsemble:
         """
         late = LateErrors(self._comm.size > 1)
         parts = [
-            _CheckedTiles(*together(self._comm, partial(self.source_of, one, of_one)), late, one.slide_id)
-            for one, of_one in bags
+            _CheckedTiles(*together(self._comm, partial(self.source_of, slide, tiles)), late, slide.slide_id)
+            for slide, tiles in bags
         ]
         explanation = engine.explain(parts[0] if len(parts) == 1 else JoinedTiles("the case", parts))
         # After the collective call: an error that is raised earlier leaves the other ranks waiting.
@@ -166,6 +167,7 @@ def place_explanation(
         own: Which of them are the slide's; contributions of the others then count as bias.
     """
     readout = member.readout
+    # Readouts take maps, (channels, h, w): here one of a single column.
     scores = readout.position_scores(explanation.alone[own].T[:, :, None].float())[:, :, 0]
     attention = None if explanation.attention is None else explanation.attention.double().cpu().numpy()
     # `place_tiles` multiplies attention by the number of the slide's tiles; the mean is that of all tiles of the bag.

@@ -55,6 +55,7 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
     height, width = (math.ceil(side / cell_px) for side in tiles.plane.size_px)
     rows, columns, inside = _cells(tiles, cell_px, (height, width))
     shares = values.contributions / inside.sum(1)  # cells beyond the slide's border do not exist
+    # Contributions, scores, number of tiles over a cell, and attention if there is any.
     maps = [*shares, *values.scores, np.ones(len(tiles))]
     maps += [] if values.attention is None else [values.attention * len(tiles)]
     canvas = np.zeros((len(maps), height, width))
@@ -64,7 +65,7 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
     covers = canvas[2 * count]
     is_seen = covers > 0
     canvas[:, ~is_seen] = np.nan
-    # Of a copy: `covers` is itself a row that is divided.
+    # All but contributions are means over tiles. By a copy: `covers` is itself a row that is divided.
     canvas[count:, is_seen] /= covers[is_seen].copy()
     bias = values.logits - values.contributions.sum(1)
     return Heatmap(
@@ -92,10 +93,35 @@ def at_tiles(tiles: TissueTiles, values: NDArray[np.floating], cell_px: int) -> 
         values: The map, (rows, columns).
         cell_px: Side of a cell, which divides size and stride.
     """
+    sums, counts = _sums_of_cells(tiles, values, cell_px)
+    mean: NDArray[np.float64] = sums / counts
+    return mean
+
+
+def contributions_of(tiles: TissueTiles, values: NDArray[np.floating], cell_px: int) -> NDArray[np.float64]:
+    """Return the contribution of each tile to a logit, (N,), whose sum is that of the map.
+
+    A cell that several tiles cover counts in equal parts for each, as the map does not tell their parts apart.
+
+    Args:
+        tiles: The slide's tiles.
+        values: The map of contributions, (rows, columns), from `place_tiles`.
+        cell_px: Side of a cell, which divides size and stride.
+    """
+    rows, columns, inside = _cells(tiles, cell_px, (values.shape[0], values.shape[1]))
+    covers = np.zeros(values.shape)
+    np.add.at(covers, (rows[inside], columns[inside]), 1)
+    sums, _ = _sums_of_cells(tiles, np.nan_to_num(values) / np.maximum(covers, 1), cell_px)
+    return sums
+
+
+def _sums_of_cells(
+    tiles: TissueTiles, values: NDArray[np.floating], cell_px: int
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the sum of a map's cells in each tile, and their number without those beyond the slide; both (N,)."""
     rows, columns, inside = _cells(tiles, cell_px, (values.shape[0], values.shape[1]))
     cells = np.where(inside, values[np.where(inside, rows, 0), np.where(inside, columns, 0)], 0.0)
-    mean: NDArray[np.float64] = cells.sum(1) / inside.sum(1)
-    return mean
+    return cells.sum(1), inside.sum(1)
 
 
 def _cells(

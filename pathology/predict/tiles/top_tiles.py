@@ -12,7 +12,7 @@ from data.tiles.tissue_tiles import TissueTiles
 from pathology.pages import data_uri
 from pathology.predict.report import TilePicture
 from pathology.predict.slide_result import SlideResult, level0_of
-from pathology.predict.tiles.tile_heatmap import at_tiles
+from pathology.predict.tiles.tile_heatmap import at_tiles, contributions_of
 
 MOST = 8
 _PICTURE_PX = 256
@@ -28,8 +28,10 @@ def top_tiles(result: SlideResult) -> list[TilePicture]:
     if tiles is None or result.withheld:
         return []
     level0, scores = level0_of(result), at_tiles(tiles, heatmap.scores[channel], heatmap.cell_px)
-    weighing = heatmap.values[channel] if heatmap.attention is None else heatmap.attention
-    weights = at_tiles(tiles, weighing, heatmap.cell_px)
+    if heatmap.attention is None:
+        weights = contributions_of(tiles, heatmap.values[channel], heatmap.cell_px)
+    else:
+        weights = at_tiles(tiles, heatmap.attention, heatmap.cell_px)
     chosen = np.argsort(-weights, kind="stable")[:MOST]
     chosen = chosen[weights[chosen] > 0]  # with max pooling, one tile of each class has weight
     pixels = _pictures(result.slide, tiles, chosen.tolist())

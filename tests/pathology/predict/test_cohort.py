@@ -324,6 +324,12 @@ def test_a_plausible_mpp_of_the_file_is_replaced_only_by_force(slide: Path, tmp_
     assert kept.source_mpp == 0.5
 
 
+def test_an_mpp_out_of_range_is_refused_before_anything_is_written(slide: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="--mpp 100"):
+        predict(tmp_path / "out", [slide], mpp=100.0)
+    assert not (tmp_path / "out").exists()
+
+
 def test_finished_slides_are_skipped_and_other_checkpoints_refused(slide: Path, tmp_path: Path) -> None:
     member, other = member_of(Darkness()), member_of(Darkness(), "two")
     predict(tmp_path, [slide], member)

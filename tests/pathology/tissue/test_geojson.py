@@ -76,6 +76,7 @@ def test_areas_are_what_was_drawn(content: Any, pixels: int, left_out: str) -> N
         ({}, "no polygon of tissue; draw"),
         (feature(area([[0, 0], [1, 1]])), "fewer than three points"),
         (feature(area([[0, 0], [1, None], [2, 2]])), "invalid polygon"),
+        (feature(area([[0, 0], [1, 10**400], [2, 2]])), "invalid polygon"),
         (feature({"type": "Polygon", "coordinates": "x"}), "invalid polygon"),
         ([feature({"type": "MultiPolygon", "coordinates": 7})], "invalid polygon"),
     ],

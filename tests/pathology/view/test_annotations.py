@@ -77,6 +77,10 @@ def test_what_somebody_else_saved_meanwhile_is_not_lost(tmp_path: Path) -> None:
             b'[{"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [[1, 2], [3, 4]]}}]',
             "coordinates for a Polygon",
         ),
+        (
+            b'{"type": "Feature", "geometry": {"type": "Point", "coordinates": [1, 1' + b"0" * 400 + b"]}}",
+            "for a Point",
+        ),
     ],
 )
 def test_what_is_no_geojson_is_named_and_not_written(tmp_path: Path, data: bytes, words: str) -> None:

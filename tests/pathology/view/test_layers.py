@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,11 +17,13 @@ from hyfi_core.plan.box import Box
 from pathology.ingest.thumbnail import OUTLINE
 from pathology.predict.cohort import predict_slides
 from pathology.predict.colors import class_color
+from pathology.predict.heatmap_tiff import channel_metadata, write_channels
 from pathology.predict.inputs import find_inputs
 from pathology.predict.options import PredictOptions
 from pathology.view.gallery import Gallery
 from pathology.view.layers import HeatmapFile, LayerError, interpolated, nearest
 from pathology.view.scene import Scene
+from pathology.view.show import show
 from pathology.view.tiles import TILE_PX
 from tests.pathology.slides import FOCUS, MPP, Darkness, member_of
 from tests.pathology.view.predictions import SLIDE_ID
@@ -100,6 +104,27 @@ def test_the_occlusion_of_a_slide_is_a_layer_in_its_place(predictions: Path, tmp
     assert tuple(drawn[y, x, :3]) == class_color(1)
 
 
+def test_a_heatmap_that_is_made_again_is_shown_anew(predictions: Path, tmp_path: Path) -> None:
+    """The values of its first version stayed in the cache, under the metadata of the second."""
+    out = shutil.copytree(predictions, tmp_path / "out")
+    scene = Scene(Gallery.of([out]), 10**8)
+    first = whole(scene, SLIDE_ID, channel(scene, "score dark"), 0)
+    file = HeatmapFile(out / SLIDE_ID / "heatmap.tiff")
+    facts = {"class_names": ["pale", "dark"], "cell_to_level0": file.cells.affine.tolist()}
+    names = [channel_of_file.name for channel_of_file in file.channels]
+    nothing = np.zeros((len(names), *file.values(0).shape), np.float32)
+    write_channels(file.path, nothing, channel_metadata("a", "", names, (1.0, 1.0), facts, (0.0, 0.0)), (1.0, 1.0))
+    assert first[..., 3].any() and not whole(scene, SLIDE_ID, channel(scene, "score dark"), 0)[..., 3].any()
+
+
+def test_slides_of_predictions_with_the_same_name_all_have_their_key(predictions: Path, tmp_path: Path) -> None:
+    """Of three runs whose folders are named alike, the second's slide was replaced by the third's."""
+    folders = [shutil.copytree(predictions, tmp_path / run / "out") for run in "abc"]
+    slides = Gallery.of(folders).slides
+    assert list(slides) == [SLIDE_ID, f"{SLIDE_ID} (out)", f"{SLIDE_ID} (out 2)"]
+    assert [slide.predictions for slide in slides.values()] == folders
+
+
 def test_the_outline_surrounds_the_stores_tissue(predictions: Path) -> None:
     store = predictions.parent / "store"
     scene = Scene(Gallery.of([store]), 10**8)
@@ -140,6 +165,19 @@ def test_a_heatmap_that_does_not_say_where_it_lies_is_refused(predictions: Path,
     path.write_bytes(b"no TIFF")
     with pytest.raises(LayerError, match=r"heatmap\.tiff: cannot be read"):
         HeatmapFile(path)
+
+
+def test_a_box_that_begins_within_a_pixel_of_a_level_is_shown_where_it_is() -> None:
+    """The pixels of the level around it were shown as the box, up to a pixel of the picture away."""
+    finest = np.broadcast_to((np.arange(64) * 3).astype(np.uint8), (3, 64, 64))
+    levels = [finest, finest[:, ::2].reshape(3, 32, 32, 2).mean(3).astype(np.uint8)]
+    slide = SimpleNamespace(
+        levels=[SimpleNamespace(height_px=level.shape[1], width_px=level.shape[2]) for level in levels],
+        read=lambda box, level: levels[level][(slice(None), *box.slices())],
+    )
+    picture = np.asarray(show(slide, Box(0, 22, 21, 43), tissue=False, size_px=11))  # type: ignore[arg-type]
+    expected = 3 * (21.5 + 2 * np.arange(11))
+    assert picture.shape == (11, 11, 3) and np.abs(picture[5, 1:-1, 0] - expected[1:-1]).max() <= 1
 
 
 def test_regions_lie_where_the_focus_is(predictions: Path) -> None:

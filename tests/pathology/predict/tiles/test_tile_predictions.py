@@ -28,7 +28,7 @@ from pathology.predict.inputs import find_inputs
 from pathology.predict.members import Member
 from pathology.predict.options import PredictOptions
 from pathology.predict.table import PredictionReport
-from pathology.predict.tiles.tile_heatmap import TileValues, at_tiles, place_tiles
+from pathology.predict.tiles.tile_heatmap import TileValues, at_tiles, contributions_of, place_tiles
 from pathology.view.layers import HeatmapFile
 from tests.pathology.slides import FOCUS, draw_slide, member_of, write_slide
 
@@ -144,6 +144,8 @@ def test_overlapping_tiles_share_cells() -> None:
     assert np.allclose(heatmap.attention[0], [0.6, 0.75, 0.9])
     assert np.nansum(heatmap.values) + heatmap.bias[0] == pytest.approx(15)
     assert np.allclose(at_tiles(tiles, heatmap.scores[0], 2), [0.25, 0.75, 0.25])
+    # The last tile, alone in its cells, has what it contributes; the first two share a column of cells.
+    assert np.allclose(contributions_of(tiles, heatmap.values[0], 2), [5, 7, 2])
     both = average([heatmap, heatmap])
     assert both.attention is not None
     assert np.allclose(both.attention, heatmap.attention, equal_nan=True)
