@@ -38,9 +38,13 @@ _UNREADABLE_GRACE_S = 10.0
 
 
 class Claim:
-    """The exclusive right to work on one name; a context manager that releases it.
+    """The exclusive right to work on one name, from `take`; a context manager that releases it.
 
     A thread touches its file every ten seconds.
+
+    Args:
+        path: Its file, which exists.
+        token: The file's content, which no other claim at the same path has.
     """
 
     def __init__(self, path: Path, token: str) -> None:

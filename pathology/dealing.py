@@ -74,52 +74,54 @@ class SlideQueue:
     """
 
     def __init__(self, slides: Sequence[int], folder: Path, group: Communicator, alone: bool) -> None:
-        # Every group has the whole list, and learns by the files which of it are taken.
-        self._left, self._folder, self._group, self._alone = list(slides), folder, group, alone
-        self._known: set[int] = set()
-        self._unseen: set[int] = set()
+        # Every group has the whole list, and learns by the files which of them others have taken.
+        self._untried, self._folder, self._group, self._alone = list(slides), folder, group, alone
+        self._reported: set[int] = set()
+        self._unreported: set[int] = set()
 
     def take(self) -> int | None:
-        """Return the next slide of this group, None if all are taken. Collective over the group."""
+        """Return the index of this group's next slide, None if all are taken. Collective over the group."""
         own = self._next() if self._group.rank == 0 else None
         index: int | None = self._group.broadcast_object(own)
         return index
 
     def finish(self, index: int) -> None:
-        """Record that a slide is finished; for the first rank of each group."""
+        """Record that the slide of an index is finished; for the first rank of each group."""
         if self._alone:
-            self._unseen.add(index)
+            self._unreported.add(index)
         else:
             (self._folder / f"{index}.finished").touch()
 
     def newly_finished(self) -> set[int]:
-        """Return the slides that any group has finished since the last call; for the first rank of each group."""
+        """Return the indices of slides that any group has finished since the last call; for each group's first rank."""
         if not self._alone:
-            self._unseen = {int(path.stem) for path in self._folder.glob("*.finished")} - self._known
-        unseen, self._unseen = self._unseen, set()
-        self._known |= unseen
-        return unseen
+            self._unreported = {int(path.stem) for path in self._folder.glob("*.finished")} - self._reported
+        unreported, self._unreported = self._unreported, set()
+        self._reported |= unreported
+        return unreported
 
     def _next(self) -> int | None:
-        while self._left:
-            index = self._left.pop(0)
+        """Take the next slide that no other group has taken; return its index, None if there is none."""
+        while self._untried:
+            index = self._untried.pop(0)
             if self._alone or create_exclusively(self._folder / f"{index}.taken"):
                 return index
         return None
 
 
 def gathered(comm: Communicator, leads: bool, results: Mapping[int, Any]) -> list[Any]:
-    """Return the results of all groups in the order of their slides, on every rank. Collective.
+    """Return the results of all groups, sorted by the index of their slide, on every rank. Collective.
 
     Args:
         comm: all ranks.
-        leads: whether this is the first rank of its group.
+        leads: whether this is the first rank of its group; the results of others are not used.
         results: the results of this rank's group as JSON, by the index of their slide.
     """
-    mine = list(results.items()) if leads else []
-    parts = comm.broadcast_object(comm.gather_objects(mine))
-    every = {int(index): result for part in parts for index, result in part}
-    return [every[index] for index in sorted(every)]
+    own_pairs = list(results.items()) if leads else []
+    # (index, result) pairs, one list for each rank: JSON has no dictionaries with numbers as keys.
+    pairs_of_ranks = comm.broadcast_object(comm.gather_objects(own_pairs))
+    by_index = {int(index): result for pairs in pairs_of_ranks for index, result in pairs}
+    return [by_index[index] for index in sorted(by_index)]
 
 
 def on_first_rank(comm: Communicator, action: Callable[[], T]) -> T:

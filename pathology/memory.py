@@ -28,7 +28,7 @@ def parse_bytes(text: str) -> int:
 
 
 def worker_count(requested: int, memory_bytes: int | None, sharing: int = 1) -> int:
-    """Return the number of workers.
+    """Return the number of workers, at least 1: those requested, or fewer if memory does not suffice for these.
 
     Args:
         requested: Number requested; 0 for as many as cores.

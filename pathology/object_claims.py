@@ -30,7 +30,15 @@ class ClaimLostError(Exception):
 
 
 class ObjectClaim:
-    """The exclusive right to work on one name; a context manager that releases it."""
+    """The exclusive right to work on one name, from `take`; a context manager that releases it.
+
+    A thread writes its object again every 30 seconds.
+
+    Args:
+        path: Its object, which exists.
+        token: The object's content, to which a number is added when it is written again.
+        version: The object's version on the server.
+    """
 
     def __init__(self, path: ObjectPath, token: str, version: str) -> None:
         self._path, self._token, self._version, self._beats = path, token, version, 0

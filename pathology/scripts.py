@@ -106,10 +106,10 @@ def several(paths: Slides) -> list[Path]:
     from data.store.slide_store import SlideStore
 
     items = [paths] if isinstance(paths, (str, os.PathLike, SlideStore)) else list(paths)
-    listed = [Path(one.path if isinstance(one, SlideStore) else one) for one in items]
-    if not listed:
+    as_paths = [Path(item.path if isinstance(item, SlideStore) else item) for item in items]
+    if not as_paths:
         raise RequestError("no paths were given; give at least one")
-    return listed
+    return as_paths
 
 
 def checked_options(kind: type[Options], arguments: Mapping[str, Any]) -> Options:

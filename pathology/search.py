@@ -159,4 +159,5 @@ def _is_zarr(folder: str, files: Sequence[str]) -> bool:
 
 
 def _is_same(folder: str, store: Path | None) -> bool:
+    """Whether a folder is the store, by whatever path; False without one."""
     return store is not None and not is_remote(store) and store.exists() and store.samefile(folder)

@@ -138,12 +138,13 @@ def _tint(picture: RGB, where: Mask, colour: tuple[int, int, int]) -> None:
 
 
 def _files(store: Path, slide_id: str) -> tuple[Path, Path]:
+    """Return the paths of a slide's pictures: the large and the small one."""
     folder = store / "contact"
     return folder / f"{slide_id}.png", folder / f"{slide_id}.jpg"
 
 
 def _card(store: Path, record: SlideRecord) -> Card:
-    """Return the card of a slide; its picture is made if it is missing."""
+    """Return the card of a slide; its picture is drawn if it is missing."""
     if record.status != DONE:
         return Card(record.slide_id, "", "", "", (), record.reason or "failed")
     large, small = _files(store, record.slide_id)

@@ -99,12 +99,12 @@ def content_of(
     """
     if options.lossless:
         return LosslessContent(slide, mpp, options, tissue)
-    own = options.at(stored_mpp(slide, mpp.um, None if options.native else options.mpp))
-    return ResampledContent(slide, mpp, own, tissue)
+    of_slide = options.at(stored_mpp(slide, mpp.um, None if options.native else options.mpp))
+    return ResampledContent(slide, mpp, of_slide, tissue)
 
 
 class ResampledContent:
-    """A pyramid at the store's own microns per pixel, made in one pass over the source."""
+    """A pyramid whose finest level has ``options.mpp``, made in one pass over the source."""
 
     kind = "resampled"
 
@@ -118,8 +118,8 @@ class ResampledContent:
         self._reader = LevelReader(slide, self.frame.choice, options.max_bad)
         self._sizes = self.frame.sizes(options)
         self.levels = pyramid_levels(self._sizes, options.mpp, options.pixel_codec, options.sharded)
-        near = self.frame.tissue if options.glass == "blank" else None
-        self.glass = None if near is None else (near, self.frame.mask_mpp)
+        tissue_mask = self.frame.tissue if options.glass == "blank" else None
+        self.glass = None if tissue_mask is None else (tissue_mask, self.frame.mask_mpp)
 
     @property
     def bad_tiles(self) -> int:
@@ -180,6 +180,7 @@ class LosslessContent:
         self.bad_tiles = self.tiles = 0
 
     def _measure(self) -> Quality:
+        """Return the measurements; those that were made before, if there are any."""
         return self._quality or measure_lossless(self._slide, self._mpp, self._options.tissue, self._tissue)
 
     def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
@@ -296,6 +297,6 @@ class ToSrgb:
             out[y : y + step] = np.asarray(ImageCms.applyTransform(image, self._transforms.get()))
         return out
 
-    def planes(self, pixels: RGB) -> RGB:
+    def planes(self, pixels: Planes) -> Planes:
         """Convert ``(3, h, w)`` uint8; return a new ``(3, h, w)`` uint8 array."""
         return np.ascontiguousarray(self(pixels.transpose(1, 2, 0)).transpose(2, 0, 1))

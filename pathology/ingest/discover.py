@@ -90,7 +90,7 @@ def find_jobs(
 
 
 def _each_scene(rows: Mapping[SceneKey, dict[str, str]], scene: str) -> dict[SceneKey, dict[str, str]]:
-    """Return a row, with a column ``scene``, of each scene where none is given."""
+    """Return a row for each scene to ingest, with its number in a column ``scene`` if the file has several."""
     scenes: dict[SceneKey, dict[str, str]] = {}
     for (source, stated_scene), row in rows.items():
         count = 1 if stated_scene else scene_count(source)
@@ -98,13 +98,20 @@ def _each_scene(rows: Mapping[SceneKey, dict[str, str]], scene: str) -> dict[Sce
             scenes[source, scene] = {**row, "scene": scene}  # its reader says that there is no such scene
         elif count == 1:
             scenes[source, stated_scene] = row
-        numbers = (
-            range(1, count + 1) if scene == "all" else [largest_scene(source) if scene == "largest" else int(scene)]
-        )
-        for number in map(str, numbers if count > 1 else ()):
-            name = {"slide_id": row["slide_id"] + _suffix(number)} if row.get("slide_id") and scene == "all" else {}
-            scenes[source, number] = {**row, **name, "scene": number}
+        else:
+            for number in _scene_numbers(source, count, scene):
+                scenes[source, number] = {**row, "scene": number}
+                # Of a name that the manifest gives, several scenes need one each.
+                if row.get("slide_id") and scene == "all":
+                    scenes[source, number]["slide_id"] = row["slide_id"] + _suffix(number)
     return scenes
+
+
+def _scene_numbers(source: Path, count: int, scene: str) -> list[str]:
+    """Return the numbers of the scenes to ingest of a file with ``count`` scenes; see `find_jobs`."""
+    if scene == "all":
+        return [str(number) for number in range(1, count + 1)]
+    return [str(largest_scene(source)) if scene == "largest" else str(int(scene))]
 
 
 def _suffix(scene: str) -> str:
@@ -130,15 +137,15 @@ def written_in_one_way(
     names_given = [job.row.get("slide_id", "") for job in jobs]
     advice = "slides need names that differ in more than spelling: change slide_id"
     one_spelling(names_given, "name", "manifest: slide_id", merge=False, known_names=names, advice=advice)
-    written = ["" if is_missing(case) else case for case in (job.row.get("case_id", "") for job in jobs)]
-    spelled = one_spelling(written, "name", "manifest: case_id", merge=merge, known_names=cases)
+    cases_given = ["" if is_missing(case) else case for case in (job.row.get("case_id", "") for job in jobs)]
+    spelled = one_spelling(cases_given, "name", "manifest: case_id", merge=merge, known_names=cases)
     notes = [joined_note("manifest: case_id", spelled.joined)] if spelled.joined else []
-    without = sum(not case for job, case in zip(jobs, written, strict=True) if "case_id" in job.row)
+    without = sum(not case for job, case in zip(jobs, cases_given, strict=True) if "case_id" in job.row)
     if without:
         notes.append(f"{without} of {len(jobs)} slides have no case_id: each counts as a case of its own")
     changed = [
         replace(job, row={**job.row, "case_id": spelled.spelling[case]}) if case else job
-        for job, case in zip(jobs, written, strict=True)
+        for job, case in zip(jobs, cases_given, strict=True)
     ]
     return changed, "; ".join(notes)
 
@@ -155,10 +162,10 @@ def refuse_store_among_slides(store: Path, paths: Sequence[Path], jobs: Sequence
         RequestError: ``store`` is, or is in, one of the folders; or has slides in it at any depth, or a manifest
             directly in it.
     """
-    if inside := [job.source for job in jobs if not is_remote(job.source) and is_own_slide(job.source)]:
-        own = store if is_remote(store) else store.resolve()
-        if among := [source for source in inside if source.parent.resolve() == own]:
-            raise RequestError(f"--out {store}: {among[0]} is one of its slides; choose another --out")
+    folder = store if is_remote(store) else store.resolve()
+    stored = [job.source for job in jobs if not is_remote(job.source) and is_own_slide(job.source)]
+    if own_slides := [source for source in stored if source.parent.resolve() == folder]:
+        raise RequestError(f"--out {store}: {own_slides[0]} is one of its slides; choose another --out")
     if is_remote(store) or record_path(store, "").parent.is_dir():
         return
     target, advice = store.resolve(), "choose an --out outside of the slides' folders"
@@ -171,9 +178,9 @@ def refuse_store_among_slides(store: Path, paths: Sequence[Path], jobs: Sequence
             raise RequestError(f"--out {store}: it {where} the folder of slides {path}; {advice}")
         if not path.is_dir() and source.parent == target:
             raise RequestError(f"--out {store}: {path} is in this folder; {advice}")
-    for folder in {job.source.parent for job in jobs if not is_remote(job.source)}:
-        if folder.resolve().is_relative_to(target):
-            below = "" if folder.resolve() == target else f" ({folder})"
+    for slide_folder in {job.source.parent for job in jobs if not is_remote(job.source)}:
+        if slide_folder.resolve().is_relative_to(target):
+            below = "" if slide_folder.resolve() == target else f" ({slide_folder})"
             raise RequestError(f"--out {store}: slides are in this folder{below}; {advice}")
 
 
@@ -217,32 +224,33 @@ def _jobs_with_names(rows: Mapping[SceneKey, dict[str, str]], files_by_name: Map
         rows: (file, scene) -> row of the manifest.
         files_by_name: Slides that are in the store already -> their files.
     """
-    names = {
+    # Of slides that are in the store already, by their file and the ending of their scene.
+    stored_names = {
         (location(source), suffix): name
         for name, source in files_by_name.items()
         if source
         for suffix in _suffixes_of(name)
     }
-    own_names = {key: _checked(row["slide_id"]) for key, row in rows.items() if row.get("slide_id")}
-    twice = [name for name, count in Counter(own_names.values()).items() if count > 1]
+    given_names = {key: _checked(row["slide_id"]) for key, row in rows.items() if row.get("slide_id")}
+    twice = [name for name, count in Counter(given_names.values()).items() if count > 1]
     if twice:
         raise RequestError(f"slide_id {twice[0]!r} is used for two slides; it must be unique")
     folders = _Folders()
-    plain = {key: _plain_name(*key, folders) for key in rows if key not in own_names}
+    plain_names = {key: _plain_name(*key, folders) for key in rows if key not in given_names}
     # Names of the manifest count, too: they are kept, and others give way.
-    shared = Counter([*plain.values(), *own_names.values()])
+    uses = Counter([*plain_names.values(), *given_names.values()])
     jobs = []
     for key, row in rows.items():
         source, scene = key
-        name = own_names.get(key) or names.get((source, _suffix(scene)))
+        name = given_names.get(key) or stored_names.get((source, _suffix(scene)))
         if name is None:
-            name = plain[key]
-            if shared[name] > 1 or _is_taken(name, files_by_name):
+            name = plain_names[key]
+            if uses[name] > 1 or _is_taken(name, files_by_name):
                 name = name_with_place(name, source)
         jobs.append(SlideJob(source, name, row))
     # A last resort: names with a digest of the folder may still be equal.
     same = Counter(job.slide_id for job in jobs)
-    return [job if same[job.slide_id] == 1 or job.place in own_names else _named_by_path(job) for job in jobs]
+    return [job if same[job.slide_id] == 1 or job.place in given_names else _named_by_path(job) for job in jobs]
 
 
 def name_with_place(name: str, source: Path) -> str:

@@ -41,13 +41,14 @@ class SourceStamp:
             listing, size_bytes = _listed(path)
             return cls(size_bytes, int(hashlib.sha256(listing).hexdigest()[:14], 16))
         try:
-            statuses = [(f.name, f.stat()) for f in files_of(path)]
+            statuses = [(file.name, file.stat()) for file in files_of(path)]
         except OSError as error:
             raise SlideError(f"the file cannot be read: {error.strerror}") from error
-        size_bytes = sum(s.st_size for _, s in statuses)
+        size_bytes = sum(status.st_size for _, status in statuses)
         if len(statuses) == 1:
-            return cls(size_bytes, statuses[0][1].st_mtime_ns)
-        listed = sorted((name, s.st_size, s.st_mtime_ns) for name, s in statuses)
+            ((_, status),) = statuses
+            return cls(size_bytes, status.st_mtime_ns)
+        listed = sorted((name, status.st_size, status.st_mtime_ns) for name, status in statuses)
         # 56 bits: below 2⁶³, as times in nanoseconds are.
         return cls(size_bytes, int.from_bytes(hashlib.sha256(repr(listed).encode()).digest()[:7], "big"))
 
@@ -81,13 +82,13 @@ def _listed(store: ObjectPath) -> tuple[bytes, int]:
     """
     try:
         if store.can_list:
-            every = store.listing()
+            by_name = store.listing()
         else:
             present = [name for name in _DOCUMENTS if (store / name).is_file()]
-            every = {name: ((store / name).stat().st_size, (store / name).version()) for name in present}
+            by_name = {name: ((store / name).stat().st_size, (store / name).version()) for name in present}
     except OSError as error:
         raise SlideError(f"the store cannot be read: {error.strerror or error}") from error
-    return repr(sorted(every.items())).encode(), sum(size for size, _ in every.values())
+    return repr(sorted(by_name.items())).encode(), sum(size for size, _ in by_name.values())
 
 
 def source_digest(path: Path) -> str:

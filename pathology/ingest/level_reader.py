@@ -174,7 +174,7 @@ class LevelReader:
             # By box: a tile that is read for two boxes counts once.
             self._bad[tile.box] = tile.reason
             common = tile.box.intersect(box)
-            # The reader leaves the pixels of a bad tile undefined.
+            # All of it: a reader may have drawn other tiles over a part.
             out[common.relative_to(box).slices()] = _WHITE
             if self.bad_tiles > self._max_bad * self.tiles:
                 raise SlideError(
@@ -212,15 +212,16 @@ class _RowWindow:
             # To the end of the tiles, so that they are decoded once, unless that is more than a band.
             read_end = tiles_end if tiles_end - end <= self.band_px else end
             # Rows before `first` are never needed again.
-            again = self._kept[:, max(0, first - self._first) :] if first < kept_end else self._kept[:, :0]
-            joined: Planes = np.empty((3, again.shape[1] + read_end - read_start, self._x1 - self._x0), np.uint8)
-            joined[:, : again.shape[1]] = again
-            fresh_rows = joined[:, again.shape[1] :].transpose(1, 2, 0)
-            self._read_into(Box(read_start, read_end, self._x0, self._x1), fresh_rows)
-            self._kept, self._first = joined, read_start - again.shape[1]
+            reused = self._kept[:, max(0, first - self._first) :] if first < kept_end else self._kept[:, :0]
+            joined: Planes = np.empty((3, reused.shape[1] + read_end - read_start, self._x1 - self._x0), np.uint8)
+            joined[:, : reused.shape[1]] = reused
+            new_rows = joined[:, reused.shape[1] :].transpose(1, 2, 0)
+            self._read_into(Box(read_start, read_end, self._x0, self._x1), new_rows)
+            self._kept, self._first = joined, read_start - reused.shape[1]
         return self._kept[:, first - self._first : end - self._first]
 
 
 def _steps(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of parts of ``[start, stop)`` that are ``step`` long, the last at most."""
     for first in range(start, stop, step):
         yield first, min(first + step, stop)

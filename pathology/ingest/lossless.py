@@ -180,7 +180,10 @@ class LosslessSlide:
         return copied
 
     def _chunks(self, k: int, indices: Sequence[int], copied: Copied, max_bad: float) -> Iterator[Buffers | None]:
-        """Yield the tiles as chunks, each as a header and a view of the file's bytes; None for omitted tiles."""
+        """Yield the tiles of level ``k`` as chunks: a header and a view of the file's bytes; None for omitted tiles.
+
+        Damaged tiles are omitted, too, and noted in ``copied``.
+        """
         join = self._joiners[k].join
         for index, encoded in self._tiles(self._levels[k], indices):
             if encoded is None:

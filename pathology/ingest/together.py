@@ -63,7 +63,7 @@ def ingest_together(
     with shared_folder(store / "dealt", comm) as folder:
         queue = SlideQueue(range(len(jobs)), folder, own_group(comm, 1), alone=comm.size == 1)
         share = _Share(jobs, queue, comm.rank == 0, finished, progress, stop_wanted)
-        pool = SlidePool(store, request.options, processes, share.finished, share.progress, share.take, cores)
+        pool = SlidePool(store, request.options, processes, share.finish, share.show_progress, share.take, cores)
         try:
             with store_errors(report, store):
                 if work is not None and comm.rank == 0:
@@ -72,12 +72,12 @@ def ingest_together(
         except KeyboardInterrupt:
             report.interrupted = True
         # Collective, and inside the folder's context: the folder is removed when no rank takes slides any more.
-        every = gathered(comm, leads=True, results=share.outcomes)
+        outcomes = gathered(comm, leads=True, results=share.outcomes)
         ends = comm.broadcast_object(comm.gather_objects([report.stopped, report.interrupted]))
     if comm.rank == 0:
         end(store)
     comm.barrier()  # no rank returns before the manifest is complete
-    return _report(every, done_before, ends, len(jobs))
+    return _report(outcomes, done_before, ends, len(jobs))
 
 
 def _shared_jobs(request: Request, work: IngestWork | None, comm: Communicator) -> tuple[list[SlideJob], list[str]]:
@@ -92,49 +92,62 @@ def _shared_jobs(request: Request, work: IngestWork | None, comm: Communicator) 
     return [SlideJob.of_json(values) for values in jobs], done_before
 
 
-def _report(every: list[Any], done_before: list[str], ends: list[Any], jobs: int) -> IngestReport:
-    """Return the report of all processes together.
+def _report(outcomes: list[Any], done_before: list[str], ends: list[Any], jobs: int) -> IngestReport:
+    """Return the report of all ranks together.
 
     Args:
-        every: (record, job, whether this run has made it) of each slide, as JSON.
+        outcomes: (record, job, whether this run has made it) of each slide, as JSON.
         done_before: Slides that were skipped.
-        ends: (why it stopped, whether it was interrupted) of each process.
+        ends: (why it stopped, whether it was interrupted) of each rank.
         jobs: Number of slides of the run.
     """
     report = IngestReport(skipped=done_before)
-    for values, job, ours in every:
+    for values, job, ours in outcomes:
         report.add(Outcome(SlideRecord.of_json(values), SlideJob.of_json(job), ours))
     report.stopped = next((stopped for stopped, _ in ends if stopped), "")
-    report.interrupted = any(interrupted for _, interrupted in ends) and len(every) < jobs
+    report.interrupted = any(interrupted for _, interrupted in ends) and len(outcomes) < jobs
     return report
 
 
 @dataclass
 class _Share:
-    """The work of one rank: takes slides from the queue, and reports what this and other ranks have finished."""
+    """The work of one rank: takes slides from the queue, and reports what this and other ranks have finished.
+
+    Attributes:
+        jobs: The jobs of all ranks.
+        queue: Their indices, dealt to ranks.
+        shows_progress: Whether this rank shows the progress of all.
+        finished: Called with the result of each slide of this rank.
+        progress: Called with the completed fraction of each job, if this rank shows them.
+        stop_wanted: Whether the rank should end its slides at once.
+        outcomes: Results of this rank's slides as JSON, by the index of their job.
+    """
 
     jobs: Sequence[SlideJob]
     queue: SlideQueue
     shows_progress: bool
-    of_slide: Callable[[Outcome], None]
-    show: Callable[[Sequence[float]], None]
+    finished: Callable[[Outcome], None]
+    progress: Callable[[Sequence[float]], None]
     stop_wanted: Callable[[], bool]
     outcomes: dict[int, Any] = field(default_factory=dict)
+    # Jobs that any rank has finished, as far as this one knows, and when it looked last.
     _done: set[int] = field(default_factory=set)
     _looked_s: float = 0.0
 
     def take(self) -> int | None:
+        """Return the index of this rank's next job; None if all are taken."""
         self._stop_if_wanted()
         return self.queue.take()
 
-    def finished(self, outcome: Outcome) -> None:
+    def finish(self, outcome: Outcome) -> None:
+        """Keep and report the result of a slide of this rank."""
         # By place: the job may have got another name, because another run had taken its own.
         index = next(k for k, job in enumerate(self.jobs) if job.place == outcome.job.place)
         self.outcomes[index] = [asdict(outcome.record), outcome.job.to_json(), outcome.ours]
         self.queue.finish(index)
-        self.of_slide(outcome)
+        self.finished(outcome)
 
-    def progress(self, fractions: Sequence[float]) -> None:
+    def show_progress(self, fractions: Sequence[float]) -> None:
         """Show the progress of this process's slides and of those that others have finished."""
         self._stop_if_wanted()
         now_s = time.monotonic()
@@ -143,7 +156,7 @@ class _Share:
         if now_s - self._looked_s > _LOOK_EVERY_S:
             self._looked_s = now_s
             self._done |= self.queue.newly_finished()
-        self.show([1.0 if k in self._done else fraction for k, fraction in enumerate(fractions)])
+        self.progress([1.0 if k in self._done else fraction for k, fraction in enumerate(fractions)])
 
     def _stop_if_wanted(self) -> None:
         if self.stop_wanted():

@@ -28,7 +28,6 @@ from data.store.manifest import SlideRecord
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.arithmetic import set_arithmetic
 from hyfi_core.comm.base import Communicator
-from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import own_device
 from pathology.dealing import SlideQueue, gathered, group_size, on_first_rank, own_group, shared_folder
 from pathology.errors import SlideError
@@ -99,8 +98,7 @@ def predict_slides(
     group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(to_predict)))
     for member in members:
         member.model.to(device)
-    may_succeed = any(not inputs[k].reason for k in to_predict)
-    ensemble = _ensemble_class(spec)(members, spec, group, options) if may_succeed else None
+    ensemble = _ensemble_of(members, spec, group, options) if any(not inputs[k].reason for k in to_predict) else None
     with _scratch(folder, comm, is_needed=bool(to_predict)) as scratch:
         if group.rank == 0 and comm.rank != 0:
             folder.open(inputs)  # rank 0 has done it above; the first rank of every group writes there
@@ -108,18 +106,25 @@ def predict_slides(
         run = _Run(folder, members, spec, options, group, scratch, flags, caller)
         queue = SlideQueue(to_predict, scratch, group, alone=group.size == comm.size)
         of_group, stopped = run.predict_all(queue, inputs, ensemble)
-        as_json = {index: asdict(outcome) for index, outcome in of_group.items()}
-        outcomes = [Prediction.of_json(values) for values in gathered(comm, leads=group.rank == 0, results=as_json)]
+        outcomes = _all_outcomes(comm, group, of_group)
         stopped = any(comm.broadcast_object(comm.gather_objects(stopped)))
     skipped = tuple(slide.slide_id for k, slide in enumerate(inputs) if k not in set(to_predict))
     return PredictionReport.of(outcomes, skipped, stopped and len(outcomes) < len(to_predict))
 
 
-def _ensemble_class(spec: InputSpec) -> type[Ensemble | TileEnsemble]:
-    """Return the class that evaluates models with this input."""
+def _ensemble_of(
+    members: Sequence[Member], spec: InputSpec, comm: Communicator, options: PredictOptions
+) -> Ensemble | TileEnsemble:
+    """Return what evaluates models with this input on the ranks of a group. Collective."""
     if spec.features is not None:
-        return FeatureEnsemble
-    return Ensemble if spec.tiles is None else TileEnsemble
+        return FeatureEnsemble(members, spec, comm, options)
+    return (Ensemble if spec.tiles is None else TileEnsemble)(members, spec, comm, options)
+
+
+def _all_outcomes(comm: Communicator, group: Communicator, of_group: Mapping[int, Prediction]) -> list[Prediction]:
+    """Return the outcomes of all groups, sorted by the index of their slide, on every rank. Collective."""
+    as_json = {index: asdict(outcome) for index, outcome in of_group.items()}
+    return [Prediction.of_json(values) for values in gathered(comm, leads=group.rank == 0, results=as_json)]
 
 
 _PROVENANCE = ("affine", "source", "sha256")
@@ -386,15 +391,7 @@ def _scratch(folder: OutFolder, comm: Communicator, is_needed: bool) -> Iterator
     if not is_needed:
         yield folder.path
         return
-    on_first_rank(comm, lambda: _begin(folder))
+    on_first_rank(comm, folder.begin)
     # In the results' folder, which all ranks see; a node's temporary folder they would not.
     with shared_folder(folder.path / "ingest", comm) as path:
         yield path
-
-
-def _begin(folder: OutFolder) -> None:
-    """Create the results' folder; refuse one that cannot be written."""
-    try:
-        folder.begin()
-    except OSError as error:
-        raise RequestError(f"{folder.path}: cannot be written ({error.strerror}); choose another --out") from error

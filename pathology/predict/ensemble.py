@@ -239,6 +239,7 @@ class Ensemble:
 
 
 def _engine_of(engines: SizedEngines, view: View) -> Engine:
+    """Return the engine for a view of `Ensemble.look`, which has a size that all engines support."""
     engine = engines.at(view.size_px)
     assert engine is not None, "every view has the size of an engine"
     return engine
@@ -276,8 +277,8 @@ class SlideImage:
     ) -> None:
         self.engine, self._member, self._comm = engine, member, comm
         self._dataset, self._index, self._view = dataset, index, view
-        kept = keep and engine.plan.cells is None
-        self._kept = together(comm, lambda: self._read(engine.input_box)) if kept else None
+        keeps = keep and engine.plan.cells is None
+        self._kept_pixels = together(comm, lambda: self._read(engine.input_box)) if keeps else None
 
     def run(self, call: Callable[[Callable[[Box], torch.Tensor]], T], covered: Sequence[Box] = ()) -> T:
         """Return ``call(images)``, where the boxes ``covered`` of the image have the background's colour.
@@ -287,8 +288,8 @@ class SlideImage:
         """
         if self.engine.plan.cells is None:
             box = self.engine.input_box
-            if self._kept is not None:
-                part = self._normalised(self._kept, box, covered)
+            if self._kept_pixels is not None:
+                part = self._normalised(self._kept_pixels, box, covered)
             else:
                 part = together(self._comm, lambda: self._normalised(self._read(box), box, covered))
             return call(_boxes_of(part, box))

@@ -191,6 +191,7 @@ def network_stride(size_px: tuple[int, int], cells: tuple[int, ...], align_px: i
 
 
 def _aligned(piece: Piece, cell_px: int) -> bool:
+    """Whether a piece begins at whole cells, on the slide and in the image."""
     corners = (piece.source.y0, piece.source.x0, piece.target.y0, piece.target.x0)
     return all(corner % cell_px == 0 for corner in corners)
 
@@ -248,22 +249,22 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
     """
     logits: NDArray[np.float64] = np.mean([heatmap.logits for heatmap in heatmaps], axis=0)
     heatmaps = [heatmap for heatmap in heatmaps if heatmap.mapped] or heatmaps[:1]
-    finest = math.gcd(*(heatmap.cell_px for heatmap in heatmaps))
+    cell_px = math.gcd(*(heatmap.cell_px for heatmap in heatmaps))
     if len({heatmap.slide_size_px for heatmap in heatmaps}) > 1:
         raise ValueError("heatmaps of different slides cannot be averaged")
     first = heatmaps[0]
-    shape = tuple(math.ceil(side / finest) for side in first.slide_size_px)
+    shape = tuple(math.ceil(side / cell_px) for side in first.slide_size_px)
     total, scores = np.zeros((len(first.values), *shape)), np.zeros((len(first.values), *shape))
-    members = np.zeros(shape)
+    members = np.zeros(shape)  # how many have a score of each cell
     shared = np.zeros(len(first.values))
     is_seen = np.zeros(shape, dtype=bool)
     for heatmap in heatmaps:
-        values = _refine(heatmap, finest, shape)
-        # Per small cell: a large one is divided into (cell_px / finest)² of them.
-        shared += np.array(heatmap.shared) * (finest / heatmap.cell_px) ** 2 / len(heatmaps)
+        values = _refine(heatmap, cell_px, shape)
+        # Per small cell: a large one of this member has (heatmap.cell_px / cell_px)² of them.
+        shared += np.array(heatmap.shared) * (cell_px / heatmap.cell_px) ** 2 / len(heatmaps)
         is_seen |= ~np.isnan(values[0])
         total += np.nan_to_num(values)
-        score = _repeated(heatmap.scores, heatmap.cell_px // finest, shape)
+        score = _repeated(heatmap.scores, heatmap.cell_px // cell_px, shape)
         scores += np.nan_to_num(score)
         members += ~np.isnan(score[0])
     total /= len(heatmaps)
@@ -272,7 +273,7 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
     return Heatmap(
         scores=scores.astype(np.float32),
         values=total.astype(np.float32),
-        cell_px=finest,
+        cell_px=cell_px,
         mpp=first.mpp,
         slide_size_px=first.slide_size_px,
         class_names=first.class_names,
@@ -285,7 +286,7 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
         exclusive=first.exclusive,
         of_tiles=first.of_tiles,
         mapped=first.mapped,
-        attention=_mean_attention(heatmaps, finest, shape),
+        attention=_mean_attention(heatmaps, cell_px, shape),
     )
 
 

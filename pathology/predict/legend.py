@@ -47,14 +47,14 @@ def typeset(text: str, size_px: int) -> tuple[str, Font]:
     Pillow's own font has little beyond ASCII. For other texts DejaVu Sans is used if it is installed; otherwise accents
     are dropped, and letters that the font lacks become question marks.
     """
-    own = ImageFont.load_default(size_px)
-    if all(_has(own, letter) for letter in text):
-        return text, own
+    default = ImageFont.load_default(size_px)
+    if all(_has(default, letter) for letter in text):
+        return text, default
     try:
         return text, ImageFont.truetype("DejaVuSans.ttf", size_px)
     except OSError:
         plain = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
-        return "".join(letter if _has(own, letter) else "?" for letter in plain), own
+        return "".join(letter if _has(default, letter) else "?" for letter in plain), default
 
 
 def _has(font: Font, letter: str) -> bool:

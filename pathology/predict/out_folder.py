@@ -86,14 +86,17 @@ class OutFolder:
         """Create the folder and write `RUN_FILE`; predictions of other checkpoints are removed from the table.
 
         Raises:
-            OSError: The folder cannot be written.
+            RequestError: The folder cannot be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        restore_replaced(self.path)
-        with Claim.wait(self.path, CLAIM):
-            if self._made_by_others() is not None:  # False if another process of this run was first
-                (self.path / FILE_NAME).unlink(missing_ok=True)
-            write_json_atomically(self.path / RUN_FILE, self._made_by)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            restore_replaced(self.path)
+            with Claim.wait(self.path, CLAIM):
+                if self._made_by_others() is not None:  # False if another process of this run was first
+                    (self.path / FILE_NAME).unlink(missing_ok=True)
+                write_json_atomically(self.path / RUN_FILE, self._made_by)
+        except OSError as error:
+            raise RequestError(f"{self.path}: cannot be written ({error.strerror}); choose another --out") from error
 
     def write(self, slide: SlideInput, result: SlideResult) -> None:
         """Write a slide's folder; see `pathology.predict.results`."""
@@ -171,16 +174,16 @@ class OutFolder:
             **({} if tissue is None else {"tissue": tissue}),
             **({"occlusion": self._options.most_forwards} if self._options.evidence == "occlusion" else {}),
             **({"gradient": True} if self._options.evidence == "gradient" else {}),
-            **self._of_features(slide.slide_id),
-            **self._of_case(slide),
+            **self._identity_of_features(slide.slide_id),
+            **self._identity_of_case(slide),
         }
 
-    def _of_features(self, slide_id: str) -> dict[str, Any]:
+    def _identity_of_features(self, slide_id: str) -> dict[str, Any]:
         """Return size and time of a slide's features, for models of features."""
         return {} if self._options.features is None else {"features": features_identity(self._options, slide_id)}
 
     @staticmethod
-    def _of_case(slide: SlideInput) -> dict[str, Any]:
+    def _identity_of_case(slide: SlideInput) -> dict[str, Any]:
         """Return the slides of a case that is one bag, each with size and time; nothing of one slide."""
         others = [replace(slide, path=path) for path in slide.case_slides] if len(slide.case_slides) > 1 else []
         return {"case": {other.path.name: _identity(other) for other in others}} if others else {}

@@ -55,6 +55,7 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
     seen_share = _resize(overlay.heatmap.seen_cells.astype(np.float32), shape, _cells_extent(overlay.heatmap))
     # Interpolated masks are 0.5 at their edge: only what is surely tissue is marked as not seen.
     unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen_share, 0, 1))
+    # (colour, opacity) of each layer, the lowest first.
     paints: list[tuple[Plane, Plane]] = [(np.full(3, 255, np.float32), 0.65 * unseen * _hatching(shape))]
     classes: list[int] = []
     if overlay.shown:
@@ -80,12 +81,14 @@ def _visible_classes(heatmap: Heatmap, opacity: Plane) -> list[int]:
     def score_of(index: int) -> Plane:  # one at a time: a picture of each class would be large
         return _resize(np.nan_to_num(heatmap.scores[index]).astype(np.float32), opacity.shape, extent)
 
-    every = range(len(heatmap.scores))
+    classes = range(len(heatmap.scores))
+    # Of classes that are not exclusive, each is shown wherever it has a score: 0 is the highest that counts.
     highest = np.zeros_like(opacity)
-    for index in every if heatmap.exclusive else ():
-        np.maximum(highest, score_of(index), out=highest)
+    if heatmap.exclusive:
+        for index in classes:
+            np.maximum(highest, score_of(index), out=highest)
     visible = []
-    for index in every:
+    for index in classes:
         score = score_of(index)
         if _shows(np.where(score >= highest, score, np.float32(0)) * opacity, VISIBLE):
             visible.append(index)
@@ -135,14 +138,16 @@ def tissue_cells(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], hea
         heatmap: Heatmap of the slide.
     """
     rows, columns = heatmap.values.shape[1:]
+    # Cells for each pixel of the mask.
     scale_y, scale_x = (fine / coarse for fine, coarse in zip(tissue_mpp, heatmap.cell_um, strict=True))
-    y, x = np.nonzero(tissue)
-    # A cell that is smaller than the mask's pixels may contain none of their centres.
+    # First the cells whose centre lies in the tissue: a small one may contain no centre of the mask's pixels.
     i, j = (((np.arange(n) + 0.5) / scale).astype(int) for n, scale in ((rows, scale_y), (columns, scale_x)))
     inside = (i < tissue.shape[0])[:, None] & (j < tissue.shape[1])
     cells: NDArray[np.bool_] = (
         inside & tissue[np.minimum(i, tissue.shape[0] - 1)[:, None], np.minimum(j, tissue.shape[1] - 1)]
     )
+    # Then those that contain the centre of a pixel of tissue: a large one may have its own centre on glass.
+    y, x = np.nonzero(tissue)
     cells[
         np.minimum(((y + 0.5) * scale_y).astype(int), rows - 1),
         np.minimum(((x + 0.5) * scale_x).astype(int), columns - 1),

@@ -270,9 +270,10 @@ def contour_features(
     features = []
     for level in CONTOUR_LEVELS:
         # 2.0 is above every density, which is at most 1.
+        # Of each area, the points of all its rings, and where each ring begins in them: the outer one, then the holes.
         areas = list(zip(*lines.filled(level, 2.0), strict=True))
-        largest = sorted(areas, key=lambda area: -_enclosed(area[0][: area[1][1]]))[:MOST_CONTOURS]
-        for number, (points, offsets) in enumerate(largest, start=1):
+        by_size = sorted(areas, key=lambda area: -_area_of_outer_ring(*area))
+        for number, (points, offsets) in enumerate(by_size[:MOST_CONTOURS], start=1):
             rings = [
                 # Clipped: the border of zeros begins half a cell outside of the slide.
                 [level0.point(max(0.0, x), max(0.0, y), heatmap) for x, y in points[start:stop].tolist()]
@@ -289,9 +290,9 @@ def contour_features(
     return features
 
 
-def _enclosed(ring: NDArray[np.float64]) -> float:
-    """Return the area that a closed ring of points, (n, 2), encloses."""
-    x, y = ring.T
+def _area_of_outer_ring(points: NDArray[np.float64], offsets: NDArray[np.integer]) -> float:
+    """Return the area that the first ring of an area encloses; ``points``: (n, 2), ``offsets``: starts of its rings."""
+    x, y = points[: offsets[1]].T
     return abs(float(np.sum(x[:-1] * y[1:] - x[1:] * y[:-1]))) / 2
 
 

@@ -112,8 +112,8 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
     try:
         # Each segment begins with 32 bytes (`_HEAD`); the header has these two positions after 52 bytes of its content.
         directory, metadata = struct.unpack("<qq", file.read(32 + 52, 16))
-        every = _blocks(_segment(file, directory, b"ZISRAWDIRECTORY"))
-        blocks = _picked(every, pick)
+        all_blocks = _blocks(_segment(file, directory, b"ZISRAWDIRECTORY"))
+        blocks = _picked(all_blocks, pick)
         xml = _segment(file, metadata, b"ZISRAWMETADATA")
         root = ElementTree.fromstring(xml[256 : 256 + struct.unpack_from("<i", xml)[0]].decode("utf-8", "replace"))
     except (struct.error, ElementTree.ParseError) as error:
@@ -125,8 +125,11 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
     finest = [block for block in blocks if block.downsample == 1]
     ends = max(b.y0 + b.height_px for b in finest), max(b.x0 + b.width_px for b in finest)
     # A level counts only if every scene has it.
-    coarsest = [max(b.downsample for b in blocks if b.scene == scene) for scene in {b.scene for b in blocks}]
-    downsamples = sorted({block.downsample for block in blocks if block.downsample <= min(coarsest)})
+    coarsest_of_scene: dict[int, int] = {}
+    for block in blocks:
+        coarsest_of_scene[block.scene] = max(block.downsample, coarsest_of_scene.get(block.scene, 1))
+    common = min(coarsest_of_scene.values())
+    downsamples = sorted({block.downsample for block in blocks if block.downsample <= common})
     # Stable: blocks of one order stay as the file lists them.
     ordered = sorted(blocks, key=lambda block: block.order)
     return CziFile(
@@ -136,7 +139,7 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
         (ends[0] - origin[0], ends[1] - origin[1]),
         _mpp(root),
         _power(root),
-        _scene_sizes(every),
+        _scene_sizes(all_blocks),
     )
 
 
@@ -158,8 +161,9 @@ def _scene_sizes(blocks: list[CziBlock]) -> tuple[tuple[int, int], ...]:
     """Return the (height, width) of each scene in pixels of the finest level."""
     sizes = []
     for scene in sorted({block.scene for block in blocks}):
-        own = [block for block in blocks if block.scene == scene]
-        finest = [block for block in own if block.downsample == min(block.downsample for block in own)]
+        of_scene = [block for block in blocks if block.scene == scene]
+        smallest_downsample = min(block.downsample for block in of_scene)
+        finest = [block for block in of_scene if block.downsample == smallest_downsample]
         rows = max(b.y0 + b.height_px * b.downsample for b in finest) - min(b.y0 for b in finest)
         columns = max(b.x0 + b.width_px * b.downsample for b in finest) - min(b.x0 for b in finest)
         sizes.append((rows, columns))
@@ -191,36 +195,30 @@ def _picked(blocks: list[CziBlock], pick: Pick) -> list[CziBlock]:
     Raises:
         SlideError: There are none, or there are several focal planes and none is picked.
     """
-    scenes, depths = (sorted({number(block) for block in blocks}) for number in (_scene_of, _depth_of))
+    scenes, depths = sorted({block.scene for block in blocks}), sorted({block.depth for block in blocks})
     if len(depths) > 1 and not pick.plane:
         raise PlanesError(f"it has {len(depths)} focal planes; {HOW_TO_PICK}, from 1")
     check_plane(pick, len(depths))
     if pick.scene > len(scenes):
         raise SlideError(f"there is no scene {pick.scene}: the file has {len(scenes)}")
+    # Picks count from 1; None: all of them.
     scene = scenes[pick.scene - 1] if pick.scene else None
     depth = depths[pick.plane - 1] if pick.plane else None
     return [b for b in blocks if scene in (None, b.scene) and depth in (None, b.depth)]
 
 
-def _scene_of(block: CziBlock) -> int:
-    return block.scene
-
-
-def _depth_of(block: CziBlock) -> int:
-    return block.depth
-
-
 def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
     """Parse the entry at an offset; return it and the offset of the next one."""
-    schema, pixels, position, _, compression, _, count = _ENTRY.unpack_from(directory, at)
+    schema, pixel_type, position, _, compression, _, count = _ENTRY.unpack_from(directory, at)
     if schema != b"DV":
         raise SlideError("the file is damaged: its directory has an entry of unknown type")
     end = at + _ENTRY.size + count * _DIMENSION.size
+    # By the name of an axis: first position and extent on the slide, in level-0 pixels, and number of stored pixels.
     dimensions = {}
     for k in range(at + _ENTRY.size, end, _DIMENSION.size):
         name, start, size, _, stored = _DIMENSION.unpack_from(directory, k)
         dimensions[name.rstrip(b"\0").decode("ascii", "replace")] = (start, size, stored)
-    _check(dimensions, pixels, compression)
+    _check(dimensions, pixel_type, compression)
     (x0, width, columns), (y0, height, rows) = dimensions["X"], dimensions["Y"]
     scene, order, depth = (dimensions.get(name, (0, 0, 0))[0] for name in "SMZ")
     # Rounded: blocks at the border cover a few level-0 pixels more or less than a multiple.
@@ -233,7 +231,7 @@ def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
     return CziBlock(scene, depth, y0, x0, downsample, rows, columns, order, compression, position, header_bytes), end
 
 
-def _check(dimensions: dict[str, tuple[int, int, int]], pixels: int, compression: int) -> None:
+def _check(dimensions: dict[str, tuple[int, int, int]], pixel_type: int, compression: int) -> None:
     """Refuse a block without a size, of one of several channels or times, or of pixels that cannot be read."""
     if not {"X", "Y"} <= dimensions.keys() or min(dimensions["X"][1:] + dimensions["Y"][1:]) < 1:
         raise SlideError("the file is damaged: its directory has an entry without a size")
@@ -242,8 +240,8 @@ def _check(dimensions: dict[str, tuple[int, int, int]], pixels: int, compression
         raise SlideError(
             f"it has several planes along {more_axes[0]} (channels or times); only single-plane files are supported"
         )
-    if pixels != _BGR24:
-        raise SlideError(f"its pixels have CZI type {pixels}; only 8-bit colour is supported")
+    if pixel_type != _BGR24:
+        raise SlideError(f"its pixels have CZI type {pixel_type}; only 8-bit colour is supported")
     if compression not in (RAW, JPEG_XR, ZSTD, ZSTD_1):
         raise SlideError(f"its CZI compression {_NAMES.get(compression, compression)} is not supported")
 

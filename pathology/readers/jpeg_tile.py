@@ -110,9 +110,9 @@ def jpeg_prefix(tables: bytes | None, ycbcr: bool) -> bytes:
     Returns:
         The start marker, the Adobe marker with the colour space, and the tables.
     """
-    # Start and end of the tables' own stream: a JPEG has one of each.
-    own = b"" if not tables else tables.removeprefix(_SOI).removesuffix(_EOI)
-    return _SOI + _ADOBE + bytes([1 if ycbcr else 0]) + own
+    # Without start and end of the tables' own stream: a JPEG has one of each.
+    segments = b"" if not tables else tables.removeprefix(_SOI).removesuffix(_EOI)
+    return _SOI + _ADOBE + bytes([1 if ycbcr else 0]) + segments
 
 
 @dataclass(frozen=True, slots=True)

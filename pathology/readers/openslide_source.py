@@ -80,6 +80,7 @@ class OpenSlideSource:
         self._background = _background(properties)
         self._downsamples = slide.level_downsamples
         self.levels = tuple(self._described(slide, k, v) for k, v in enumerate(_whole_levels(slide)))
+        # For each level of `levels`, its index in the file.
         self._stored = tuple(range(len(self.levels)))
         if checked:
             self.check_levels()
@@ -94,10 +95,10 @@ class OpenSlideSource:
         self._checked = True
         all_levels = _whole_levels(self._handle())
         stated = [StatedLevel((level.height_px, level.width_px), level.tile_px) for level in all_levels]
-        fits = fitted_levels(stated)
+        # A level fits by its size, or by a downsample that its format states, which is equal along both axes.
         fitted = [
-            level if fit is not None or level.downsample[0] == level.downsample[1] else None
-            for level, fit in zip(self.levels, fits, strict=True)
+            level if by_size is not None or level.downsample[0] == level.downsample[1] else None
+            for level, by_size in zip(self.levels, fitted_levels(stated), strict=True)
         ]
         believed = believed_levels(stated, fitted, self.read)
         self.levels, self._stored = believed.levels, believed.kept
@@ -216,36 +217,38 @@ class OpenSlideSource:
 
 
 def _whole_levels(slide: openslide.OpenSlide) -> tuple[SourceLevel, ...]:
+    """Return the levels of the whole file, whatever bounds it states."""
     levels = levels_of_sizes([(h, w) for w, h in slide.level_dimensions])
     return tuple(_as_stated(level, levels[0], f) for level, f in zip(levels, slide.level_downsamples, strict=True))
 
 
 def _as_stated(level: SourceLevel, finest: SourceLevel, factor: float) -> SourceLevel:
-    """Return the level with the whole downsample that its format states, if it states one.
+    """Return the level with ``factor``, its downsample by OpenSlide, if that is a whole number that the format states.
 
     MRXS, Philips and Ventana files state theirs (2, 4, 8 …). It cannot be computed from the sizes of coarse levels,
     which are rounded down or padded to whole tiles: 2047 / 31 px is 66 where the downsample is 64.
     """
-    # OpenSlide's value for formats that state none.
+    # For formats that state none, OpenSlide returns this value.
     by_size = (finest.height_px / level.height_px + finest.width_px / level.width_px) / 2
-    stated = factor == round(factor) and abs(factor - by_size) > 1e-6 * factor
-    return replace(level, downsample=(factor, factor)) if stated else level
+    is_stated = factor == round(factor) and abs(factor - by_size) > 1e-6 * factor
+    return replace(level, downsample=(factor, factor)) if is_stated else level
 
 
 def _stated_mpp(properties: Mapping[str, str]) -> tuple[StatedMpp, ...]:
     """Return what OpenSlide's value, Aperio's text (which may have a decimal comma) and the resolution tags state."""
     vendor = properties.get(openslide.PROPERTY_NAME_VENDOR, "")
     unit = properties.get("tiff.ResolutionUnit", "")
-    tags = [_number(properties.get(f"tiff.{axis}Resolution")) for axis in "YX"]
-    of_tags = _mpp_of_tag(tags[0], unit), _mpp_of_tag(tags[1], unit)
-    own = [_number(properties.get(name)) for name in (openslide.PROPERTY_NAME_MPP_Y, openslide.PROPERTY_NAME_MPP_X)]
+    tag_y, tag_x = (_mpp_of_tag(_number(properties.get(f"tiff.{axis}Resolution")), unit) for axis in "YX")
+    own_y, own_x = (
+        _number(properties.get(name)) for name in (openslide.PROPERTY_NAME_MPP_Y, openslide.PROPERTY_NAME_MPP_X)
+    )
     aperio = _number(properties.get("aperio.MPP"))
     name = APERIO if vendor == "aperio" else f"the {vendor} metadata"
     statements = [
         # OpenSlide's value is often that of the tags.
-        (own[0], own[1], TAGS if vendor in _OF_TAGS else name),
+        (own_y, own_x, TAGS if vendor in _OF_TAGS else name),
         (aperio, aperio, APERIO),
-        (*of_tags, TAGS),
+        (tag_y, tag_x, TAGS),
     ]
     return merged((), tuple(StatedMpp((y, x), where) for y, x, where in statements if y is not None and x is not None))
 

@@ -50,9 +50,9 @@ class PerThread(Generic[T]):
     def _close_those_of(self, threads: list[threading.Thread]) -> None:
         for thread in threads:
             # Popped before it is closed: `pop` is atomic, so of two threads one closes it.
-            gone = self._objects.pop(thread, None)
-            if gone is not None:
-                self._close(gone)
+            unused = self._objects.pop(thread, None)
+            if unused is not None:
+                self._close(unused)
 
     def forget(self) -> None:
         """Drop the objects without closing them: after a fork they belong to the parent process."""

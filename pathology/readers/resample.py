@@ -61,14 +61,16 @@ def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
     # index · ratio is off by a few ulp: 49 · (1 / 49) must be an edge, not leave a sliver of the pixel before.
     nearest = np.rint(edges)
     edges = np.where(np.abs(edges - nearest) < 1e-6, nearest, edges)
-    low = np.minimum(np.floor(edges[:-1]), source_px - 1).astype(np.intp)
-    count = max(1, int(np.max(np.ceil(edges[1:]) - low)))
-    index = np.minimum(low + np.arange(count)[:, None], source_px - 1)
-    covered = np.minimum(edges[1:], low + np.arange(1, count + 1)[:, None])
-    covered = np.clip(covered - np.maximum(edges[:-1], low + np.arange(count)[:, None]), 0, None)
-    total = covered.sum(0)
+    # Target pixel i covers [starts[i], ends[i]) of the source; the first source pixel in that is low[i].
+    starts, ends = edges[:-1], edges[1:]
+    low = np.minimum(np.floor(starts), source_px - 1).astype(np.intp)
+    # As many taps for all target pixels as the widest needs; of the others, some cover nothing.
+    count = max(1, int(np.max(np.ceil(ends) - low)))
+    pixels = low + np.arange(count)[:, None]
+    index = np.minimum(pixels, source_px - 1)
+    covered = np.clip(np.minimum(ends, pixels + 1) - np.maximum(starts, pixels), 0, None)
     # A target pixel beyond the source covers nothing, and repeats the last pixel.
-    covered[0, total == 0] = 1
+    covered[0, covered.sum(0) == 0] = 1
     first, end = int(index.min()), int(index.max()) + 1
     # The second condition fails if the last target pixel lies beyond the source and repeats its last pixel.
     whole_pixels = count if bool(np.all(covered == 1)) and end - first == count * (stop - start) else 0

@@ -114,12 +114,14 @@ def coalesced(
     start = end = 0
     for index in sorted(range(len(offsets)), key=offsets.__getitem__):
         first, last = offsets[index], offsets[index] + lengths[index]
-        # Comparisons are faster than max(): a slide may have a million tiles.
+        # A part may lie within the one before; its read ends where that does. Comparisons are faster than max(): a
+        # slide may have a million tiles.
         if last < end:
             last = end
         if members and (first > end + gap or last - start > largest):
             spans.append(Span(start, end - start, tuple(members)))
             members = []
+            # The new read has this part alone.
             last = offsets[index] + lengths[index]
         if not members:
             start = first

@@ -56,10 +56,11 @@ def levels_of_sizes(sizes: list[tuple[int, int]]) -> tuple[SourceLevel, ...]:
     the far end of the slide.
     """
     levels = []
+    finest_height, finest_width = sizes[0]
     for height, width in sizes:
-        ratios = (sizes[0][0] / height, sizes[0][1] / width)
+        ratios = (finest_height / height, finest_width / width)
         factor = max(1, round(sum(ratios) / 2))
-        fits = all(abs(full / factor - size) < 1 for full, size in zip(sizes[0], (height, width), strict=True))
+        fits = abs(finest_height / factor - height) < 1 and abs(finest_width / factor - width) < 1
         levels.append(SourceLevel(height, width, (float(factor), float(factor)) if fits else ratios))
     return tuple(levels)
 

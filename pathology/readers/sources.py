@@ -70,43 +70,51 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
     if pick.scene > 1:
         raise SlideError(f"there is no scene {pick.scene}: the file has 1")
     try:
-        slow = OpenSlideSource(path)
+        by_openslide = OpenSlideSource(path)
     except UnsupportedFormatError:
         return _upright(_tiff(path, pick))
     except SlideError:
         if not is_truncated(path):
             raise
         return _upright(_tiff(path, pick))  # the levels before the end of the file may be enough
-    if slow.vendor not in _TILED_TIFF_VENDORS:
+    # Where it is closed below, its attributes still describe the slide.
+    if by_openslide.vendor not in _TILED_TIFF_VENDORS:
         check_plane(pick, 1)
-        _check_dicom_frames(slow, path)
-        slow.check_levels()
-        return slow
-    if slow.vendor == _PLAIN_TIFF:
-        slow.close()
-        size = slow.levels[0].height_px, slow.levels[0].width_px
-        largest = largest_page(path) == size  # OpenSlide takes the first page, which may be a label
-        return _upright(_tiff(path, pick, by_openslide=slow if largest else None))
+        _check_dicom_frames(by_openslide, path)
+        by_openslide.check_levels()
+        return by_openslide
+    if by_openslide.vendor == _PLAIN_TIFF:
+        by_openslide.close()
+        size = by_openslide.levels[0].height_px, by_openslide.levels[0].width_px
+        is_largest = largest_page(path) == size  # OpenSlide takes the first page, which may be a label
+        return _upright(_tiff(path, pick, by_openslide=by_openslide if is_largest else None))
     if orientation_of_file(path) != 1:  # OpenSlide rotates each tile but not its position
-        slow.close()
-        return _upright(_tiff(path, pick, by_openslide=slow))
-    fast = _faster(path, slow, pick)
-    if fast is None:
-        slow.check_levels()
-    return fast or slow
+        by_openslide.close()
+        return _upright(_tiff(path, pick, by_openslide=by_openslide))
+    by_tifffile = _tiff_with_same_pixels(path, by_openslide, pick)
+    if by_tifffile is not None:
+        return by_tifffile
+    by_openslide.check_levels()
+    return by_openslide
 
 
 def scene_count(path: Path) -> int:
     """Return the number of scenes of a slide file or store; 1 if it cannot have several, or cannot be read."""
     if is_ome_zarr(path):
         return scenes_of_store(path)
-    return len(scenes_of_czi(path)) or 1 if _is_czi(path) else scenes_of_tiff(path)
+    if _is_czi(path):
+        return max(1, len(scenes_of_czi(path)))
+    return scenes_of_tiff(path)
 
 
 def largest_scene(path: Path) -> int:
     """Return the number of the largest scene of a CZI file; 0 for other files: their readers then take the largest."""
     sizes = scenes_of_czi(path) if _is_czi(path) else ()
-    return 1 + max(range(len(sizes)), key=lambda k: (sizes[k][0] * sizes[k][1], -k)) if len(sizes) > 1 else 0
+    if len(sizes) < 2:
+        return 0
+    areas_px = [height * width for height, width in sizes]
+    # Of equal ones the first. Scenes are numbered from 1.
+    return 1 + areas_px.index(max(areas_px))
 
 
 def _is_czi(path: Path) -> bool:
@@ -116,15 +124,15 @@ def _is_czi(path: Path) -> bool:
         return False  # the reader reports what is wrong with it
 
 
-def _check_dicom_frames(slow: OpenSlideSource, path: Path) -> None:
-    """Refuse a DICOM slide whose frames contradict its header, which OpenSlide believes.
+def _check_dicom_frames(by_openslide: OpenSlideSource, path: Path) -> None:
+    """Close and refuse a DICOM slide whose frames contradict its header, which OpenSlide believes.
 
     Raises:
         SlideError: They do; the message has both.
     """
-    if slow.vendor == "dicom" and (wrong := frame_contradiction(path)):
-        slow.close()
-        raise SlideError(wrong)
+    if by_openslide.vendor == "dicom" and (contradiction := frame_contradiction(path)):
+        by_openslide.close()
+        raise SlideError(contradiction)
 
 
 def _tiff(path: Path, pick: Pick, by_openslide: SlideSource | None = None) -> TiffSource:
@@ -136,56 +144,70 @@ def _upright(stored: TiffSource) -> SlideSource:
     return stored if stored.orientation == 1 else UprightSource(stored, stored.orientation)
 
 
-def _faster(path: Path, slow: OpenSlideSource, pick: Pick) -> TiffSource | None:
-    """Return a `TiffSource` if it has the same pixels as OpenSlide; None if it does not or cannot read the file.
+def _tiff_with_same_pixels(path: Path, by_openslide: OpenSlideSource, pick: Pick) -> TiffSource | None:
+    """Return a `TiffSource`, which is faster, if it has the same pixels as OpenSlide; None if not.
+
+    None also if it cannot read the file. If it is returned, ``by_openslide`` is closed.
 
     Raises:
         PlanesError: The file has several planes.
         ColourError: Nothing tells its colours.
     """
-    stored = _stored_levels(path, slow) if slow.vendor == "hamamatsu" else list(range(len(slow.levels)))
+    all_levels = list(range(len(by_openslide.levels)))
+    stored = _stored_levels(path, by_openslide) if by_openslide.vendor == "hamamatsu" else all_levels
 
     def fill_missing(box: Box, level: int, out: RGB) -> None:
-        slow.read_into(box, stored[level], out)
+        by_openslide.read_into(box, stored[level], out)
 
     reopen = partial(open_source, pick=pick)
     try:
-        fast = TiffSource(path, by_openslide=slow, fill_missing=fill_missing, stored=stored, reopen=reopen, pick=pick)
+        tiff = TiffSource(
+            path, by_openslide=by_openslide, fill_missing=fill_missing, stored=stored, reopen=reopen, pick=pick
+        )
     except (PlanesError, ColourError):
-        slow.close()
+        by_openslide.close()
         raise
     except SlideError:
         return None
-    recoloured = any(note.flag == COLOUR_FLAG for note in fast.facts.notes)  # OpenSlide believes the tag
-    if pick.plane or recoloured or all(_same_pixels(fast, k, slow, stored[index]) for k, index in enumerate(fast.kept)):
-        slow.close()  # opens itself again if a missing tile is read
-        return fast
-    fast.close()
-    return None
+    # OpenSlide shows the first focal plane, and believes the tag of colours: then nothing can be compared.
+    is_comparable = not pick.plane and not any(note.flag == COLOUR_FLAG for note in tiff.facts.notes)
+    # `kept`: for each level of the TIFF, its place in `stored`.
+    pairs = [(k, stored[index]) for k, index in enumerate(tiff.kept)]
+    if is_comparable and not all(_has_same_pixels(tiff, k, by_openslide, level) for k, level in pairs):
+        tiff.close()
+        return None
+    by_openslide.close()  # opens itself again if a missing tile is read
+    return tiff
 
 
-def _stored_levels(path: Path, slow: OpenSlideSource) -> list[int]:
+def _stored_levels(path: Path, by_openslide: OpenSlideSource) -> list[int]:
     """Return the indices of the levels of an NDPI that are stored in the file.
 
     OpenSlide adds levels in between by decoding JPEGs at a smaller size; area resampling of stored pixels keeps more
     detail.
     """
     sizes = tiled_sizes(path)
-    stored = [k for k, level in enumerate(slow.levels) if (level.height_px, level.width_px) in sizes]
-    return stored if stored[:1] == [0] else list(range(len(slow.levels)))
+    stored = [k for k, level in enumerate(by_openslide.levels) if (level.height_px, level.width_px) in sizes]
+    return stored if stored[:1] == [0] else list(range(len(by_openslide.levels)))
 
 
-def _same_pixels(fast: TiffSource, k: int, slow: OpenSlideSource, level: int) -> bool:
+def _has_same_pixels(tiff: TiffSource, k: int, by_openslide: OpenSlideSource, level: int) -> bool:
     """Whether both readers return the same pixels for a tile: the middle one of the finest level, the first of others.
 
     True if the tile is damaged: `TiffSource` then raises when it is read, whereas OpenSlide might return wrong pixels.
+
+    Args:
+        tiff: The slide by tifffile.
+        k: Index of the level in it.
+        by_openslide: The slide by OpenSlide.
+        level: Index of the same level in that.
     """
-    size = fast.levels[k]
+    size = tiff.levels[k]
     height, width = size.tile_px
     y = size.height_px // 2 // height * height if level == 0 else 0
     x = size.width_px // 2 // width * width if level == 0 else 0
     box = Box(y, y + height, x, x + width).intersect(Box.of_size(size.height_px, size.width_px))
     try:
-        return bool(np.array_equal(fast.read(box, k), slow.read(box, level)))
+        return bool(np.array_equal(tiff.read(box, k), by_openslide.read(box, level)))
     except TileError:
         return True

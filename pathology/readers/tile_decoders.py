@@ -158,7 +158,13 @@ def _alpha_of(page: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CodecDecoder:
-    """Deflate, LZW, zstd, WebP and other codecs of tifffile (which uses imagecodecs), with their predictors."""
+    """Deflate, LZW, zstd, WebP and other codecs of tifffile (which uses imagecodecs), with their predictors.
+
+    Attributes:
+        decode: The page's ``decode`` of tifffile.
+        jpegtables: Value of the tag JPEGTables; None if the page has none.
+        alpha: From `_alpha_of`.
+    """
 
     decode: Callable[..., Any]
     jpegtables: bytes | None
@@ -174,7 +180,13 @@ class CodecDecoder:
 
 @dataclass(frozen=True, slots=True)
 class PlainDecoder:
-    """Uncompressed tiles and strips; the last strip may have fewer rows."""
+    """Uncompressed tiles and strips; the last strip may have fewer rows.
+
+    Attributes:
+        width_px: Columns of a tile.
+        samples: Samples of a pixel.
+        alpha: From `_alpha_of`.
+    """
 
     width_px: int
     samples: int

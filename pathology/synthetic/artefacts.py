@@ -103,6 +103,7 @@ def _strokes(rng: np.random.Generator, size_px: int) -> list[Field]:
         t = np.linspace(0, 1, 12)
         away, start, length = rng.uniform(0.04, 0.16), rng.uniform(0.1, 0.4), rng.uniform(0.3, 0.5)
         wave = 0.02 * np.sin(t * rng.uniform(4, 9) + rng.uniform(0, 6)) + 0.006 * rng.standard_normal(12)
+        # Along the upper edge, as fractions of the slide; then it may move to the lower one, or the left or right one.
         points = np.stack([away + wave, start + length * t], 1)
         points = points if rng.random() < 0.5 else 1 - points
         strokes.append((points if rng.random() < 0.5 else points[:, ::-1]) * size_px)

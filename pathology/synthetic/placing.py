@@ -146,7 +146,7 @@ def _nests(rng: np.random.Generator, raster: _Raster) -> Field:
 
 
 def _rows(points: Field, kind: Field | int, sprite: Field) -> Field:
-    """Return rows of `Anatomy.nuclei`, with positions in µm."""
+    """Return rows of `Anatomy.nuclei`, but with positions in µm, not pixels."""
     return np.column_stack([points, np.broadcast_to(kind, len(points)), sprite])
 
 
@@ -180,6 +180,7 @@ def _around_hollows(anatomy: Anatomy, rng: np.random.Generator) -> Field:
     for kind, y, x, radius, aspect, angle, lumen, _ in anatomy.hollows:
         if kind == FAT:
             continue
+        # Between nuclei, in µm; and where in the wall they lie, as a fraction of the radius.
         spacing, reach = (6.6, 0.78) if kind == GLAND else (22.0, 0.93)
         n = max(4, int(6.28 * radius * reach * np.sqrt(aspect) / spacing))
         turn = np.arange(n) / n * 2 * np.pi + rng.normal(0, 0.25 / n * 6.28, n)
@@ -227,9 +228,11 @@ def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Field:
         turn = rng.uniform(0, np.pi)
         rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
         offsets = lattice @ rotation + rng.normal(0, 1.7, lattice.shape)
+        # Only nuclei that are wholly inside the nest; a few of them are missing.
         offsets = offsets[(np.hypot(*offsets.T) < radius - 4) & (rng.random(len(offsets)) < 0.92)]
-        sprite, affected = rng.integers(0, VARIANTS[DUSTY], len(offsets)), rng.random(len(offsets)) < 0.95
-        kind = np.where(affected & (number in foci), COARSE, DUSTY)
+        # Drawn for every nest, so that the same nuclei follow on positive and negative slides.
+        sprite, may_be_coarse = rng.integers(0, VARIANTS[DUSTY], len(offsets)), rng.random(len(offsets)) < 0.95
+        kind = np.where(may_be_coarse & (number in foci), COARSE, DUSTY)
         parts.append(_rows(offsets + np.array([y, x]), kind, sprite))
     return np.concatenate(parts)
 

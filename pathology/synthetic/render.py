@@ -219,9 +219,9 @@ class _Planes:
         all_nuclei = self.anatomy.nuclei
         # Nuclei are sorted by row, so those of a block are a slice.
         low, high = np.searchsorted(all_nuclei[:, 0], [self.box.y0 + reach, self.box.y1 - reach])
-        near = all_nuclei[low:high]
-        near = near[(near[:, 1] >= self.box.x0 + reach) & (near[:, 1] < self.box.x1 - reach)]
-        for y, x, kind, sprite in (near - [self.box.y0, self.box.x0, 0, 0]).tolist():
+        inside = all_nuclei[low:high]
+        inside = inside[(inside[:, 1] >= self.box.x0 + reach) & (inside[:, 1] < self.box.x1 - reach)]
+        for y, x, kind, sprite in (inside - [self.box.y0, self.box.x0, 0, 0]).tolist():
             stamp = stamps[kind][sprite]
             r = stamp.shape[0] // 2
             if kind in pigment:  # the nucleoplasm is clear and hides what is below it

@@ -105,7 +105,10 @@ def _elongated(
     density: tuple[float, float],
     count: int,
 ) -> tuple[Field, ...]:
-    """Return ``ANGLES * count`` elongated nuclei, at index ``angle * count + variant``."""
+    """Return ``ANGLES * count`` elongated nuclei, at index ``angle * count + variant``.
+
+    Their length, width and density are drawn between the two values of each argument.
+    """
     shapes = [(rng.uniform(*length_um), rng.uniform(*width_um), rng.uniform(*density)) for _ in range(count)]
     return tuple(
         _nucleus(rng, mpp_um, width, length / width, np.pi * angle / ANGLES, dark, 0.16)
@@ -137,6 +140,7 @@ def _chromatin(rng: np.random.Generator, shape: tuple[int, ...], grain_px: float
 def _nucleus(
     rng: np.random.Generator, mpp_um: float, width_um: float, aspect: float, angle: float, dark: float, grain: float
 ) -> Field:
+    """Return the haematoxylin plane of a nucleus; ``dark``: its density, 0 to 1, ``grain``: how much that varies."""
     inside = _outline(rng, mpp_um, width_um, aspect, angle)
     cover = np.clip(inside / 0.9 + 0.5, 0, 1)
     rim = np.exp(-np.square((inside - 0.5) / 0.6))
@@ -189,8 +193,9 @@ def _match_colours(pairs: list[_Pair]) -> tuple[Field, list[Field], list[Field]]
     target_light = [(base * plain[codes]).sum((0, 1)) for base, codes in zip(light, coarse, strict=True)]
     density = np.zeros(3)
     for channel in range(3):
+        light_of_channel = [light_of_nucleus[..., channel] for light_of_nucleus in light]
         density[channel] = _solve(
-            partial(_light_through, [b[..., channel] for b in light], [pair.dust for pair in pairs], 1.0),
+            partial(_light_through, light_of_channel, [pair.dust for pair in pairs], 1.0),
             sum(total[channel] for total in target_light),
         )
     dust = []
@@ -234,6 +239,7 @@ def pigment_light(dust: Field) -> Field:
 
 
 def _red_cell(rng: np.random.Generator, mpp_um: float) -> Field:
+    """Return the eosin plane of a red cell, which is paler in the middle."""
     inside = _outline(rng, mpp_um, rng.uniform(5.5, 7), rng.uniform(1, 1.3), rng.uniform(0, np.pi))
     dimple = 1 - 0.25 * np.clip((inside - 1.6) / 1.5, 0, 1)
     return _plane(np.clip(inside / 0.8 + 0.5, 0, 1) * rng.uniform(0.55, 0.68) * dimple)

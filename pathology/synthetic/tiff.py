@@ -52,7 +52,7 @@ def _levels(size_px: int) -> list[_PyramidLevel]:
 def _write_level(
     tiff: tifffile.TiffWriter, tiles: Iterator[bytes], size_px: int, mpp_um: float, *, reduced: bool
 ) -> None:
-    """Write a level of a pyramid; ``reduced``: whether it is not the finest."""
+    """Write the encoded tiles of a level of a pyramid; ``reduced``: whether it is not the finest."""
     tiff.write(
         tiles,
         shape=(size_px, size_px, 3),

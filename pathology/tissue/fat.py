@@ -74,16 +74,17 @@ def find_fat(image: Planes, glass: Float, tissue: Mask, mpp_um: float, min_contr
 def _block_means(
     image: Planes, glass: Float, tissue: Mask, block: int, mpp_um: float, min_contrast: float
 ) -> tuple[Float, ...]:
-    """Return means over blocks: walls, their density, their colour, searched pixels, known pixels."""
+    """Return means over blocks, each (rows, columns): walls, their density and colour, searched and known pixels."""
     height, width = tissue.shape
     # Pixels beside tissue are mixtures of both, which look like walls.
-    near = dilated(tissue, 4)
+    beside_tissue = dilated(tissue, 4)
     shape = (-(-height // block), -(-width // block))
     walls, wall_density, wall_colour, searched, known_fraction = (np.empty(shape, np.float32) for _ in range(5))
 
     def fill(rows: slice) -> None:
+        """Set the blocks of a strip of rows, which begins at a whole block."""
         blocks = slice(rows.start // block, -(-rows.stop // block))
-        wall = _thin_and_dense(image, glass, rows, mpp_um, min_contrast) & ~near[rows]
+        wall = _thin_and_dense(image, glass, rows, mpp_um, min_contrast) & ~beside_tissue[rows]
         y, x = np.divmod(np.flatnonzero(wall), width)
         density = density_of_pixels(image, glass, rows.start + y, x)
         block_index = y // block * shape[1] + x // block
@@ -92,7 +93,7 @@ def _block_means(
             # Per block by its number: pixels of walls are few, a block has hundreds of pixels.
             total = np.bincount(block_index, np.minimum(values, _MAX_DENSITY), target[blocks].size)
             target[blocks] = total.reshape(-1, shape[1]) / block**2
-        for target, mask in ((walls, wall), (searched, ~near[rows]), (known_fraction, tissue[rows])):
+        for target, mask in ((walls, wall), (searched, ~beside_tissue[rows]), (known_fraction, tissue[rows])):
             target[blocks] = _block_fractions(mask, block)
 
     run_in_pool(fill, row_strips(height, width, block))
@@ -171,10 +172,14 @@ def _upsampled(mask: Mask, block: int, shape: tuple[int, ...]) -> Mask:
     out = np.repeat(np.repeat(mask, block, 1), block, 0)
     # Interpolation is needed only for blocks that differ from one of their eight neighbours.
     rows, columns = np.nonzero(dilated(mask, 2) & dilated(~mask, 2))
-    y, x = ((indices[:, None] * block + np.arange(block)) for indices in (rows, columns))
-    y, x, values = y[:, :, None], x[:, None, :], mask.astype(np.float32)
-    ends = (values[above[y], side[x]] * (1 - down[y]) + values[below[y], side[x]] * down[y] for side in (left, right))
-    out[y, x] = next(ends) * (1 - across[x]) + next(ends) * across[x] >= 0.5
+    # Pixels of these blocks: y is (blocks, block, 1), x is (blocks, 1, block).
+    y = (rows[:, None] * block + np.arange(block))[:, :, None]
+    x = (columns[:, None] * block + np.arange(block))[:, None, :]
+    values = mask.astype(np.float32)
+
+    on_left = values[above[y], left[x]] * (1 - down[y]) + values[below[y], left[x]] * down[y]
+    on_right = values[above[y], right[x]] * (1 - down[y]) + values[below[y], right[x]] * down[y]
+    out[y, x] = on_left * (1 - across[x]) + on_right * across[x] >= 0.5
     return out[: shape[0], : shape[1]]
 
 

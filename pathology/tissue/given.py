@@ -97,15 +97,12 @@ class GivenTissue:
             )
         left_out, files = {}, 0
         for name in slide_ids:  # one after the other: files may be large
-            areas_of_slide = self.of(name)
-            files += areas_of_slide is not None
-            if (
-                areas_of_slide is not None
-                and areas_of_slide.path is not None
-                and areas_of_slide.areas is not None
-                and areas_of_slide.areas.left_out
-            ):
-                left_out[areas_of_slide.path.name] = areas_of_slide.areas.left_out
+            tissue = self.of(name)
+            if tissue is None:
+                continue
+            files += 1
+            if tissue.path is not None and tissue.areas is not None and tissue.areas.left_out:
+                left_out[tissue.path.name] = tissue.areas.left_out
         if slide_ids and not files:
             raise RequestError(
                 f"--tissue {path}: no <slide_id>.geojson for any of these slides, such as {slide_ids[0]}.geojson"

@@ -105,8 +105,9 @@ def pen_marks(core: Mask, smooth: Mask, certain: Mask, faint: Mask, thin: Mask, 
     if not strokes.any():
         return strokes
     # The rim of a mark is thinner ink: faint pixels connected to the mark, unless they belong to a larger faint area.
-    near = dilated(strokes, max(1, round(_RIM_UM / mpp_um)))
-    rim = joined_to(strokes, (faint & ~_extends_beyond(faint & ~strokes, near, mpp_um)) | strokes) & near
+    near_strokes = dilated(strokes, max(1, round(_RIM_UM / mpp_um)))
+    bluish_tissue = _extends_beyond(faint & ~strokes, near_strokes, mpp_um)
+    rim = joined_to(strokes, (faint & ~bluish_tissue) | strokes) & near_strokes
     result: Mask = strokes | rim
     return result
 

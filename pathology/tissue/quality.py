@@ -103,10 +103,10 @@ class QualityAccumulator:
     _stains: StainSample = field(init=False)
 
     def __post_init__(self) -> None:
-        small, sharp = self.sizes[self.mask_level], self.sizes[self._sharp_level]
-        self._overview = np.empty((3, small.height_px, small.width_px), np.uint8)
-        self._blur = BlurMap(sharp.height_px, sharp.width_px)
-        self._stains = StainSample(sharp.height_px, sharp.width_px)
+        of_masks, of_blur = self.sizes[self.mask_level], self.sizes[self._sharp_level]
+        self._overview = np.empty((3, of_masks.height_px, of_masks.width_px), np.uint8)
+        self._blur = BlurMap(of_blur.height_px, of_blur.width_px)
+        self._stains = StainSample(of_blur.height_px, of_blur.width_px)
 
     @property
     def mask_level(self) -> int:
@@ -115,6 +115,7 @@ class QualityAccumulator:
 
     @property
     def _sharp_level(self) -> int:
+        """Index of the level in which blur and stains are measured."""
         return min(max(0, round(math.log2(MEASURED_MPP_UM / self.mpp_um))), len(self.sizes) - 1)
 
     def add(self, level: int, y0: int, x0: int, block: Planes) -> None:
@@ -127,7 +128,7 @@ class QualityAccumulator:
             self._stains.add(y0, x0, block)
 
     def result(self, masks: TissueMasks | None = None, given_tissue: Mask | None = None) -> Quality:
-        """Return the measurements; call it after the last block.
+        """Return the measurements; call it once, after the last block.
 
         Args:
             masks: Masks of the mask level if they are known; by default they are computed here.

@@ -60,17 +60,22 @@ def stain_normalisation(
 
 
 def _of_slide(slide: SlideStore, method: StainMethod) -> Reference | None:
+    """Return what a stored slide gives as reference; None if it cannot be measured."""
     if method == "macenko":
         return _numbers(stains_of(slide))
     return _statistics(LabStatistics.of(tissue_windows(slide), glass_of(slide)))
 
 
 def _of_picture(picture: Pixels, method: StainMethod) -> Reference | None:
+    """Return what a picture (3, h, w) gives as reference; None if it cannot be measured."""
     glass, flat = glass_colour(picture), picture.reshape(3, -1)
     if method == "reinhard":
         return _statistics(LabStatistics.of([flat], glass))
     stains = estimate_stains(flat.T, glass)
-    return None if stains is None else _numbers(stains_of(SimpleNamespace(attributes={"stains": stains.to_json()})))
+    if stains is None:
+        return None
+    # As if they were those of a stored slide, whose numbers `stains_of` checks.
+    return _numbers(stains_of(SimpleNamespace(attributes={"stains": stains.to_json()})))
 
 
 def _numbers(stains: Mapping[str, Any] | None) -> Reference | None:

@@ -39,11 +39,12 @@ def thin_strokes(image: Planes, glass: Float, dark: Mask, mpp_um: float) -> Mask
     """
     strokes: Mask = np.zeros_like(dark)
     # Joined across gaps for the decision; only dark pixels are in the result.
-    near = label(dilated(dark, max(1, round(_GAP_UM / 2 / mpp_um))), corners=True)
-    labels = np.where(dark, near, 0)
+    joined = label(dilated(dark, max(1, round(_GAP_UM / 2 / mpp_um))), corners=True)
+    labels = np.where(dark, joined, 0)
     for number, window in enumerate(ndimage.find_objects(labels), 1):
-        if np.hypot(*(side.stop - side.start for side in window)) * mpp_um < _MIN_LENGTH_UM / 2:
-            continue  # even if it is curved
+        diagonal_um = np.hypot(*(side.stop - side.start for side in window)) * mpp_um
+        if diagonal_um < _MIN_LENGTH_UM / 2:  # too short, even if it is curved
+            continue
         part = labels[window] == number
         if _is_stroke(np.ascontiguousarray(image[:, *window]), glass, part, mpp_um):
             strokes[window] |= part

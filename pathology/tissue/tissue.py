@@ -215,6 +215,7 @@ class _PixelFeatures:
         features = cls(np.empty(shape, np.uint16), np.empty(shape, np.uint16), np.zeros(shape, np.uint8))
 
         def fill(rows: slice) -> None:
+            """Set the features of a strip of rows."""
             density = density_of(image, glass, rows, p.smooth_um / mpp_um)
             mean: Float = (density[0] + density[1] + density[2]) * np.float32(1 / 3)
             colour: Float = density.max(0) - density.min(0)

@@ -72,10 +72,10 @@ class OcclusionBlocks:
         # So coarse that tissue is counted on a grid of at most 4096 × 4096.
         step = align_px * math.ceil(max(size) / align_px / _MOST_SIDES)
         shown = _shown_tissue(tissue, views, step)
-        # Where to begin: joining t × t squares leaves at least one in t² of them.
+        # A block is times × times squares. Where to begin: joined, n squares are at least n / times² blocks.
         times = max(1, math.isqrt(max(0, sum(int(cells.sum()) for cells in shown) - 1) // most))
         while sum(int(_joined(cells, times).sum()) for cells in shown) > most and times * step < max(size):
-            # By a sixteenth: a slide may need hundreds of steps of one.
+            # By a sixteenth, at least one: a slide may need hundreds of steps of one.
             times += max(1, times // 16)
         block_px = times * step
         covered = [

@@ -63,10 +63,10 @@ def gradient_evidence(ensemble: Ensemble, dataset: SlideDataset, sight: Sight, a
     members = range(len(ensemble.members))
     drops = np.mean([_of_member(ensemble, member, dataset, sight.views, blocks) for member in members], axis=0)
     names = tuple(ensemble.members[0].readout.channels)
-    covered = {(block.row, block.column) for block in blocks.covered}
-    shown = np.zeros(blocks.shape, bool)
-    shown[tuple(np.array(sorted(covered)).T)] = True
-    drops[:, ~shown] = np.nan
+    has_tissue = np.zeros(blocks.shape, bool)
+    for block in blocks.covered:
+        has_tissue[block.row, block.column] = True
+    drops[:, ~has_tissue] = np.nan
     return BlockEvidence("gradient", drops.astype(np.float32), blocks.block_px, level.mpp, names, len(sight.views))
 
 

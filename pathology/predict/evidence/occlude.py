@@ -122,6 +122,7 @@ def _of_member(
 ) -> Outputs:
     """Return one model's drops, (outputs, rows, columns); NaN for blocks that were not covered."""
     whole: list[Outputs] = []
+    # For each block, by the index of an image that shows it, the outputs of that image without the block.
     without: dict[tuple[int, int], dict[int, Outputs]] = {}
     for k, view in enumerate(views):
         image = ensemble.image(member, dataset, view)
@@ -133,13 +134,13 @@ def _of_member(
             if block.image == k:
                 go_on()
                 without.setdefault((block.row, block.column), {})[k] = image.logits(block.boxes)
-    one = ensemble.members[member]
-    slide = _combined(whole, views, one)
-    drops = np.full((len(slide), *blocks.shape), np.nan)
+    model = ensemble.members[member]
+    of_slide = _combined(whole, views, model)
+    drops = np.full((len(of_slide), *blocks.shape), np.nan)
     for (row, column), changed in without.items():
         # Images that do not show the block keep their outputs.
         images = [changed.get(k, logits) for k, logits in enumerate(whole)]
-        drops[:, row, column] = slide - _combined(images, views, one)
+        drops[:, row, column] = of_slide - _combined(images, views, model)
     return drops
 
 

@@ -57,10 +57,14 @@ class CodestreamHeader:
 
     @property
     def _stream(self) -> str:
-        return "rgb" if self.own_transform else "ycbcr" if self.subsampled else ""
+        """``rgb`` or ``ycbcr`` as the codestream says; empty if it says neither."""
+        if self.own_transform:
+            return "rgb"
+        return "ycbcr" if self.subsampled else ""
 
     @property
     def _box(self) -> str:
+        """``rgb`` or ``ycbcr`` as the box says; empty if it says neither."""
         return self.box if self.box in ("rgb", "ycbcr") else ""
 
 

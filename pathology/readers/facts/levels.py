@@ -73,14 +73,15 @@ def believed_levels(stated: Sequence[StatedLevel], fitted: Sequence[SourceLevel 
         fitted: From `fitted_levels`.
         read: Reads a box of a stated level, by its index there; a `TileError` leaves a patch out.
     """
-    fits = [(k, level) for k, level in enumerate(fitted) if level is not None]
-    of_fits = [level for _, level in fits]
-    unlike = {fits[k][0] for k in unlike_levels(of_fits, lambda box, k: read(box, fits[k][0]))}
-    believed = [(k, level) for k, level in fits if k not in unlike]
-    indices = tuple(k for k, _ in believed)
-    left_out = (k for k in range(len(stated)) if k not in indices)
-    notes = tuple(_left_out(k, stated[k], stated[0], k in unlike) for k in left_out)
-    return BelievedLevels(tuple(level for _, level in believed), indices, notes)
+    fitting = [level for level in fitted if level is not None]
+    # `unlike_levels` counts the fitting levels only: these are their indices among the stated ones.
+    indices = [k for k, level in enumerate(fitted) if level is not None]
+    unlike = {indices[k] for k in unlike_levels(fitting, lambda box, k: read(box, indices[k]))}
+    kept = tuple(k for k in indices if k not in unlike)
+    levels = tuple(level for k, level in zip(indices, fitting, strict=True) if k not in unlike)
+    left_out = (k for k in range(len(stated)) if k not in kept)
+    notes = tuple(_left_out_note(k, stated[k], stated[0], fits=k in unlike) for k in left_out)
+    return BelievedLevels(levels, kept, notes)
 
 
 def fitted_levels(stated: Sequence[StatedLevel]) -> list[SourceLevel | None]:
@@ -110,8 +111,9 @@ def _padded_factor(finest: StatedLevel, level: StatedLevel) -> int | None:
     """Return the power of two of a level whose size is rounded up to whole tiles; None if it is not."""
     if any(side % tile for side, tile in zip(level.size_px, level.tile_px, strict=True)):
         return None
+    ratio = max(full / side for full, side in zip(finest.size_px, level.size_px, strict=True))
     # The log of a power of two may be rounded up, and its ceiling would be the next one.
-    factor = 2 ** math.ceil(math.log2(max(f / s for f, s in zip(finest.size_px, level.size_px, strict=True))) - 1e-9)
+    factor = 2 ** math.ceil(math.log2(ratio) - 1e-9)
     padded = (
         math.ceil(math.ceil(side / factor) / tile) * tile
         for side, tile in zip(finest.size_px, level.tile_px, strict=True)
@@ -132,18 +134,18 @@ def unlike_levels(levels: Sequence[SourceLevel], read: Read) -> list[int]:
     if len(levels) < 2:
         return []
     places = _structured_places(levels, read)
-    believed, unlike = 0, []
+    last_believed, unlike = 0, []
     for k in sorted(range(1, len(levels)), key=lambda k: levels[k].downsample):
         # Against the next finer one that is believed: the finest has many times more pixels to read.
-        if _agree(levels, (believed, k), places, read):
-            believed = k
+        if _agree(levels, (last_believed, k), places, read):
+            last_believed = k
         else:
             unlike.append(k)
     return unlike
 
 
-def _left_out(index: int, level: StatedLevel, finest: StatedLevel, fits: bool) -> Note:
-    """Return the note on a level that is not believed."""
+def _left_out_note(index: int, level: StatedLevel, finest: StatedLevel, *, fits: bool) -> Note:
+    """Return the note on a level that is not believed; ``fits``: whether its size fits the finest level."""
     (height, width), (h, w) = finest.size_px, level.size_px
     apart = f"it has {height / h:.4g} times fewer rows and {width / w:.4g} times fewer columns than the finest level"
     why = "it does not show what the finest level shows" if fits else apart
@@ -230,10 +232,16 @@ def _patch(finer: SourceLevel, coarser: SourceLevel, ratio: tuple[float, float],
     """
     largest = max(_PATCH_PX[0], min(_PATCH_PX[1], int(_FINER_PX / max(ratio))))
     spans = []
-    sizes, tiles = (coarser.height_px, coarser.width_px), zip(coarser.tile_px, finer.tile_px, ratio, strict=True)
-    for at, size, (own, coarser_px, factor) in zip(position, sizes, tiles, strict=True):
-        centre, step, side = min(size - 1, int(at * size)), min(own, coarser_px / factor), largest
+    sizes = (coarser.height_px, coarser.width_px)
+    # In pixels of the coarser level: the smaller of its own tiles and of those of the finer one.
+    steps = [
+        min(own_tile_px, finer_tile_px / factor)
+        for own_tile_px, finer_tile_px, factor in zip(coarser.tile_px, finer.tile_px, ratio, strict=True)
+    ]
+    for at, size, step in zip(position, sizes, steps, strict=True):
+        centre, side = min(size - 1, int(at * size)), largest
         start = centre - side // 2
+        # The tile around the centre begins at `first` and has `room` whole pixels.
         first = math.ceil(centre // step * step)
         room = math.floor((centre // step + 1) * step) - first
         if room >= _PATCH_PX[0]:

@@ -98,11 +98,11 @@ def pictures_of_ome(xml: str, name: str) -> list[Picture]:
         root = ElementTree.fromstring(xml)
     except ElementTree.ParseError:
         return []
-    own = root.get("UUID", "")
+    uuid = root.get("UUID", "")
     pictures_here = []
     for image in elements(root, "Image"):
         for pixels in elements(image, "Pixels")[:1]:
-            picture = _picture(image, pixels, own, name)
+            picture = _picture(image, pixels, uuid, name)
             if picture is not None and any(index is not None for index in picture.directories):
                 pictures_here.append(picture)
     return pictures_here
@@ -258,13 +258,13 @@ def _is_alike(picture: Picture, largest: Picture) -> bool:
     return 1 / _SAME_MPP <= ratio <= _SAME_MPP
 
 
-def _picture(image: ElementTree.Element, pixels: ElementTree.Element, own: str, name: str) -> Picture | None:
+def _picture(image: ElementTree.Element, pixels: ElementTree.Element, uuid: str, name: str) -> Picture | None:
     """Return an Image of OME-XML; None if its sizes are not numbers.
 
     Args:
         image: The element.
         pixels: Its Pixels.
-        own: UUID of this file.
+        uuid: UUID of this file; empty if it has none.
         name: Name of this file.
     """
     try:
@@ -280,20 +280,20 @@ def _picture(image: ElementTree.Element, pixels: ElementTree.Element, own: str, 
         colour,
         pixels.get("PhysicalSizeX", ""),
         bool(NAMES_OF_OTHERS.search(image.get("Name", ""))),
-        _directories(pixels, depths, own, name),
+        _directories(pixels, depths, uuid, name),
     )
 
 
-def _directories(pixels: ElementTree.Element, depths: int, own: str, name: str) -> tuple[int | None, ...]:
+def _directories(pixels: ElementTree.Element, depths: int, uuid: str, name: str) -> tuple[int | None, ...]:
     """Return the index of the page of each focal plane of the first channel and time."""
     pages: list[int | None] = [None] * max(1, depths)
-    every = elements(pixels, "TiffData")
-    for data in every:
-        if not _is_here(data, own, name):
+    all_data = elements(pixels, "TiffData")
+    for data in all_data:
+        if not _is_here(data, uuid, name):
             continue
         first, index = int(data.get("FirstZ", "0")), int(data.get("IFD", "0"))
         # Without PlaneCount, the only TiffData is taken for all planes, one of several for its own.
-        count = int(data.get("PlaneCount", str(depths) if len(every) == 1 else "1"))
+        count = int(data.get("PlaneCount", str(depths) if len(all_data) == 1 else "1"))
         for k in range(count):
             # The first element that names a plane counts.
             if first + k < len(pages) and pages[first + k] is None and not int(data.get("FirstC", "0")):
@@ -301,10 +301,12 @@ def _directories(pixels: ElementTree.Element, depths: int, own: str, name: str) 
     return tuple(pages)
 
 
-def _is_here(data: ElementTree.Element, own: str, name: str) -> bool:
+def _is_here(data: ElementTree.Element, uuid: str, name: str) -> bool:
     """Whether an element TiffData refers to this file: by its UUID, or by its name where it has none."""
-    for uuid in elements(data, "UUID"):
-        text = (uuid.text or "").strip()
-        # A set's files may be renamed, so the UUID counts; old files have only the name.
-        return text == own if own else uuid.get("FileName", name) == name
-    return True
+    stated = next(iter(elements(data, "UUID")), None)
+    if stated is None:  # without one, the pages are in this file
+        return True
+    # A set's files may be renamed, so the UUID counts; old files have only the name.
+    if uuid:
+        return (stated.text or "").strip() == uuid
+    return stated.get("FileName", name) == name

@@ -65,15 +65,18 @@ def stated_by_coarser(pages: Sequence[Any]) -> StatedMpp | None:
         pages: The levels, the finest first.
     """
     finest, *coarser = pages
-    copied, found = _of_tags(finest), []
+    of_finest = _of_tags(finest)
+    # For each coarser level, the microns per pixel of the finest one that follow from its tags and its size.
+    derived_um: list[tuple[float, float]] = []
     for page in coarser:
         tags = _of_tags(page)
-        if tags is not None and min(tags.um) > 0 and (copied is None or not agree(tags.um, copied.um)):
-            (y, x), ratio = tags.um, (page.imagelength / finest.imagelength, page.imagewidth / finest.imagewidth)
-            found.append((y * ratio[0], x * ratio[1]))
-    if len(found) < _FEWEST_LEVELS or not all(agree(one, found[0]) for one in found):
+        if tags is None or min(tags.um) <= 0 or (of_finest is not None and agree(tags.um, of_finest.um)):
+            continue
+        y, x = tags.um
+        derived_um.append((y * page.imagelength / finest.imagelength, x * page.imagewidth / finest.imagewidth))
+    if len(derived_um) < _FEWEST_LEVELS or not all(agree(um, derived_um[0]) for um in derived_um):
         return None
-    return StatedMpp(found[0], f"{TAGS} of its coarser levels")
+    return StatedMpp(derived_um[0], f"{TAGS} of its coarser levels")
 
 
 def power_of_ome(xml: str) -> float | None:
@@ -107,6 +110,7 @@ def um_of_unit(unit: str) -> tuple[float, str] | None:
 
 
 def _of_aperio(description: str) -> StatedMpp | None:
+    """Return the MPP in a page's description; None if there is none, or it is no number."""
     match = re.search(r"\|\s*MPP\s*=\s*([0-9.,]+)", description)
     try:
         return None if match is None else StatedMpp((parse_mpp(match[1]),) * 2, APERIO)
@@ -115,7 +119,7 @@ def _of_aperio(description: str) -> StatedMpp | None:
 
 
 def _of_imagej(page: Any) -> StatedMpp | None:
-    """ImageJ writes its unit into its text, and pixels per unit into the tags, without a unit there."""
+    """Return what ImageJ states: its unit is in its text, pixels per unit are in the tags, without a unit there."""
     match = re.search(r"^unit=(.*)$", page.description, re.MULTILINE)
     unit = None if match is None else um_of_unit(match[1])
     tags = page.tags

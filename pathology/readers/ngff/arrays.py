@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -99,8 +100,8 @@ class ZarrLevel:
                 f"its pixels are {kind} of {self.array.dtype.itemsize * 8} bits; slides have unsigned 8-bit samples. "
                 f"{array_conversion(self.array.dtype, self._names, array_path)}"
             )
-        self.size_px = self._of("y", self.array.shape), self._of("x", self.array.shape)
-        self.tile_px = self._of("y", self.array.chunks), self._of("x", self.array.chunks)
+        self.size_px = self._along("y", self.array.shape), self._along("x", self.array.shape)
+        self.tile_px = self._along("y", self.array.chunks), self._along("x", self.array.chunks)
         if math.prod(self.tile_px) > _LARGEST_CHUNK_PX:
             raise SlideError(
                 f"its level {path} has chunks of {self.tile_px[0]} × {self.tile_px[1]} px; write it with smaller ones"
@@ -127,18 +128,17 @@ class ZarrLevel:
     def _names(self) -> list[str]:
         return [axis.name for axis in self._axes]
 
-    def _of(self, name: str, values: Sequence[int]) -> int:
+    def _along(self, name: str, values: Sequence[int]) -> int:
+        """Return the value of an axis, of values that are in the order of the axes."""
         return int(values[self._names.index(name)])
 
     def read(self, box: Box, out: RGB) -> None:
         """See `LevelArray`."""
-        chosen = {"z": self.plane, "t": 0, "c": slice(None), "y": box.slices()[0], "x": box.slices()[1]}
+        by_axis = {"z": self.plane, "t": 0, "c": slice(None), "y": box.slices()[0], "x": box.slices()[1]}
+        index = tuple(by_axis[name] for name in self._names)
         try:
-            if isinstance(self._path, ObjectPath):
-                with as_file_errors(str(self._path)):
-                    values = np.asarray(self.array[tuple(chosen[name] for name in self._names)])
-            else:
-                values = np.asarray(self.array[tuple(chosen[name] for name in self._names)])
+            with as_file_errors(str(self._path)) if isinstance(self._path, ObjectPath) else nullcontext():
+                values = np.asarray(self.array[index])
         except Exception as error:  # each codec raises its own types
             if is_remote(self._path) and isinstance(error, OSError):
                 raise SlideError(f"{self._path} cannot be read: {error.strerror or error}") from error
@@ -149,6 +149,7 @@ class ZarrLevel:
         if "c" not in order:
             values, order = values[..., None], [*order, "c"]
         pixels = values.transpose([order.index(name) for name in "yxc"])
+        # `self.order` has one index for grey, which is shown in all three colours.
         for k in range(3):
             out[..., k] = pixels[..., self.order[k % len(self.order)]]
 
@@ -163,21 +164,23 @@ class ZarrLevel:
             return set()
         stored, metadata = set(files_below(self._path)), self.array.metadata
         counts = [-(-size // step) for size, step in zip(self.array.shape, self._files, strict=True)]
-        fixed = {"t": 0, "z": self.plane // self._of("z", self._files) if "z" in self._names else 0}
+        # Only the files of what is shown: one time, one focal plane, all channels.
+        fixed = {"t": 0, "z": self.plane // self._along("z", self._files) if "z" in self._names else 0}
         absent = set()
         for chunk in np.ndindex(*(1 if name in fixed else n for name, n in zip(self._names, counts, strict=True))):
             at = tuple(fixed.get(name, k) for name, k in zip(self._names, chunk, strict=True))
             # zarr's own spelling of names: separators and prefixes differ between versions.
             if metadata.encode_chunk_key(at) not in stored:
-                absent.add((self._of("y", at), self._of("x", at)))
+                absent.add((self._along("y", at), self._along("x", at)))
         return absent
 
     @property
     def _files(self) -> tuple[int, ...]:
+        """Shape of what one file holds: a shard, or a chunk of an array without shards."""
         return tuple(self.array.shards or self.array.chunks)
 
     def _file_box(self, row: int, column: int) -> Box:
-        height, width = self._of("y", self._files), self._of("x", self._files)
+        height, width = self._along("y", self._files), self._along("x", self._files)
         y, x = row * height, column * width
         return Box(y, y + height, x, x + width).intersect(Box.of_size(*self.size_px))
 

@@ -148,13 +148,13 @@ def _xml_images(xml: str) -> list[ElementTree.Element]:
 
 
 def _image(group: ZarrGroup, described: list[ElementTree.Element], index: int) -> NgffImage:
-    """Return the image of a group; ``described``: the images of the store's OME-XML, in order."""
+    """Return the image of a group, which is number ``index`` of those that the OME-XML has ``described``."""
     try:
-        every = group.attributes["multiscales"]
-        first = every[0]
+        multiscales = group.attributes["multiscales"]
+        first = multiscales[0]
         axes = tuple(map(_axis, first.get("axes") or _OLD_AXES))
-        shared = _scale(first, len(axes))
-        levels = tuple(_level(dataset, shared, len(axes)) for dataset in first["datasets"])
+        shared_scale = _scale(first, len(axes))
+        levels = tuple(_level(dataset, shared_scale, len(axes)) for dataset in first["datasets"])
         channels = tuple(_channel(channel) for channel in (group.attributes.get("omero") or {}).get("channels") or ())
         name = str(first.get("name") or "")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -165,7 +165,7 @@ def _image(group: ZarrGroup, described: list[ElementTree.Element], index: int) -
     if len(set(names)) != len(names) or not {"y", "x"} <= set(names):
         raise SlideError(f"its axes are {', '.join(names)}; a slide has y and x, and may have t, c and z")
     xml = described[index] if index < len(described) else None
-    return NgffImage(group, name, axes, levels, channels, len(every) - 1, xml)
+    return NgffImage(group, name, axes, levels, channels, len(multiscales) - 1, xml)
 
 
 def _axis(stated: Any) -> NgffAxis:
@@ -179,12 +179,13 @@ def _axis(stated: Any) -> NgffAxis:
     return NgffAxis(plain, str(stated.get("unit") or ""))
 
 
-def _level(dataset: Mapping[str, Any], shared: tuple[float, ...] | None, axes: int) -> NgffLevel:
-    own = _scale(dataset, axes)
+def _level(dataset: Mapping[str, Any], shared_scale: tuple[float, ...] | None, axes: int) -> NgffLevel:
+    """Return the level of a dataset; ``shared_scale``: that of all levels, None if the multiscale states none."""
+    scale = _scale(dataset, axes)
     # NGFF 0.4 and 0.5: transformations of the multiscale apply after those of each dataset.
-    if own is not None and shared is not None:
-        own = tuple(a * b for a, b in zip(own, shared, strict=True))
-    return NgffLevel(str(dataset["path"]), own or shared)
+    if scale is not None and shared_scale is not None:
+        scale = tuple(a * b for a, b in zip(scale, shared_scale, strict=True))
+    return NgffLevel(str(dataset["path"]), scale or shared_scale)
 
 
 def _scale(of: Mapping[str, Any], axes: int) -> tuple[float, ...] | None:

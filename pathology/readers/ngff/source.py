@@ -57,7 +57,7 @@ class OmeZarrSource:
         self.objective_power: float | None = None
         self.facts = SlideFacts()
         self.mpp: tuple[float, float] | None = None
-        arrays = self._own(path) if is_own_slide(path) else self._of_others(path, pick)
+        arrays = self._open_own(path) if is_own_slide(path) else self._open_of_others(path, pick)
         stated = [StatedLevel(array.size_px, array.tile_px) for array in arrays]
         # `believed_levels` reads pixels of all stated levels through these fields, `_shown_elsewhere` of the believed
         # ones alone: so they are set again before each reads.
@@ -77,7 +77,7 @@ class OmeZarrSource:
         self.bounds = Box.of_size(*self._arrays[0].size_px)
         self.to_file_px = translation((0, 0))
 
-    def _own(self, path: Path) -> list[LevelArray]:
+    def _open_own(self, path: Path) -> list[LevelArray]:
         """Open a slide of a store of this project; return its levels."""
         try:
             slide = SlideStore.open(path)
@@ -91,7 +91,7 @@ class OmeZarrSource:
         self._believe(checked_mpp(stated, None, _size(slide)))
         return [OwnLevel(slide, k) for k in range(len(slide.levels))]
 
-    def _of_others(self, path: Path, pick: Pick) -> list[LevelArray]:
+    def _open_of_others(self, path: Path, pick: Pick) -> list[LevelArray]:
         """Open an image that other programs wrote; return its levels, and state its facts."""
         images, xml = images_of(path)
         finest = [ZarrLevel.finest_shape(image) for image in images]
@@ -257,19 +257,23 @@ def _checked(image: NgffImage, arrays: Sequence[ZarrLevel], power: float | None)
 def _of_coarser_levels(image: NgffImage, arrays: Sequence[ZarrLevel], finest: StatedMpp) -> tuple[StatedMpp, ...]:
     """Return the statement of the first coarser level whose scale contradicts the finest one's; empty if none does."""
     y, x = image.axis("y"), image.axis("x")
-    scales = [level.scale for level in image.levels]
-    for k, (array, scale) in enumerate(zip(arrays, scales, strict=True)):
-        if k == 0 or scale is None or scales[0] is None or y is None or x is None:
+    scale_of_finest = image.levels[0].scale
+    if scale_of_finest is None or y is None or x is None:
+        return ()
+    for k, (array, level) in enumerate(zip(arrays, image.levels, strict=True)):
+        scale = level.scale
+        if k == 0 or scale is None:
             continue
         factors = [full / size for full, size in zip(arrays[0].size_px, array.size_px, strict=True)]
+        # Microns per pixel of the finest level, if this level's scale is right.
         um = tuple(
-            finest_um * scale[axis] / scales[0][axis] / factor if scales[0][axis] else 0.0
+            finest_um * scale[axis] / scale_of_finest[axis] / factor if scale_of_finest[axis] else 0.0
             for finest_um, axis, factor in zip(finest.um, (y, x), factors, strict=True)
         )
         # A side of a few pixels is rounded by more than a scale that is wrong.
         tolerances = [max(_AGREE, 2 / size) for size in array.size_px]
-        pairs = zip(um, finest.um, tolerances, strict=True)
-        if any(abs(scale - finest_scale) > tolerance * finest_scale for scale, finest_scale, tolerance in pairs):
+        compared = zip(um, finest.um, tolerances, strict=True)
+        if any(abs(derived_um - stated_um) > tolerance * stated_um for derived_um, stated_um, tolerance in compared):
             return (StatedMpp((um[0], um[1]), f"the scale of level {k}, by their sizes,"),)
     return ()
 

@@ -47,10 +47,11 @@ def stated_mpp(image: NgffImage) -> tuple[tuple[StatedMpp, ...], str]:
     y, x = image.axis("y"), image.axis("x")
     assert y is not None and x is not None, "checked when the image was read"
     scale = image.levels[0].scale
-    units = [um_of_unit(image.axes[k].unit) for k in (y, x)]
-    if scale is not None and units[0] is not None and units[1] is not None:
-        um = (scale[y] * units[0][0], scale[x] * units[1][0])
-        statements.append(StatedMpp(um, SCALE, repaired=units[0][1] or units[1][1]))
+    unit_y, unit_x = (um_of_unit(image.axes[k].unit) for k in (y, x))
+    if scale is not None and unit_y is not None and unit_x is not None:
+        # Micrometres of each unit, and what was mended to read it.
+        (um_y, repaired_y), (um_x, repaired_x) = unit_y, unit_x
+        statements.append(StatedMpp((scale[y] * um_y, scale[x] * um_x), SCALE, repaired=repaired_y or repaired_x))
     elif scale is not None and (scale[y], scale[x]) != (1.0, 1.0):
         unit = image.axes[x].unit
         doubt = f"{SCALE} says {scale[x]:g} in {f'the unit {unit!r}' if unit else 'no unit'}"
@@ -62,10 +63,12 @@ def stated_mpp(image: NgffImage) -> tuple[tuple[StatedMpp, ...], str]:
 
 def colour_order(image: NgffImage) -> tuple[tuple[int, int, int], Note | None]:
     """Return which channels are red, green and blue, and a note if that is not their order."""
-    named = [_PRIMARIES.get(label.strip().lower()) for label, _ in image.channels]
-    shown = [_COLOURS.get(colour) for _, colour in image.channels]
-    for places, source in ((named, "names"), (shown, "colours")):
-        if sorted(position if position is not None else -1 for position in places) == [0, 1, 2] and places != [0, 1, 2]:
+    # For each channel 0, 1 or 2 for red, green or blue, None for none of them: by its name, and by its colour.
+    by_names = [_PRIMARIES.get(label.strip().lower()) for label, _ in image.channels]
+    by_colours = [_COLOURS.get(colour) for _, colour in image.channels]
+    for places, source in ((by_names, "names"), (by_colours, "colours")):
+        # All three colours, each once, in another order.
+        if len(places) == 3 and set(places) == {0, 1, 2} and places != [0, 1, 2]:
             order = (places.index(0), places.index(1), places.index(2))
             text = f"the channels' {source} say that red, green and blue are {', '.join(f'{k}' for k in order)}"
             return order, Note(_CHANNELS_FLAG, text)
