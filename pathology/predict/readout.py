@@ -19,12 +19,21 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ReadBar:
-    """A line of a slide's report: a name, its share of the bar from 0 to 1, the value as text, its channel's index."""
+    """A line of a slide's report.
+
+    Attributes:
+        name: What the number is.
+        share: Length of the bar, 0 to 1.
+        text: The number as text.
+        channel: Index of the channel that colours the bar.
+        column: Index of the column of the readout that has the number; None: the bar's own place.
+    """
 
     name: str
     share: float
     text: str
     channel: int
+    column: int | None = None
 
 
 @dataclass(frozen=True)

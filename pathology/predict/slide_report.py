@@ -18,7 +18,7 @@ from hyfi_core.plan.box import Box
 from pathology.pages import data_uri
 from pathology.predict.colors import class_color
 from pathology.predict.members import InputSpec, Member
-from pathology.predict.readout import Readout, percent
+from pathology.predict.readout import ReadBar, Readout, percent
 from pathology.predict.regions import LEAST_SHARE, Level0, RankedRegions, Region
 from pathology.predict.report import RegionPicture, Report, ReportBar, area_text, flags_of
 from pathology.predict.slide_result import SlideResult
@@ -72,8 +72,8 @@ def fill_report(
         coverage=result.coverage,
         first=readout.main_bar(result.mean),
         bars=[
-            ReportBar(bar.name, bar.share, bar.text, _spread(result, k), _css(bar.channel))
-            for k, bar in enumerate(bars)
+            ReportBar(bar.name, bar.share, bar.text, _spread(result, bar, place), _css(bar.channel))
+            for place, bar in enumerate(bars)
         ],
         exclusive=readout.exclusive,
         note=_note(readout, members),
@@ -123,10 +123,10 @@ def _note(readout: Readout, members: Sequence[Member]) -> str:
     )
 
 
-def _spread(result: SlideResult, bar: int) -> str:
-    """Return the spread over an ensemble of the number of a bar, as text."""
-    spread = result.spread
-    return "" if spread is None or bar >= len(spread) else result.readout.spread_text(float(spread[bar]))
+def _spread(result: SlideResult, bar: ReadBar, place: int) -> str:
+    """Return the spread over an ensemble of the number of a bar, as text; ``place``: of the bar among all."""
+    spread, column = result.spread, place if bar.column is None else bar.column
+    return "" if spread is None or column >= len(spread) else result.readout.spread_text(float(spread[column]))
 
 
 def _facts(result: SlideResult, spec: InputSpec) -> FactRows:

@@ -79,9 +79,9 @@ def add_lora(encoder: nn.Module, rank: int) -> int:
 
 
 def merge_lora(model: nn.Module) -> int:
-    """Add updates to their weights for good, in place; return their number.
+    """Replace each weight that has an update by the sum of both, in place; return the number of updates.
 
-    The weights then have the names that they have in the model without updates.
+    The weights then have the names that they have in a model without updates.
     """
     merged = 0
     for module in model.modules():

@@ -90,7 +90,7 @@ class InputLabels:
         model: Mapping[str, Any],
         missing: tuple[str, ...],
     ) -> list[SlideInput]:
-        """Return the slides of the split."""
+        """Return the slides that are in ``self.split``; all slides if it is ``all`` or None."""
         if self.split in (None, ALL):
             return inputs
         column = model.get("split_column", "split")

@@ -46,7 +46,7 @@ class EvaluatedModel:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path, overrides: Sequence[str]) -> EvaluatedModel:
-        """Read a checkpoint.
+        """Return the model of a checkpoint, for images of the trained size or of another one.
 
         Args:
             checkpoint: Its folder.

@@ -16,7 +16,7 @@ FILE_NAME = "README.md"
 
 
 def write_card(source: ExportSource, checkpoint: Path, folder: Path, files: Sequence[tuple[str, str]]) -> None:
-    """Write the card.
+    """Write ``README.md`` of an export: its files, the model, its input, its slides, its metrics.
 
     Args:
         source: The checkpoint.

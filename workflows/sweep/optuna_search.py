@@ -137,7 +137,7 @@ class OptunaSearch:
             )
 
     def setting(self, number: int) -> SweptSetting:
-        """Return the setting of trial ``number``; the next number proposes a new setting."""
+        """Return the setting of trial ``number``; the first number that is not in the journal proposes a new one."""
         trials = self._study.get_trials(deepcopy=False)
         # Numbers below are in the journal: a search that continues asks for them again, and gets the same settings.
         if number == len(trials):

@@ -109,7 +109,10 @@ def read_space(path: Path, ranges: bool) -> dict[str, Any]:
 
 
 def corners(space: Mapping[str, Any]) -> list[SweptSetting]:
-    """Return settings that together have each value of each list and both ends of each range, one change at a time."""
+    """Return settings that together have each value of each list and both ends of each range.
+
+    The first has the first value of every key; each other setting differs from it in one key.
+    """
     ends = {
         key: values if isinstance(values, list) else [range_value(values, u) for u in (0, 1)]
         for key, values in space.items()

@@ -91,7 +91,7 @@ def weighted_metrics(
     targets: torch.Tensor,
     counts: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Return the metrics of draws from the samples, each (draws,); NaN if undefined.
+    """Return the metrics of each bootstrap draw, (draws,) each; NaN if undefined.
 
     Args:
         scores: (N, K) by which each class ranks the samples.

@@ -6,7 +6,7 @@ import torch
 
 
 def number_metrics(predicted: torch.Tensor, true: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the metrics of draws, each (draws,); NaN if undefined.
+    """Return the metrics of each bootstrap draw, (draws,) each; NaN if undefined.
 
     ``mae``: mean absolute error. ``rmse``: root of the mean squared error. ``r2``: 1 − squared errors / squared
     deviations from the mean of the true values. ``spearman``: correlation of ranks, equal values sharing their mean

@@ -115,7 +115,7 @@ class BagCosts:
 
 
 def _flops(encoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, backward: bool) -> dict[str, float]:
-    """Return the operations for one tile, by kind: forward, or both."""
+    """Return the encoder's operations for one tile, by kind: of forward, with ``backward`` of both passes."""
     trained = [p for p in encoder.parameters() if p.requires_grad]
     with evaluating(encoder, _CPU), torch.enable_grad(), FlopCounterMode(display=False) as counter:
         vectors = encoder(torch.zeros((1, *shape), dtype=dtype))

@@ -52,7 +52,7 @@ def with_few_known(
     counts: torch.Tensor,
     names: Sequence[str],
 ) -> Intervals:
-    """Return intervals in which the AUROC of each label that is known of few slides has its `rank_interval`.
+    """Return intervals with the `rank_interval` of the AUROC of each label that is known for `FEW` slides or fewer.
 
     Args:
         intervals: By name of the metric; that of a label's AUROC is ``auroc_<label>``.

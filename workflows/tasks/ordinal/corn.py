@@ -43,7 +43,7 @@ def predicted_grades(probabilities: torch.Tensor) -> torch.Tensor:
 def grade_metrics(
     predicted: torch.Tensor, grades: torch.Tensor, count: int, counts: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the metrics of draws, each (draws,); NaN if undefined.
+    """Return the metrics of each bootstrap draw, (draws,) each; NaN if undefined.
 
     ``quadratic_kappa``: agreement beyond chance, an error by d grades counts d². ``mae``: mean absolute error in
     grades. ``accuracy``, ``balanced_accuracy``.

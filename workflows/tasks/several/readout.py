@@ -37,12 +37,12 @@ class SeveralReadout(Readout):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of each, after its name and a dot."""
+        """The columns of each target, after its name and a dot."""
         return tuple(f"{name}.{column}" for name, part in self._pairs() for column in part.columns)
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """The channels of each, after its name and a dot; a channel with the name of its target stays as it is."""
+        """The channels of each target, after its name and a dot; a channel of the target's own name has no prefix."""
         return tuple(
             channel if channel == name else f"{name}.{channel}"
             for name, part in self._pairs()
@@ -50,21 +50,21 @@ class SeveralReadout(Readout):
         )
 
     def values(self, logits: Values) -> Values:
-        """Return the numbers of each."""
+        """Return the numbers of all targets, one after the other."""
         return np.concatenate([part.values(own) for part, own in zip(self.parts, self._outputs(logits), strict=True)])
 
     def uncalibrated(self, logits: Values) -> Values:
-        """Return the numbers of each without what was fitted on validation slides."""
+        """Return the numbers of all targets without what was fitted on validation slides."""
         pairs = zip(self.parts, self._outputs(logits), strict=True)
         return np.concatenate([part.uncalibrated(own) for part, own in pairs])
 
     def position_scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the scores of each."""
+        """Return the scores of all targets, one after the other."""
         split = logits.split([len(part.channels) for part in self.parts])
         return torch.cat([part.position_scores(own) for part, own in zip(self.parts, split, strict=True)])
 
     def prediction(self, values: Values) -> str:
-        """Return the prediction of each, after its name."""
+        """Return the prediction of each target, after its name: ``grade: high | age: 41``."""
         each = zip(self.names, self.parts, self.of_each(values), strict=True)
         return BETWEEN.join(f"{name}: {part.prediction(own)}" for name, part, own in each)
 
@@ -77,15 +77,20 @@ class SeveralReadout(Readout):
         return self.parts[0].channel(self.of_each(values)[0])
 
     def bars(self, values: Values) -> Sequence[ReadBar]:
-        """Return the bars of each, with its name."""
+        """Return the bars of all targets; a bar of another name than its target's is named after both."""
         bars: list[ReadBar] = []
-        first = 0  # of the target's channels
+        channel = column = 0  # the first ones of the target
         for name, part, own in zip(self.names, self.parts, self.of_each(values), strict=True):
-            for bar in part.bars(own):
+            for place, bar in enumerate(part.bars(own)):
                 title = bar.name if bar.name == name else f"{name}: {bar.name}"
-                bars.append(replace(bar, name=title, channel=first + bar.channel))
-            first += len(part.channels)
+                own_column = place if bar.column is None else bar.column
+                bars.append(replace(bar, name=title, channel=channel + bar.channel, column=column + own_column))
+            channel, column = channel + len(part.channels), column + len(part.columns)
         return bars
+
+    def main_bar(self, values: Values) -> int:
+        """Return the bar that the first target emphasises; its bars come first."""
+        return self.parts[0].main_bar(self.of_each(values)[0])
 
     def verdict(self, values: Values) -> str:
         """Return the verdicts of the targets that have one, each after its name."""
@@ -102,14 +107,14 @@ class SeveralReadout(Readout):
         return self.parts[0].spread_text(spread)
 
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
-        """Return the note of each, after its name."""
+        """Return the note of each target, after its name."""
         return " ".join(
             f"{name}: {part.note(models, [own for one in calibrations if (own := calibration_of(one, name))])}"
             for name, part in self._pairs()
         )
 
     def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:
-        """Return the entries of each in ``prediction.json``, under ``targets`` and its name."""
+        """Return the entries of each target in ``prediction.json``, under ``targets`` and its name."""
         pairs = zip(self.of_each(values), self.of_each(uncalibrated), strict=True)
         each = {
             name: {"prediction": part.prediction(one), **part.metadata(one, other)}
@@ -118,7 +123,7 @@ class SeveralReadout(Readout):
         return {"targets": each}
 
     def page_columns(self) -> Sequence[PageColumn]:
-        """Return the columns of each, after its name."""
+        """Return the columns of all targets; a column of another name than its target's is named after both."""
         columns: list[PageColumn] = []
         first = 0  # of the target's channels
         for name, part in self._pairs():

@@ -241,7 +241,7 @@ class Several(Task):
     def describe_calibration(
         self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]] | None:
-        """Return the effect for each target."""
+        """Return the effect of what was fitted for each target, as text and as JSON; None: no effect."""
         texts, effects = [], {}
         for part in self.parts:
             own, (own_outputs, labels) = calibration_of(fitted, part.name), part.of(outputs, targets)
@@ -268,7 +268,7 @@ class Several(Task):
         return BETWEEN.join(f"{part.name}: {part.task.text(own)}" for part, own in pairs if own is not None)
 
     def target_of(self, text: str) -> Target | None:
-        """Return the label of such a text, or of the cells of all columns with ``;`` between them: ``high;41``."""
+        """Return the label of a text of `Task.text`, or of cells of all columns with ``;`` between: ``high;41``."""
         texts, cells = texts_of(text, [part.name for part in self.parts]), text.split(";")
         if not texts and len(cells) == len(self.columns):
             # A target of two columns, such as time and event, takes two cells.

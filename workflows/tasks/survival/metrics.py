@@ -24,7 +24,7 @@ def survival_metrics(
     horizons: tuple[float, ...],
     counts: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Return the metrics of draws, each (draws,); NaN if undefined.
+    """Return the metrics of each bootstrap draw, (draws,) each; NaN if undefined.
 
     ``concordance``: Harrell's C (JAMA 247:2543, 1982), ties of risks count one half. ``uno_concordance``: Uno's C (Stat
     Med 30:1105, 2011), events weighted by 1 / G², up to the last horizon. ``time_auroc``: cumulative/dynamic AUROC at

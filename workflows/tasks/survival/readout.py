@@ -89,12 +89,13 @@ class SurvivalReadout(Readout):
     def bars(self, values: Values) -> Sequence[ReadBar]:
         """Return the probability to survive each time; the risk if these are unknown."""
         channel = self.channel(values)
+        # Column 0 is the risk.
         shown = [
-            ReadBar(f"survives {time:.6g}", float(value), percent(float(value)), channel)
-            for time, value in zip(self.times, values[1:], strict=True)
-            if not math.isnan(value)
+            ReadBar(f"survives {time:.6g}", float(values[column]), percent(float(values[column])), channel, column)
+            for column, time in enumerate(self.times, 1)
+            if not math.isnan(values[column])
         ]
-        return shown or [ReadBar("risk", float(torch.tensor(values[0]).sigmoid()), f"{values[0]:.3g}", channel)]
+        return shown or [ReadBar("risk", float(torch.tensor(values[0]).sigmoid()), f"{values[0]:.3g}", channel, 0)]
 
     def verdict(self, values: Values) -> str:
         """Return the risk."""

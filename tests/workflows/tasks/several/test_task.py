@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from data.samples.labels import Target
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import read_model_json
+from pathology.predict.readout import ClassReadout
+from pathology.predict.slide_report import _spread
 from tests.workflows.archive import SPLITS, make_config, make_store
 from tests.workflows.runs import PARTS, REPLICAS, assert_plans_agree, run_here
 from workflows.commands import validate
@@ -21,8 +24,10 @@ from workflows.config.load import load_config
 from workflows.tasks.bootstrap import draw_cases
 from workflows.tasks.by_name import task_of
 from workflows.tasks.multiclass import Multiclass
+from workflows.tasks.ordinal.readout import GradeReadout
 from workflows.tasks.regression import Regression
 from workflows.tasks.several.part import parts_of
+from workflows.tasks.several.readout import SeveralReadout
 from workflows.tasks.several.task import Several
 from workflows.tasks.survival.task import Survival
 from workflows.training.job import prepare
@@ -190,3 +195,28 @@ def test_the_surest_wrong_class_is_the_worst_error() -> None:
     values = np.array([[1 - high, high, 50.0, NAN, NAN, 0.0, 0.5, 0.5] for high in (0.99, 0.55, 0.9)])
     errors = task.page(values, targets, draw_cases(3).numpy(), task.readout(None)).errors
     assert errors[0] == 1 and errors[1] == pytest.approx(0.55 / 0.99) and errors[2] == 0
+
+
+def test_the_bar_of_the_predicted_grade_is_emphasised() -> None:
+    """Found by its channel, that of the lowest grade was the bar of the next one: both show the channel above it."""
+    readout = SeveralReadout(("grade", "kind"), (GradeReadout(("low", "mid", "high")), ClassReadout(("a", "b"), 1.0)))
+    for grade, values in enumerate(([0.9, 0.08, 0.02], [0.1, 0.8, 0.1], [0.0, 0.1, 0.9])):
+        numbers = np.array([*values, 0.5, 0.5])
+        bar = readout.bars(numbers)[readout.main_bar(numbers)]
+        assert bar.name == f"grade: {('low', 'mid', 'high')[grade]}" == readout.prediction(numbers).split(" | ")[0]
+
+
+def test_bars_have_the_spread_of_their_own_numbers() -> None:
+    """In the report of an ensemble, survival at the first time had the spread of the risk, and so on."""
+    survives = TIMES.readout({"baseline": [0.1, 0.4]})
+    several_readout = SeveralReadout(("age", "os"), (AGE.readout({"half_width": 4.0}), survives))
+    for readout, outputs, columns in (
+        (survives, [0.5], ["survival_5", "survival_9"]),
+        (several_readout, [0.5, 0.5], ["age.value", "os.survival_5", "os.survival_9"]),
+    ):
+        values = readout.values(np.array(outputs))
+        spread = np.arange(len(readout.columns)) + 1.0
+        result: Any = SimpleNamespace(spread=spread, readout=readout)
+        bars = readout.bars(values)
+        texts = [_spread(result, bar, place) for place, bar in enumerate(bars)]
+        assert texts == [f"{spread[readout.columns.index(name)]:.3g}" for name in columns]
