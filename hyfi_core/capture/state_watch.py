@@ -156,9 +156,11 @@ class StateWatch:
         self._own = own_objects(self._model)
         self._others = self._compared()
         self._state = state = module_state(self._model)
+        # Tensors that ``compare`` was given may have changed since then: their versions are a part of the state.
         if changed := self._changed():
-            # Behind all other attributes, so that a state without cached tensors stays equal to ``module_state``.
-            self._state = ModuleState((*state[:-1], (*state[-1], ((OUTSIDE, "a cached tensor"), tuple(changed)))))
+            # Last in the part for attributes, so that a state without such tensors stays equal to ``module_state``.
+            *others, attributes = state
+            self._state = ModuleState((*others, (*attributes, ((OUTSIDE, "a cached tensor"), tuple(changed)))))
         return self._state
 
     def _compared(self) -> list[Hashable]:

@@ -112,7 +112,9 @@ def pack_branches(
 def _chains(
     program: Program, operators: Sequence[Operator], results: set[str], ranks: int, machine: MachineModel
 ) -> tuple[list[str], list[_Chain]]:
-    """Return the operators that use no computed value, and the chains of all others, by their distance.
+    """Return the operators that use no computed value, and all others as chains.
+
+    In a chain, each operator is the only user of the one before it. Chains are sorted by level.
 
     Args:
         program: the stage.
@@ -125,7 +127,7 @@ def _chains(
     available = {*program.parameters, *program.buffers, *program.constants}
     free: list[str] = []
     chains: list[_Chain] = []
-    maker: dict[str, int] = {}
+    maker: dict[str, int] = {}  # value -> index of the chain that computes it
     users = _users(operators)
     for op in operators:
         cost = costs[op.name]

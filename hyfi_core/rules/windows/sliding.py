@@ -54,7 +54,7 @@ class _WindowParts:
 
 
 def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
-    """Choose the layout of a window operator's output and the input boxes that ranks need.
+    """Return the layout of a window operator's output, the input box of each rank, and the padding left to the call.
 
     Args:
         builder: of the rank's program.
@@ -68,6 +68,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
     height, width = builder.shape(output)[2:]
     split = builder.computed(op, Split(layout.through(window, height, width)))
     # One rank along an axis has both ends of the map, which the native call can pad if the padding is the same at both.
+    # A layout lists its borders: two around one row, or one column, of ranks.
     native_y = len(layout.rows) == 2 and symmetric[0]
     native_x = len(layout.columns) == 2 and symmetric[1]
     # Beyond the map, too: there the exchange writes the fill value.
