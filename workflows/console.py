@@ -154,11 +154,11 @@ def plain_json(value: Any) -> Any:
         return str(value)
     if value is None or isinstance(value, (str, bool, int)):
         return value
-    # Scalars of NumPy and torch.
-    number = value.item() if hasattr(value, "item") else value
-    if isinstance(number, float):
-        return number if math.isfinite(number) else None
-    return number if isinstance(number, (str, bool, int)) else str(number)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    # Scalars and arrays of NumPy and torch; a long double is its own list.
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    return str(value) if type(listed) is type(value) else plain_json(listed)
 
 
 @contextmanager

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from rich.progress import TimeRemainingColumn
 
 from workflows import console
@@ -87,3 +90,9 @@ def test_a_command_that_writes_files_goes_on_when_nobody_reads_its_output(monkey
     console.emit_json({"step": 3})
     os.write(stream.fileno(), b"what a library prints")
     stream.close()
+
+
+def test_arrays_and_scalars_are_json() -> None:
+    values = {"a": np.array([[1.5, np.nan]]), "b": torch.tensor([1, 2]), "c": np.float32(0.5), "d": np.longdouble(2)}
+    assert console.plain_json(values) == {"a": [[1.5, None]], "b": [1, 2], "c": 0.5, "d": "2.0"}
+    assert console.plain_json((np.bool_(True), Path("x"), np.int64(3))) == [True, "x", 3]

@@ -85,10 +85,12 @@ class Site:
             default = getattr(cls(), str(key), None)
             # Fields whose default is None are text.
             expected_type = str if default is None else type(default)
-            if key not in _keys(cls) or not isinstance(value, expected_type):
+            # A bool is an int to isinstance.
+            is_typed = isinstance(value, expected_type) and not isinstance(value, bool)
+            if key not in _keys(cls) or not is_typed or (expected_type is int and value < 1):
                 raise RequestError(
                     f"{path}: {key}: given {value!r}; allowed: {', '.join(_keys(cls))} "
-                    "(modules, setup, sbatch and role_sbatch are lists, signal_s is a number, the others are text)"
+                    "(modules, setup, sbatch and role_sbatch are lists, signal_s is a number from 1, the others text)"
                 )
         return cls(**document)
 

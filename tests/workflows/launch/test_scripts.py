@@ -50,6 +50,13 @@ def test_a_site_and_the_options_meet_in_the_script(tmp_path: Path) -> None:
     assert "hetjob" not in text and "TMPDIR" not in text
 
 
+@pytest.mark.parametrize("value", ["-5", "0", "true", "soon"])
+def test_a_signal_after_the_limit_is_refused(tmp_path: Path, value: str) -> None:
+    (tmp_path / "site.yaml").write_text(f"signal_s: {value}")
+    with pytest.raises(RequestError, match="signal_s is a number from 1"):
+        Site.load(tmp_path / "site.yaml")
+
+
 def test_nodes_for_roles_are_the_second_part_of_a_heterogeneous_job() -> None:
     site = Site(
         partition="gpu", role_partition="cpu", role_sbatch=["--constraint=dpu"], scratch="/scratch/$SLURM_JOB_ID"
