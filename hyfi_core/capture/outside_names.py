@@ -59,7 +59,7 @@ _DEPTH = 6
 NamedValues = Iterator[tuple[str, Any]]
 
 
-class _Member(NamedTuple):
+class _ClassMember(NamedTuple):
     """A method or an attribute of a class; ``own``: whether the class is the user's own, not of a package."""
 
     holder: type
@@ -121,8 +121,8 @@ class _Walk:
         self.memoised: list[Memoised] = []
         self.assigned: list[tuple[Any, str]] = []
         self._names: set[str] = {"forward"}  # in code that was read
-        self._waiting: dict[str, list[_Member]] = {}  # name -> members that no code has named yet
-        self._reached: list[_Member] = []  # members still to be read
+        self._waiting: dict[str, list[_ClassMember]] = {}  # name -> members that no code has named yet
+        self._reached: list[_ClassMember] = []  # members still to be read
         self._reaches_all = False  # whether the user's code makes up names
 
     def of_model(self, model: nn.Module, attributes: Iterable[Any]) -> NamedValues:
@@ -142,7 +142,7 @@ class _Walk:
             yield from self._of_member(*self._reached.pop())
 
     def _of_member(self, holder: type, name: str, value: Any, own: bool) -> NamedValues:
-        """Yield a reached member of a class, and what it reads; the parts of ``_Member`` are the arguments."""
+        """Yield a reached member of a class, and what it reads; the parts of ``_ClassMember`` are the arguments."""
         full_name = f"{holder.__qualname__}.{name}"
         if isinstance(value, (*VALUES, *_HOLDERS)):
             yield full_name, value
@@ -214,9 +214,9 @@ class _Walk:
                 self.assigned += [(holder, name) for name, value in known.objects if isinstance(value, torch.Tensor)]
             members = known.methods + (known.values if known.methods or own else []) + (known.objects if own else [])
             for name, value in members:
-                self._add_member(_Member(holder, name, value, own), created)
+                self._add_member(_ClassMember(holder, name, value, own), created)
 
-    def _add_member(self, member: _Member, created: bool) -> None:
+    def _add_member(self, member: _ClassMember, created: bool) -> None:
         """Note a member of a class as reached, or as waiting until code that is read names it."""
         holder, name, _, own = member
         creates = name in _CREATING

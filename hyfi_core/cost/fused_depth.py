@@ -196,19 +196,21 @@ class _AxisNeed:
 
 @lru_cache(maxsize=4096)  # networks repeat their blocks
 def _axis_needs(parts: tuple[Interval, ...], need: tuple[Interval, ...]) -> frozenset[_AxisNeed]:
-    """Return the different needs of all rows, or of all columns; most need the same.
+    """Return the different needs of all rows of ranks, or of all columns; most need the same.
 
     Args:
-        parts: the interval that each owns.
-        need: the interval that each needs.
+        parts: the interval that each row owns.
+        need: the interval that each row needs.
     """
     starts, stops = [start for start, _ in parts], [stop for _, stop in parts]
     ordered = all(a <= b for ends in (starts, stops) for a, b in pairwise(ends))
     needs = set()
-    for at, interval in enumerate(need):
+    for row, interval in enumerate(need):
         first, last = 0, len(parts)
-        if ordered:  # then those that meet an interval are next to each other
+        if ordered:
+            # Those that meet the interval are next to each other: from the first that ends behind its start, up to
+            # the first that begins at its end or later.
             first, last = bisect_right(stops, interval[0]), bisect_left(starts, interval[1])
-        from_parts = {first + part: length(overlap) for part, overlap in meeting(parts[first:last], interval)}
-        needs.add(_AxisNeed(len(from_parts), sum(from_parts.values()), from_parts.get(at, 0)))
+        px_of = {first + part: length(overlap) for part, overlap in meeting(parts[first:last], interval)}
+        needs.add(_AxisNeed(owners=len(px_of), px=sum(px_of.values()), own_px=px_of.get(row, 0)))
     return frozenset(needs)

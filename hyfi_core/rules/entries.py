@@ -112,7 +112,10 @@ def _fitted(builder: Builder, op: Operator, name: str, split: Split, rank: int) 
 
 
 def by_map(builder: Builder, op: Operator) -> None:
-    """``gather``, ``scatter`` and similar operators along a dim other than height and width, with a map of indices."""
+    """Emit ``gather``, ``scatter`` or a similar operator with a map of indices; its dim is not height or width.
+
+    Only a ``gather`` with the same indices on all ranks may go along height and width.
+    """
     name = op.args[0].name
     shape = builder.shape(name)
     dim = op.args[1] % len(shape)
@@ -122,7 +125,8 @@ def by_map(builder: Builder, op: Operator) -> None:
         return
     names, split = operands(builder, op, shape)
     # ``gather`` accepts indices of fewer rows than the map has; then equal parts are not equal pixels.
-    sides = {tuple(builder.shape(item)[at] for at in split.dims) for item in op.inputs if len(builder.shape(item))}
+    shapes = [builder.shape(item) for item in op.inputs if len(builder.shape(item))]
+    sides = {tuple(item_shape[at] for at in split.dims) for item_shape in shapes}
     if dim in split.dims:
         builder.refuse(op, f"works along dim {dim}, which is height or width", _CHANNELS)
     if len(sides) != 1:

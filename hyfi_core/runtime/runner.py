@@ -80,19 +80,20 @@ class StageRunner:
         self.reader = Reader(plan, whole, self.groups, subject.device, subject.dtype, subject.channels_last)
         self._cache: dict[Any, LoweredModel] = {}
         self._used: Hashable = None
-        self._unchecked = True  # whether its tensors may have been replaced since the last call
-        self._checked: Hashable = None  # the state of the last check; it identifies all tensors of the model
+        self._may_be_replaced = True  # whether the model's tensors may have been, since the last call
+        self._checked_state: Hashable = None  # the state of the last check; it identifies all tensors of the model
         self._schedules = PlanSchedules(plan, self._placement)
         self._trained: FollowingStatistics | FoldedStatistics | None = None
 
     def lowered(self, shape: Shape) -> LoweredModel:
         """Return the lowered model for micro-batches of a shape, in the state that was observed."""
         subject = self._subject
-        if self._unchecked and (self._checked is None or self._checked is not subject.watch.taken):
+        if self._may_be_replaced and (self._checked_state is None or self._checked_state is not subject.watch.taken):
             subject.bindings.refuse_replaced()
-            self._checked = subject.watch.taken
-        self._unchecked = False
-        is_known, self._used = self._known_program(shape), subject.watch.taken
+            self._checked_state = subject.watch.taken
+        self._may_be_replaced = False
+        is_known = self._known_program(shape)
+        self._used = subject.watch.taken  # the state that the last call observed
         key = (shape, self._used)
         if not is_known:
             # The oldest on every rank: all must lower again for the same calls, because lowering is collective.
@@ -114,7 +115,7 @@ class StageRunner:
 
     def observe(self) -> Hashable:
         """Take the model's Python state, for all runners of the process, until the next call; return it."""
-        self._unchecked = True
+        self._may_be_replaced = True
         return self._subject.watch.take()
 
     def known(self, shape: Shape) -> str:

@@ -185,13 +185,19 @@ class NoDrawsInBackward(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator that does not draw."""
+        """Call an operator.
+
+        Raises:
+            RequestError: it draws random numbers.
+        """
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in function.tags:
-            given = {argument.name: argument.default_value for argument in function._schema.arguments}
-            given |= dict(zip(given, args, strict=False)) | kwargs
-            # The backward of attention may have the tag, too: it repeats the numbers of its forward, from their seed.
-            if given.get("dropout_p", 1.0) != 0.0 and "backward" not in function._schema.name:
+            arguments = {argument.name: argument.default_value for argument in function._schema.arguments}
+            arguments |= dict(zip(arguments, args, strict=False)) | kwargs
+            # Attention without dropout has the tag, too, but does not draw; an operator without this argument does.
+            draws = arguments.get("dropout_p", 1.0) != 0.0
+            # Its backward may also have it: that repeats the numbers of its forward, from their seed.
+            if draws and "backward" not in function._schema.name:
                 raise RequestError(
                     f"the encoder draws random numbers in its backward ({function._schema.name}), as activation "
                     f"checkpointing does; turn that off: plan.memory_bytes bounds the memory of an encoder"
