@@ -180,6 +180,7 @@ class PagedSteps:
             # circle.
             saved = tensor.detach()
             page = self._pager.track(saved, uses)
+            # The operand of a convolution, or under autocast a copy of it: computed again like any other map.
             if page is not None and page.recomputation is None and self._recomputes:
                 name = convolved_by(segment, saved, {**self._taken, **outputs})
                 if name is not None:

@@ -23,7 +23,7 @@ from hyfi_core.cells.halo import for_training
 from hyfi_core.cells.page_forecast import PagedForecast, forecast_pages
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory.forecast import forecast_memory
-from hyfi_core.cost.step.lowered_stages import LoweredPlans, lowered_stages
+from hyfi_core.cost.step.lowered_stages import LoweredPlans, lowered_stages, middle_rank
 from hyfi_core.cost.step.spilling import SpilledMaps
 from hyfi_core.lowering.segments import build_tape
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -88,16 +88,12 @@ class SpillForecast:
         forecasts = []
         for index in range(count):
             piece, divided, _ = lowered.stage(index)
-            rows, columns = fine.grids[index % len(fine.grids)]
             ranked = divided.planes[0]
-            ranked = replace(
-                ranked,
-                instructions=tuple(for_training(instruction) for instruction in ranked.instructions),
-            )
+            ranked = replace(ranked, instructions=tuple(map(for_training, ranked.instructions)))
             entering = {name for names in piece.entries.values() for name in names}
             tape = build_tape(ranked, {*program.parameters, *entering} & lowered.active)
             # A cell in the middle has halos on all sides, and so the largest maps.
-            middle = rows // 2 * columns + columns // 2
+            middle = middle_rank(fine.grids[index % len(fine.grids)])
             forecast = forecast_pages(ranked, tape, middle, trains=True, pixels=self.pixels)
             forecasts.append(forecast.times(cells))
         return tuple(forecasts)

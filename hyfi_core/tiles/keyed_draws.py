@@ -143,15 +143,17 @@ class KeyedDraws(TorchDispatchMode):
 
     def _positions(self, shape: DrawnShape, device: torch.device) -> torch.Tensor:
         """Return the position of each number in the value of all tiles of the slide, tile after tile."""
-        if self._tiles is None:
+        if self._tiles is None:  # of a whole slide
             return draws.positions(shape, None, (0, 0, 0, 0), device, 0)
-        dim = None if self._single is None else self._dim_of_tiles(shape)
-        one = shape if dim is None else (*shape[:dim], shape[dim] // len(self._tiles), *shape[dim + 1 :])
-        inside = draws.positions(one, None, (0, 0, 0, 0), device, 0)
-        tiles = torch.tensor(self._tiles, device=device) * prod(one)
-        if dim is None:
-            return inside + tiles
-        return (inside.unsqueeze(dim) + tiles.view(-1, *[1] * (len(shape) - dim))).reshape(shape)
+        tiles = torch.tensor(self._tiles, device=device)
+        if self._single is None:  # of one tile, or of none: all numbers are its own
+            return draws.positions(shape, None, (0, 0, 0, 0), device, 0) + tiles * prod(shape)
+        dim = self._dim_of_tiles(shape)
+        one = (*shape[:dim], shape[dim] // len(self._tiles), *shape[dim + 1 :])
+        within_tile = draws.positions(one, None, (0, 0, 0, 0), device, 0)
+        before_tile = tiles * prod(one)
+        # One dim more, that of tiles, in front of the dim that runs over them.
+        return (within_tile.unsqueeze(dim) + before_tile.view(-1, *[1] * (len(shape) - dim))).reshape(shape)
 
     def _dim_of_tiles(self, shape: DrawnShape) -> int:
         """Return the dim of drawn numbers that runs over the tiles of a call."""

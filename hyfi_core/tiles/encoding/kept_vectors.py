@@ -31,13 +31,18 @@ class KeptVectors:
 
     def __init__(self, limit_bytes: int, memory_bytes: int | None = None) -> None:
         self._limit_bytes, self._memory_bytes = limit_bytes, memory_bytes
-        self._vectors: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._vectors: dict[tuple[str, int, int, bytes], torch.Tensor] = {}
+        self._modes = b""  # whether each module of the encoder is in training mode
         self._marks: list[tuple[int, int]] | None = None
         self._digest = ""
         self.step_bytes = self.used_bytes = self.encoded = 0
 
     def begin(self, encoder: nn.Module) -> None:
-        """Forget all vectors if the encoder's weights have changed since the last call."""
+        """Forget all vectors if the encoder's weights have changed since the last call, and note its modes.
+
+        Those of other modes stay: a module may return something else in training mode, also without random numbers.
+        """
+        self._modes = bytes(module.training for module in encoder.modules())
         tensors = [*encoder.parameters(), *encoder.buffers()]
         marks = [change_mark(tensor) for tensor in tensors]
         if marks == self._marks:
@@ -50,12 +55,12 @@ class KeptVectors:
 
     def get(self, slide: TileSource, chunk: TileChunk) -> torch.Tensor | None:
         """Return the vectors of a chunk ``(n, D)``, which the caller does not change; None if they are not kept."""
-        return self._vectors.get(_key(slide, chunk))
+        return self._vectors.get(self._key(slide, chunk))
 
     def put(self, slide: TileSource, chunk: TileChunk, vectors: torch.Tensor) -> None:
         """Keep the vectors of a chunk, if the slide's tiles are the same in each epoch and there is room."""
         self.encoded += len(chunk)
-        size, key = vectors.numel() * vectors.element_size(), _key(slide, chunk)
+        size, key = vectors.numel() * vectors.element_size(), self._key(slide, chunk)
         if not key[0] or key in self._vectors or self.used_bytes + size > self._limit_bytes:
             return  # a slide that is twice in a batch counts once
         if self._memory_bytes is not None and resident_bytes() + self.step_bytes + size > self._memory_bytes:
@@ -64,10 +69,9 @@ class KeptVectors:
         self._vectors[key] = vectors.detach().cpu()
         self.used_bytes += size
 
-
-def _key(slide: TileSource, chunk: TileChunk) -> tuple[str, int, int]:
-    """Return what tells a chunk from all others: (identity of its slide or "", first tile, tile after the last)."""
-    return str(getattr(slide, "identity", "")), chunk.start, chunk.stop
+    def _key(self, slide: TileSource, chunk: TileChunk) -> tuple[str, int, int, bytes]:
+        """Return (identity of a slide or "", first tile of a chunk, tile after its last, modes of the encoder)."""
+        return str(getattr(slide, "identity", "")), chunk.start, chunk.stop, self._modes
 
 
 def _digest_of(tensors: list[torch.Tensor]) -> str:

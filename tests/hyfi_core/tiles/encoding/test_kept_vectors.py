@@ -40,6 +40,15 @@ def test_other_weights_forget_vectors_and_the_same_written_again_do_not() -> Non
     assert vectors.get(SLIDE, CHUNK) is None and vectors.used_bytes == 0
 
 
+def test_vectors_are_those_of_the_encoders_mode() -> None:
+    vectors, encoder = kept()
+    vectors.begin(encoder.eval())
+    assert vectors.get(SLIDE, CHUNK) is None
+    vectors.put(SLIDE, CHUNK, VECTORS + 1)
+    vectors.begin(encoder.train())
+    assert torch.equal(vectors.get(SLIDE, CHUNK), VECTORS) and vectors.used_bytes == 2 * VECTORS.nbytes
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_weights_in_other_memory_are_compared(inference: bool) -> None:
     """Neither a replaced parameter nor a tensor of inference mode counts its changes."""
