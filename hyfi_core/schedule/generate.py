@@ -188,13 +188,13 @@ def _chimera(stages: int, microbatches: int) -> list[Action]:
         rank 2  .  F2 F0 F3 F1 B0 B2 B1 B3 .
         rank 3  F2 .  F3 F0 B0 F1 B1 B2 .  B3
     """
-    half, unit = microbatches // 2, (stages + 1) // 2
+    of_direction, of_unit = microbatches // 2, (stages + 1) // 2  # micro-batches of one direction
     slots = []
     for direction in (0, 1):
-        for m in range(half):
-            start = 2 * stages * (m // unit) + 2 * (m % unit) + direction * (stages % 2)
+        for m in range(of_direction):
+            start = 2 * stages * (m // of_unit) + 2 * (m % of_unit) + direction * (stages % 2)
             for stage in range(stages):
-                microbatch = direction * half + m
+                microbatch = direction * of_direction + m
                 slots.append((start + stage, act(Verb.F, stage, direction, microbatch)))
                 slots.append((start + 2 * stages - 1 - stage, act(Verb.B, stage, direction, microbatch)))
     return _by_slot(slots)

@@ -77,7 +77,7 @@ def _run_together(
     logs: Path,
     report: Callable[[PartResult], None],
 ) -> list[PartResult]:
-    """Run parts at the same time, with about one process for each core."""
+    """Run parts at the same time, with about one process for each core, and start none after ``seconds``."""
     deadline_s, cores = time.monotonic() + seconds, max(os.cpu_count() or 1, 4)
     waiting, running, results = list(parts), dict[Future[PartResult], CheckPart](), list[PartResult]()
     with ThreadPoolExecutor(max(len(parts), 1)) as threads:  # all live until the end: children die with their thread
@@ -87,6 +87,7 @@ def _run_together(
             while waiting and (not running or busy + waiting[0].ranks <= cores):
                 part = waiting.pop(0)
                 limit_s = deadline_s - time.monotonic()
+                # A part that this machine cannot run takes no time: `_run` only says what it lacks.
                 if limit_s <= 0 and _lacking(part, gpus) is None:
                     results.append(PartResult(part.name, "stopped", "no time was left to start it; use more --minutes"))
                     report(results[-1])

@@ -89,11 +89,13 @@ def _for_two(op: Operator, values: Mapping[str, torch.Tensor], single: Mapping[s
     arguments = _arguments(op)
     if op.text in _RESHAPES:
         return _reshape(op, batched, values, single)
+    # An argument such as `size` may contain the number of images.
     if _SIZES & arguments.keys():
         raise _UnclearError
     # A 1 may be the number of images, as in arange(batch).
     if not op.inputs and any(item == 1 for item in arguments.values() if type(item) is int):
         raise _UnclearError
+    # Along the batch, it takes some samples or joins batches: one image does not show which.
     if op.text in _CHOOSING and batched and not _chooses_all(arguments):
         # A negative dim counts from the end: for `stack`, from the end of the result, which has one dim more.
         dims = len(single[batched[0]].shape) + (op.text == "aten.stack.default")

@@ -66,11 +66,14 @@ class PlanMemory:
         Raises:
             RequestError: the model cannot be cut so.
         """
-        program, key = self._programs(self._images(plan)), (self._images(plan), plan.cuts)
+        key = (self._images(plan), plan.cuts)
         if key not in self._maps:
-            pieces, table, cuts = self._bounds.pieces(plan), self._table(plan), () if plan.cuts == "auto" else plan.cuts
-            exact = not table.copies and set(cuts) <= set(table.names)
-            self._maps[key] = table.stages(cuts) if exact else StageMaps.of(program, pieces)
+            table, pieces = self._table(plan), self._bounds.pieces(plan)
+            cuts = () if plan.cuts == "auto" else plan.cuts
+            # The table knows stages that begin and end at its places, and no copies of operators.
+            in_table = not table.copies and set(cuts) <= set(table.names)
+            program = self._programs(self._images(plan))
+            self._maps[key] = table.stages(cuts) if in_table else StageMaps.of(program, pieces)
         return self._forecast(plan, self._maps[key])
 
     def fits(self, plan: ParallelPlan) -> bool:

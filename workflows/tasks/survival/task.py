@@ -136,7 +136,13 @@ class Survival(Task):
         return hazard_losses(wide(outputs), times, events, self.edges).mean()
 
     def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the metrics of `workflows.tasks.survival.metrics`; ``brier`` only of hazards."""
+        """Return the metrics of `workflows.tasks.survival.metrics` of each draw; ``brier`` only of hazards.
+
+        Args:
+            outputs: (N, channels), of N samples.
+            targets: (N, 2): time and event.
+            counts: (draws, N): how often each draw has each sample.
+        """
         times, events = targets.unbind(1)
         if self.kind == COX:
             risks, survival = outputs[:, 0].double(), None
