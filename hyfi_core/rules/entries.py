@@ -56,15 +56,17 @@ def _indexed(builder: Builder, op: Operator, split: Split) -> Split:
         builder.refuse(op, f"indexes dims {indexed} of a map whose height and width are dims {split.dims}", _CHANNELS)
     if any(op.args[1][at].name in builder.splits for at in indexed):
         _refuse_map_of_indices(builder, op)
-    more = len(torch.broadcast_shapes(*(info.shape for info in infos)))
-    # As in NumPy, results of indices that are not beside each other become the first dims.
-    together = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
+    # Indexed dims go, and those of the indices come: in their place, or as in NumPy first if indexed dims are apart.
+    index_dims = len(torch.broadcast_shapes(*(info.shape for info in infos)))
+    are_adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
 
-    def renumbered(dim: int) -> int:
-        before = sum(at < dim for at in indexed)
-        return dim - before + (more if not together or indexed[0] < dim else 0)
+    def dim_in_result(dim: int) -> int:
+        gone_before = sum(at < dim for at in indexed)
+        come_before = index_dims if not are_adjacent or indexed[0] < dim else 0
+        return dim - gone_before + come_before
 
-    return replace(split, dims=(renumbered(split.dims[0]), renumbered(split.dims[1])))
+    y, x = split.dims
+    return replace(split, dims=(dim_in_result(y), dim_in_result(x)))
 
 
 def _refuse_map_of_indices(builder: Builder, op: Operator) -> NoReturn:

@@ -110,15 +110,20 @@ class Split:
         return tuple(result), (dims[0], dims[1])
 
     def folded(self) -> tuple[tuple[int, int], ...]:
-        """Return (first, last) dims of the opened value that are one dim of this value, in descending order."""
-        folds, more = [], 0
-        # ``more`` counts the dims that earlier folds have added to the opened value.
+        """Return what to fold in the value as ``opened``, so that it is this value again.
+
+        Returns:
+            First and last of the dims that become one, for each such dim; from the last to the first, so that folding
+            one changes no number of those that follow.
+        """
+        folds, added_before = [], 0
         for dim in sorted(set(self.dims)):
             axes = [axis for axis in (0, 1) if self.dims[axis] == dim]
-            inner = len(axes) - 1 + (self.leads[axes[0]] != 1)
-            if inner:
-                folds.append((dim + more, dim + more + inner))
-            more += inner
+            # Opening gives a dim for each axis in it, and one for the number of maps.
+            added = len(axes) - 1 + (self.leads[axes[0]] != 1)
+            if added:
+                folds.append((dim + added_before, dim + added_before + added))
+            added_before += added
         return tuple(reversed(folds))
 
     @property

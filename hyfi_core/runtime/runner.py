@@ -273,19 +273,20 @@ class StageRunner:
         gradients: Gradients | None,
     ) -> Pipeline:
         """Return what runs one schedule; without ``gradients`` only forwards, whose outputs it keeps."""
-        comm, device = self.groups.plane, self._subject.device
+        comm, device, trains, pages = self.groups.plane, self._subject.device, gradients is not None, self._pager
+        recomputed = self._recomputed(lowered) if trains else frozenset[Action]()
         return Pipeline(
             lowered,
-            self.groups.stages,
-            self.groups.copies,
-            self.groups.peers,
-            StageExchange(lowered.boundaries, self._placement, comm, device, moves=self._pager is not None),
-            statistics,
-            gradients,
-            self._autocasting,
-            (frozenset() if gradients is None else self._recomputed(lowered)).__contains__,
-            self._driver,
-            None if self._pager is None else lambda stage, stays: self._memory(stage, stays, gradients is not None),
+            groups=self.groups.stages,
+            copies=self.groups.copies,
+            peers=self.groups.peers,
+            exchange=StageExchange(lowered.boundaries, self._placement, comm, device, moves=pages is not None),
+            statistics=statistics,
+            gradients=gradients,
+            autocasting=self._autocasting,
+            recomputes=recomputed.__contains__,
+            driver=self._driver,
+            memory=None if pages is None else lambda stage, stays: self._memory(stage, stays, recomputes=trains),
         )
 
     def _recomputed(self, lowered: LoweredModel) -> frozenset[Action]:

@@ -52,7 +52,8 @@ def explained(
         result: (logits, attention) of the slide.
         comm: ranks that divide the tiles among them.
     """
-    logits, count = result[0].detach(), len(bag)
+    logits, attention = result
+    logits, count = logits.detach(), len(bag)
     own = slice(count * comm.rank // comm.size, count * (comm.rank + 1) // comm.size)
     wide = torch.promote_types(logits.dtype, torch.float32)
     # Each rank fills its rows; zeros elsewhere make the sum over ranks a gathering.
@@ -61,10 +62,11 @@ def explained(
         alone[own] = _alone(call, bag[own], None if coords is None else torch.as_tensor(coords)[own]).to(wide)
     if comm.size > 1:
         comm.all_reduce(alone)
-    if result[1] is None or count not in result[1].shape:
+    # What has no dim of the tiles is no attention over them.
+    if attention is None or count not in attention.shape:
         return TileExplanation(logits.to(wide), None, alone, _gradients(call, bag, coords).to(wide))
-    attention = attention_of_tiles(result[1], count).to(wide)
-    return TileExplanation(logits.to(wide), attention, alone, attention[:, None] * alone)
+    weights = attention_of_tiles(attention, count).to(wide)
+    return TileExplanation(logits.to(wide), weights, alone, weights[:, None] * alone)
 
 
 def _alone(call: AggregatorCall, bag: torch.Tensor, coords: torch.Tensor | None) -> torch.Tensor:
