@@ -51,7 +51,7 @@ def test_a_product_without_gradients_has_none() -> None:
 
 
 def test_a_weight_that_is_not_used_has_no_gradient() -> None:
-    x, unused = torch.ones(2, dtype=F64), torch.ones(3, dtype=F64)
+    x, unused = torch.ones(2, dtype=F64), torch.ones(3, dtype=F64).requires_grad_()
     operator = LocalProduct(lambda x, w: 2 * x, (False, True), own_cotangents=True, fresh=True)
     (_,), saved = operator.forward((x, unused))
     found = operator.backward(saved, (torch.ones(2, dtype=F64),))
