@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyfi_core.ops.boundary import BoundaryTransfer, BoundaryValue, HandedOver, cut_out, pack
+from hyfi_core.ops.boundary import BoundaryPiece, BoundaryTransfer, BoundaryValue, HandedOver, cut_out, pack, unpack
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 
@@ -138,3 +138,10 @@ def test_what_carries_no_gradient_does_not_come_back_and_types_are_kept() -> Non
         boundary, [{}, {}]
     )  # nobody computed a cotangent: zeros come, so that everybody's messages match
     assert all(not tensors["map"].any() for tensors in missing)
+
+
+def test_pieces_of_a_message_begin_at_multiples_of_16_bytes_and_no_later() -> None:
+    pieces = tuple(BoundaryPiece(BoundaryValue(str(n), (n,), torch.uint8, False), None) for n in (5, 16, 17, 3))
+    buffer = BoundaryTransfer((), 1, 1).buffer(pieces, torch.device("cpu"))
+    places = [piece.storage_offset() for piece in unpack(BoundaryTransfer((), 1, 1), buffer, pieces)]
+    assert places == [0, 16, 32, 64] and buffer.nbytes == 67
