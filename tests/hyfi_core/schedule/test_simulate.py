@@ -327,3 +327,11 @@ def test_a_rank_that_waits_for_its_own_message_is_told_so() -> None:
     (blame,) = told.value.blames
     assert (blame.rank, blame.index) == (0, 1)
     assert blame.why == "waits for rank 0 to send for RECV_F0.s1.d0<s0; it is at F0.s1.d0"
+
+
+def test_an_action_of_a_direction_that_the_plan_lacks_does_not_belong_to_it() -> None:
+    placement = Placement.of(ParallelPlan(((1, 1),), microbatches=1))
+    schedule = Schedule.from_text("schedule s\n0: F0.s0.d0 F0.s0.d1 B0.s0.d0 REDUCE.s0\n")
+    with pytest.raises(ScheduleError, match="does not belong to this rank in this plan") as told:
+        simulate(schedule, placement, [])
+    assert [(blame.rank, blame.index) for blame in told.value.blames] == [(0, 1)]
