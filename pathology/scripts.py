@@ -113,13 +113,16 @@ def several(paths: Slides) -> list[Path]:
 
 
 def checked_options(kind: type[Options], arguments: Mapping[str, Any]) -> Options:
-    """Return the options made of keyword arguments.
+    """Return the options made of keyword arguments; paths may be strings.
 
     Raises:
         RequestError: There is no option of a name, or its value is not allowed.
     """
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name in arguments:
-        if name not in names:
-            raise RequestError(f"there is no option {name!r}; the options are {', '.join(names)}")
-    return kind(**arguments)
+    types = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    values = dict(arguments)
+    for name, value in arguments.items():
+        if name not in types:
+            raise RequestError(f"there is no option {name!r}; the options are {', '.join(types)}")
+        if "Path" in types[name] and isinstance(value, str):
+            values[name] = Path(value)
+    return kind(**values)

@@ -93,3 +93,9 @@ def test_type_checkers_read_the_annotations_of_installed_packages() -> None:
     shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     for package in ("hyfi_core", "data", "pathology", "workflows"):
         assert "py.typed" in shipped[package] and (ROOT / package / "py.typed").is_file()
+
+
+def test_a_folder_for_copies_may_be_a_string(slide: Path, tmp_path: Path) -> None:
+    """Every slide failed with an AttributeError."""
+    report = pathology.ingest_slides(slide, tmp_path / "store", mpp=1.0, cache=str(tmp_path / "cache"))
+    assert [record.status for record in report.done] == ["done"] and not report.failed
