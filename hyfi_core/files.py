@@ -46,13 +46,14 @@ def swap_directory(prepared: Path, final: Path, aside: Path) -> None:
 
     On Linux both change places in one step, so that ``final`` always names a whole directory. File systems without
     that (NFS) and other platforms have a moment between two renames, in which the older one has the name ``aside``
-    alone: whoever starts next gives it its name again if it finds nothing under ``final``.
+    alone: a process that starts then and finds no ``final`` renames ``aside`` back to it.
     """
     if os.path.lexists(final):
         # One of an earlier process that was killed before it had removed it.
         _remove(aside)
         if _exchanged(prepared, final):
-            # Before it is removed, which takes many steps: `prepared` may be a name where a later writer continues.
+            # `prepared` names the older one now. Removing takes many steps, so it first gets another name: after a
+            # crash in between, a later writer would continue in what is left under `prepared`.
             prepared.rename(aside)
         else:
             # rename(2) replaces an empty folder only.

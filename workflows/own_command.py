@@ -61,7 +61,7 @@ def _watched(process: subprocess.Popen[bytes], watch: Callable[[], bool]) -> int
 
 def _stop(process: subprocess.Popen[bytes], seconds: float | None) -> None:
     """Ask a command to stop, and wait for its end; a second request, or too long a wait, kills it."""
-    # Else its id may be another process's.
+    # Once it has ended, its id may be another process's.
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:

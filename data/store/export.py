@@ -126,11 +126,10 @@ def _write(store: SlideStore, path: Path, threads: int, progress: Callable[[int]
     label_ome = read_json(label / "zarr.json")["attributes"]["ome"]
     root = zarr.create_group(str(path), zarr_format=2)
     for dataset in ome["multiscales"][0]["datasets"]:
-        # In blocks of whole chunks: zarr would read a chunk that is written in part, change it and write it again.
         _copy(root, store.images[dataset["path"]], dataset["path"], threads, progress)
     for dataset in label_ome["multiscales"][0]["datasets"]:
         source = ShardedArray.open(label / dataset["path"])
-        # Labels do not count as progress, which may still stop the export.
+        # Labels do not count, but `progress` is called all the same: it raises to stop the export.
         _copy(root, source, f"labels/tissue/{dataset['path']}", threads, lambda _: progress(0))
     image_label = {"version": "0.4", **label_ome["image-label"]}
     root["labels"].attrs["labels"] = ["tissue"]
@@ -164,6 +163,7 @@ def _copy(root: Any, source: ShardedArray, name: str, threads: int, progress: Ca
         chunk_key_encoding={"name": "v2", "separator": "/"},
     )
     height, width = source.shape[-2:]
+    # In blocks of whole chunks: zarr would read a chunk that is written in part, change it and write it again.
     for y in range(0, height, _BLOCK_PX):
         for x in range(0, width, _BLOCK_PX):
             box = Box(y, min(y + _BLOCK_PX, height), x, min(x + _BLOCK_PX, width))

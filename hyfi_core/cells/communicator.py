@@ -108,6 +108,7 @@ class _JoinedCall:
         self._number, self.call = comm.joined(value, last)
 
     def test(self) -> bool:
+        """Whether the result has come; the first time, it is passed to ``_land``."""
         if self._open and not self._group.finished(self.call):
             return False
         if self._open:

@@ -122,8 +122,8 @@ def _operator_call(source: Made, overwritten: Sequence[str]) -> Call | None:
     if isinstance(saved, torch.Tensor):
         saved = None  # it is the map itself: the recomputation must not keep it alive
 
-    def call(so_far: torch.Tensor | None) -> torch.Tensor:
-        values = {**inputs, **dict.fromkeys(overwritten, so_far)}
+    def call(overwritten_value: torch.Tensor | None) -> torch.Tensor:
+        values = {**inputs, **dict.fromkeys(overwritten, overwritten_value)}
         arguments: Any = tuple(None if name is None else values[name] for name in names)
         return operator.recompute(arguments, saved)
 
@@ -131,22 +131,22 @@ def _operator_call(source: Made, overwritten: Sequence[str]) -> Call | None:
 
 
 def _segment_call(segment: Segment, source: Made, overwritten: Sequence[str]) -> Call | None:
-    """Return the function that computes a result of a segment again; None if that is not cheap; as above."""
+    """Return the function that computes a result of a segment again, as ``_operator_call`` does of an operator."""
     calls = cheap_calls(segment, source.name, lambda name: source.inputs[name].shape)
     if calls is None:
         return None
     inputs = {name: tensor.detach() for name, tensor in source.inputs.items() if name not in overwritten}
     name = source.name  # a reference to ``source`` would keep the map itself alive, and with it all that it is made of
 
-    def call(so_far: torch.Tensor | None) -> torch.Tensor:
-        values = dict(inputs)
-        if overwritten and so_far is not None:
-            values[overwritten[0]] = so_far
+    def call(overwritten_value: torch.Tensor | None) -> torch.Tensor:
+        values: dict[str, Any] = {**inputs, **dict.fromkeys(overwritten, overwritten_value)}
         for step in calls:
             results = step.function(*(values[name] for name in step.inputs))
             results = (results,) if isinstance(results, torch.Tensor) else results
+            # Outputs that nothing uses have no name, and trailing ones may be left out.
             values.update((n, r) for n, r in zip(step.outputs, results, strict=False) if n is not None)
-        return values[name]
+        result: torch.Tensor = values[name]
+        return result
 
     return call
 

@@ -40,7 +40,7 @@ class WindowPlaces:
         return rows * columns <= MOST_PIXELS and (columns - 1) * dx < dy * self.width
 
     def narrow(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return flat indices ``(..., h, w)`` as indices in their windows, uint8."""
+        """Return flat indices ``(..., h, w)`` as indices in their windows, uint8; requires ``fits``."""
         (dy, dx), (_, columns), first = self.dilation, self.kernel, self._first(indices)
         rows_apart = dy * self.width
         # 32 bits take half the memory of 64; offsets within a window are small, flat indices of most maps, too.

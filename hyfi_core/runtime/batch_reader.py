@@ -156,7 +156,8 @@ def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype
     """Return ``(samples, C, h, w)`` of a batch in any form.
 
     Raises:
-        RequestError: the result is not a tensor of the requested shape, or has a dtype that the model does not take.
+        RequestError: a reader returned something else than a tensor of this shape, or the dtype is none that the model
+            takes.
     """
     box = part.box
     if isinstance(images, torch.Tensor):

@@ -90,7 +90,7 @@ class FoldedStatistics:
         self._comm = comm
         self._microbatches = microbatches
         self._added: dict[tuple[str, int], torch.Tensor] = {}
-        self._calls: dict[str, int] = {}
+        self._calls: dict[str, int] = {}  # buffer -> how often a forward changes it
         for stage in hosted.values():
             self._calls |= _calls(stage.ranked.program)
             for name in stage.ranked.program.mutations:
@@ -129,6 +129,7 @@ class FoldedStatistics:
         path, _, key = name.rpartition(".")
         module = self._modules[path]
         is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        # Cumulative averages (a momentum of None) are missing in ``_calls``: their calls are those of the counter.
         is_known = name in self._calls or (is_norm and module.momentum is None and key != "num_batches_tracked")
         if not is_norm or not is_known or key not in ("running_mean", "running_var", "num_batches_tracked"):
             raise RequestError(

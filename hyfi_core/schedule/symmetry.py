@@ -94,7 +94,7 @@ def _partners(placement: Placement) -> list[tuple[int, ...]]:
 
 
 def _classes(schedule: Schedule, placement: Placement, partners: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return the class of each rank: by stages and list, then by the classes of partners until these do not differ."""
+    """Return the class of each rank: ranks of one class have the same stages, actions and classes of partners."""
     lists: dict[int, int] = {}  # most ranks have the same object
     distinct: dict[tuple[Action, ...], int] = {}
     for row in schedule.actions:
@@ -104,7 +104,7 @@ def _classes(schedule: Schedule, placement: Placement, partners: Sequence[tuple[
     classes = _numbered(keys)
     while True:
         finer = _numbered([(classes[rank], tuple(classes[p] for p in partners[rank])) for rank in range(len(classes))])
-        # Numbers are given in order of appearance and refining only splits: as many classes are the same classes.
+        # Refining only splits classes: if their number has not grown, none was split.
         if max(finer) == max(classes):
             return classes
         classes = finer

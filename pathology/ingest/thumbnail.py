@@ -62,7 +62,7 @@ def thumbnail_of_store(slide: SlideStore, longest_px: int = LONGEST_PX) -> Thumb
     mask, mpp = slide.tissue()
     # The mask's last row may extend beyond the slide.
     rows, columns = size.height_px * size.mpp[0] / mpp[0], size.width_px * size.mpp[1] / mpp[1]
-    return Thumbnail(_shrunk(image, longest_px), mask[: max(1, round(rows)), : max(1, round(columns))])
+    return Thumbnail(_picture(_shrunk(image, longest_px)), mask[: max(1, round(rows)), : max(1, round(columns))])
 
 
 def thumbnail_of_source(
@@ -79,13 +79,14 @@ def thumbnail_of_source(
         SlideError: The slide cannot be decoded.
     """
     if mpp is None:
-        return Thumbnail(_shrunk(_overview(source, longest_px), longest_px), None), None
-    finest = source.levels[0]
-    for_mask = _longest_of_mask(source, mpp)
-    image = _shrunk(_overview(source, for_mask), for_mask, planes=True)
-    tissue = find_tissue(image, finest.height_px * mpp[0] / image.shape[1]).tissue
-    shown = _shrunk(_overview(source, longest_px), longest_px) if longest_px > for_mask else _shrunk(image, longest_px)
-    return Thumbnail(shown, tissue), float(tissue.mean())
+        return Thumbnail(_picture(_shrunk(_overview(source, longest_px), longest_px)), None), None
+    longest_of_mask_px = _longest_of_mask(source, mpp)
+    planes = _shrunk(_overview(source, longest_of_mask_px), longest_of_mask_px)
+    mpp_of_mask = source.levels[0].height_px * mpp[0] / planes.shape[1]
+    tissue = find_tissue(planes, mpp_of_mask).tissue
+    # A picture that is larger than the mask is read again, from a finer level.
+    shown = _overview(source, longest_px) if longest_px > longest_of_mask_px else planes
+    return Thumbnail(_picture(_shrunk(shown, longest_px)), tissue), float(tissue.mean())
 
 
 def contact_sheet(slides: Sequence[tuple[str, Thumbnail]], columns: int = 6, side_px: int = 300) -> RGB:
@@ -145,14 +146,18 @@ def _overview(source: SlideSource, longest_px: int) -> Planes:
     return np.concatenate(strips, axis=1)
 
 
-def _shrunk(image: Planes, longest_px: int, planes: bool = False) -> RGB:
-    """Return the image reduced to at most ``longest_px``, as ``(h, w, 3)``, or with ``planes`` as ``(3, h, w)``."""
+def _picture(planes: Planes) -> RGB:
+    """Return ``(3, h, w)`` as ``(h, w, 3)``."""
+    return np.ascontiguousarray(planes.transpose(1, 2, 0))
+
+
+def _shrunk(image: Planes, longest_px: int) -> Planes:
+    """Return ``(3, h, w)`` reduced to at most ``longest_px``."""
     ratio = max(1.0, max(image.shape[1:]) / longest_px)
     _, height, width = image.shape
     rows = make_taps(0, target_size(height, ratio), ratio, height)
     columns = make_taps(0, target_size(width, ratio), ratio, width)
-    small = resample(image[:, rows.first : rows.end, columns.first : columns.end], rows, columns)
-    return small if planes else np.ascontiguousarray(small.transpose(1, 2, 0))
+    return resample(image[:, rows.first : rows.end, columns.first : columns.end], rows, columns)
 
 
 def _outline(mask: Mask) -> Mask:

@@ -63,7 +63,7 @@ def roc_curve(score: Array, positive: NDArray[np.bool_], draws: Array) -> RateCu
 
 
 def precision_recall_curve(score: Array, positive: NDArray[np.bool_], draws: Array) -> RateCurve | None:
-    """Return the precision-recall curve of a class; see :func:`roc_curve`."""
+    """Return the precision-recall curve of a class; None if all or none are positive; see :func:`roc_curve`."""
     if positive.all() or not positive.any():
         return None
     score, positive, draws = _by_descending_score(score, positive, draws)

@@ -36,7 +36,7 @@ class LabStatistics:
 
     @classmethod
     def of(cls, windows: Iterable[Pixels], glass: NDArray[np.float32]) -> LabStatistics | None:
-        """Return the statistics of the stained pixels of windows ``(3, n)``; None for fewer than 1000, or all equal."""
+        """Return the statistics of the stained pixels of windows ``(3, n)``; None for fewer than 1000, or no spread."""
         stained = [window[:, _densities(window, glass) >= STAINED_DENSITY] for window in windows]
         pixels = np.concatenate(stained, axis=1) if stained else np.empty((3, 0), np.uint8)
         if pixels.shape[1] < _FEWEST_PX:

@@ -193,14 +193,20 @@ class _Examined:
 
 
 class _PlanTrials:
-    """Simulates plans; the model is captured once for each micro-batch size."""
+    """Simulates plans; the model is captured once for each micro-batch size.
+
+    Attributes:
+        simulated: number of plans that were simulated.
+        further: number of ways in which plans fit, beyond the first of each.
+    """
 
     def __init__(self, model: StudiedModel, request: PlanRequest) -> None:
         self._programs = model.programs
         self._request = request
-        self._refusal = ""
-        self._bounds, self._waits = model.bounds(request), model.waits(request)
-        self._cut: dict[tuple[int, ...], tuple[str, ...] | Literal["auto"] | RequestError] = {}
+        self._last_refusal = ""
+        self._bounds, self._wait_bounds = model.bounds(request), model.waits(request)
+        # Number of ranks of each stage -> cuts of such plans, or why there are none.
+        self._cuts_of: dict[tuple[int, ...], tuple[str, ...] | Literal["auto"] | RequestError] = {}
         self._measured = model.measured
         self._memory = PlanMemory(model.programs, request, self._bounds, model.memory)
         self._lowered = model.lowered
@@ -234,7 +240,7 @@ class _PlanTrials:
             try:
                 queue.append(_Examined(self.bound_s(plan), (number, 0), plan))
             except RequestError as error:  # this micro-batch size cannot be captured
-                self._refusal = str(error)
+                self._last_refusal = str(error)
         heapq.heapify(queue)
         return queue
 
@@ -261,7 +267,7 @@ class _PlanTrials:
                 each_s = [stage.forward_s + stage.backward_s for stage in examined.costs.stages]
                 bound_s = self.least_s(examined.plan, each_s, max(stage.update_s for stage in examined.costs.stages))
         except RequestError as error:
-            self._refusal = str(error)
+            self._last_refusal = str(error)
             if isinstance(error, MemoryLimitError):
                 self._memory.counted(error.least_bytes)
             return []
@@ -275,7 +281,7 @@ class _PlanTrials:
                 each_s, update_s = self._bounds.of_stages(plan)
                 bound_s = max(examined.bound_s, self.cut_bound_s(plan))
             except RequestError as error:  # a buffer would be used in two stages
-                self._refusal = str(error)
+                self._last_refusal = str(error)
                 continue
             self.further += way > 0
             yield _Examined(bound_s, (examined.number[0], way), plan, list(each_s), update_s)
@@ -295,7 +301,7 @@ class _PlanTrials:
 
     def waits_s(self, plan: ParallelPlan) -> tuple[float, ...]:
         """Return the least time that the grid of each stage of a plan adds to a micro-batch."""
-        return self._waits.of_stages(self._programs(images_of(self._request, plan)), plan)
+        return self._wait_bounds.of_stages(self._programs(images_of(self._request, plan)), plan)
 
     def least_s(self, plan: ParallelPlan, each_s: Sequence[float], update_s: float) -> float:
         """Return a lower bound of a plan's step from the times of its stages; see ``least_step_s``."""
@@ -324,7 +330,7 @@ class _PlanTrials:
         """Return the message if no plan was found."""
         least_bytes = self._memory.least_bytes()
         if least_bytes is None:
-            return f"no plan can be run: {self._refusal}"
+            return f"no plan can be run: {self._last_refusal}"
         return (
             f"no plan of {self._request.ranks} rank(s) fits into {self._request.memory_bytes / 1e9:.3g} GB a rank; the "
             f"smallest needs {enough_gb(least_bytes)} GB: give more memory (--memory), more ranks (--ranks), or "
@@ -349,15 +355,15 @@ class _PlanTrials:
     def _with_cuts(self, plan: ParallelPlan) -> ParallelPlan:
         """Return the plan with cuts; they depend on the sizes of its stages, and hardly on the images."""
         sizes = tuple(rows * columns for rows, columns in plan.grids)
-        if sizes not in self._cut:
+        if sizes not in self._cuts_of:
             free = replace(plan, memory_bytes=None)
             try:
                 # Of the whole batch of a replica, so that plans with other micro-batches share the cuts.
                 program = self._programs(self._request.batch // plan.replicas)
-                self._cut[sizes] = with_cuts(free, program, self._request.machine, self._measured).cuts
+                self._cuts_of[sizes] = with_cuts(free, program, self._request.machine, self._measured).cuts
             except RequestError as error:
-                self._cut[sizes] = error
-        cuts = self._cut[sizes]
+                self._cuts_of[sizes] = error
+        cuts = self._cuts_of[sizes]
         if isinstance(cuts, RequestError):
             raise cuts
         return replace(plan, cuts=cuts)

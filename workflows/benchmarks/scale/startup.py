@@ -27,6 +27,12 @@ print(spent_s, len(files), sum(os.path.getsize(path) for path in files if os.pat
 """
 
 
+_CALLS_A_GROUP = 3
+"""Collective calls to create a group: a barrier of all ranks and two agreements of its members."""
+_BYTES_A_RANK = 16
+"""What every rank sends to all to be put into a group: a colour and a key. Counted once: rounds take longer."""
+
+
 @dataclass(frozen=True)
 class Imports:
     """What a rank's imports take, without waiting for files.
@@ -104,7 +110,7 @@ def startup(
     """
     site = StartupSite() if site is None else site
     ranks, nodes = plan.ranks, math.ceil(plan.ranks / machine.devices_per_node)
-    # A tree: each level starts as many times more nodes.
+    # A tree: each level starts `launch_fan_out` times as many nodes as the one before.
     levels = max(1, math.ceil(math.log(max(2, nodes), site.launch_fan_out)))
     # Every rank asks for every file, but a node reads each only once: its page cache has it then.
     operations = ranks * imports.files * (1 + site.look_ups)
@@ -125,7 +131,7 @@ def startup(
         StartupPart("imports, processor", imports.seconds, "measured here"),
         StartupPart(
             "groups",
-            groups * 3 * rounds * message_s + 16 * ranks / network.bytes_per_s,
+            groups * _CALLS_A_GROUP * rounds * message_s + _BYTES_A_RANK * ranks / network.bytes_per_s,
             f"at most {groups} groups: a barrier of all and two agreements of the members, {rounds} rounds each",
         ),
         StartupPart("planning", planning_s, "measured here: capture, lowering, schedule"),

@@ -269,7 +269,7 @@ class Survival(Task):
         ]
 
     def readout(self, calibration: Mapping[str, Any] | None) -> SurvivalReadout:
-        """Return risk, survival and risk group."""
+        """Return how risk, survival and risk group are read from outputs."""
         fitted = calibration or {}
         cutoff, baseline = fitted.get("cutoff"), fitted.get("baseline")
         return SurvivalReadout(
