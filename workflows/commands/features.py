@@ -12,7 +12,10 @@ from workflows.features.request import FeatureRequest
 from workflows.paths import require_writable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from data.samples.colours.stain_normalisation import StainNormalisation
+    from data.store.slide_store import StoreLevel
     from workflows.encoders.tile_encoder import TileEncoder
     from workflows.features.compute import FeatureReport
 
@@ -88,14 +91,16 @@ def _sources(store: Path, request: FeatureRequest) -> dict[str, str | None]:
     if not names:
         raise RequestError(f"{store}: no slide of this store is done; run `hyfi ingest` first")
 
-    def opened(name: str) -> SlideStore | None:
+    def facts_of(name: str) -> tuple[Sequence[StoreLevel], str | None]:
+        """Return a slide's levels and the digest of its source; not the slide, whose attributes would fill memory."""
         try:
-            return SlideStore.open(slide_path(store, name), check_files=False)
+            slide = SlideStore.open(slide_path(store, name), check_files=False)
         except StoreError:
-            return None  # encode_slides names it as failed
+            return (), None  # encode_slides names it as failed
+        return slide.levels, slide.attributes.get("sha256")
 
-    slides = {name: slide for name, slide in zip(names, each(opened, names, store), strict=True) if slide}
-    levels_by_name = {name: slide.levels for name, slide in slides.items() if slide.levels}
+    facts = dict(zip(names, each(facts_of, names, store), strict=True))
+    levels_by_name = {name: levels for name, (levels, _) in facts.items() if levels}
     # `plane_of` refuses a slide without a level for the tiles. Slides that cannot be opened are not among these: they
     # fail one by one, and do not refuse the request.
     for name, levels in levels_by_name.items():
@@ -109,10 +114,7 @@ def _sources(store: Path, request: FeatureRequest) -> dict[str, str | None]:
                 f"{store}: its slides have different resolutions ({least}: {finest[least]:g} µm/px, {most}: "
                 f"{finest[most]:g} µm/px); give that of the tiles, as in --mpp {finest[most]:g}"
             )
-    return {
-        name: slides[name].attributes.get("sha256") if name in slides else None
-        for name in sorted(part_of_names(names, *request.part))
-    }
+    return {name: facts[name][1] for name in sorted(part_of_names(names, *request.part))}
 
 
 def _encoder(request: FeatureRequest) -> TileEncoder:
