@@ -123,7 +123,7 @@ def _mounts(proc: Path, controller: str) -> Iterator[tuple[int, Path, Path]]:
         for line in (proc / "mountinfo").read_text().splitlines():
             before, _, after = line.partition(" - ")
             _, _, _, root, mount_point, *_ = before.split()
-            kind, _, options = after.split(maxsplit=2)
+            kind, _, options = after.split(" ", 2)  # the second, the source, may be empty
             if kind == "cgroup2" or (kind == "cgroup" and controller in options.split(",")):
                 yield (2 if kind == "cgroup2" else 1), Path(root), Path(mount_point)
 

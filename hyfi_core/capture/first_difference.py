@@ -29,7 +29,7 @@ def equal(
         # For what a loss does not depend on, autograd returns None or zeros: both are the same gradient.
         if value is None or actual_value is None:
             present = value if value is not None else actual_value
-            if present is not None and _norm(present) > 0:
+            if present is not None and present.any():  # infinite values and NaN, too
                 return (
                     f"{name} is {'None' if value is None else 'a tensor'} in the module and "
                     f"{'None' if actual_value is None else 'a tensor'} in the program"
@@ -40,12 +40,11 @@ def equal(
                 f"{name} is {tuple(value.shape)} {value.dtype} in the module and "
                 f"{tuple(actual_value.shape)} {actual_value.dtype} in the program"
             )
+        wide, actual_wide = _wide(value), _wide(actual_value)
         # The norms below leave NaN and infinite values out: equal ones are no difference.
-        if not torch.equal(value.isnan(), actual_value.isnan()):
-            return f"{name} is NaN at other places in the module than in the program"
-        if not torch.equal(_infinite(_wide(value)), _infinite(_wide(actual_value))):
-            return f"{name} is infinite at other places in the module than in the program"
-        error = _norm(_wide(value) - _wide(actual_value))
+        if (word := _elsewhere(wide, actual_wide)) is not None:
+            return f"{name} is {word} at other places in the module than in the program"
+        error = _norm(wide - actual_wide)
         size = max(_norm(value), _SMALL * sizes[name.split()[0]])
         if not error <= tolerance * size:
             return f"{name} has a relative error of {error / size if size else error:.1e}"
@@ -95,7 +94,7 @@ def _outputs(model: nn.Module, image: torch.Tensor) -> list[tuple[str, torch.Ten
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     a, b = _wide(a), _wide(b)
-    if a.shape != b.shape or not torch.equal(_infinite(a), _infinite(b)):
+    if a.shape != b.shape or _elsewhere(a, b) is not None:
         return False
     return _norm(a - b) <= 1e-4 * max(_norm(a), 1e-30)
 
@@ -104,6 +103,13 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor's values in float64; complex numbers as pairs in a new last dim."""
     value = value.detach()
     return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
+
+
+def _elsewhere(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """Return "NaN" or "infinite" if one of two tensors is so where the other is not; else None."""
+    if not torch.equal(a.isnan(), b.isnan()):
+        return "NaN"
+    return None if torch.equal(_infinite(a), _infinite(b)) else "infinite"
 
 
 def _infinite(value: torch.Tensor) -> torch.Tensor:

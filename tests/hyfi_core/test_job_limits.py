@@ -56,6 +56,7 @@ def test_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:
     mount = tmp_path / "memory"
     groups = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n1:name=systemd:/\n"
     mounts = (
+        "34 31 0:31 / /scratch rw - tmpfs  rw\n"  # a file system without a source
         f"35 31 0:32 /docker/abc {mount} rw shared:9 - cgroup cgroup rw,memory\n"
         f"36 31 0:33 /docker/abc {tmp_path / 'cpu'} rw - cgroup cgroup rw,cpu,cpuacct\n"
     )

@@ -11,6 +11,7 @@ Tiles in order are a flat map of one row. A rank that has none of a group does n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
@@ -36,13 +37,17 @@ def group(builder: Builder, name: str, output: str | None, start: int, stop: int
     builder.compute(lambda tiles: tiles.narrow(0, first, count), (ordered,), (output,), _row(inner))
 
 
-def cat_of_groups(builder: Builder, op: Operator) -> None:
+def cat_of_groups(builder: Builder, op: Operator, names: Sequence[str]) -> None:
     """Emit a ``cat`` of groups; each rank's parts of them must be consecutive tiles.
+
+    Args:
+        builder: of the rank's program.
+        op: the operator.
+        names: of its groups.
 
     Raises:
         RequestError: they are not consecutive.
     """
-    names = [item.name for item in op.args[0]]
     splits = [builder.splits.get(name) for name in names]
     cuts = _joined([split for split in splits if split is not None and _is_row(split)])
     if cuts is None or not all(split is not None and _is_row(split) for split in splits):

@@ -161,7 +161,7 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
     names = [item.name for item in op.args[0] if builder.shape(item.name) != (0,)]
     first = next(builder.splits[name] for name in names if name in builder.splits)
     if first.in_batch:
-        cat_of_groups(builder, op)
+        cat_of_groups(builder, op, names)
         return
     shape = builder.shape(op.first_output)
     for name in names:

@@ -26,6 +26,7 @@ LOOPS: dict[str, Callable[[torch.Tensor], Any]] = {
     "chunks": lambda tiles: tiles.chunk(3),
     "behind first": lambda tiles: [tiles[9:], tiles[:9]],
     "single tiles": lambda tiles: [tile[None] for tile in tiles],
+    "grown from nothing": lambda tiles: tiles.split(4),
 }
 
 
@@ -47,7 +48,13 @@ class Looping(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, c, h, w = x.shape
         tiles = x.view(b, c, h // SIDE, SIDE, w // SIDE, SIDE).permute(0, 2, 4, 1, 3, 5).reshape(-1, c, SIDE, SIDE)
-        vectors = torch.cat([self.encode(group) for group in LOOPS[self.loop](tiles)])
+        groups = [self.encode(group) for group in LOOPS[self.loop](tiles)]
+        if self.loop == "grown from nothing":
+            vectors = x.new_zeros(0)
+            for group in groups:
+                vectors = torch.cat([vectors, group])
+        else:
+            vectors = torch.cat(groups)
         return self.fc(vectors.view(b, -1, 6).amax(1))
 
 
@@ -63,6 +70,7 @@ def model_of(loop: str) -> nn.Module:
         ("slices", 2, {"grids": ((1, 2),)}),
         ("chunks", 1, {"grids": ((3, 1),)}),
         ("groups", 2, {"grids": ((1, 1),), "cells": (2, 2)}),
+        ("grown from nothing", 1, {"grids": ((2, 2),)}),
     ],
 )
 def test_groups_equal_one_process(loop: str, images: int, plan: dict[str, Any]) -> None:
