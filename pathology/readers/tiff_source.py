@@ -163,15 +163,15 @@ class TiffSource:
         tile_box = self._levels[level].tile_box(index)
         common = tile_box.intersect(box)
         part = out[common.relative_to(box).slices()]
+        failed: list[BadTile] = []
+        if self._fill_missing is not None:
+            try:
+                self._fill_missing(common, self._kept[level], part)
+                return []
+            except TileError as error:
+                failed = [BadTile(tile_box, str(error))]
         part[...] = _WHITE
-        if self._fill_missing is None:
-            return []
-        try:
-            self._fill_missing(common, self._kept[level], part)
-        except TileError as error:
-            part[...] = _WHITE
-            return [BadTile(tile_box, str(error))]
-        return []
+        return failed
 
     def close(self) -> None:
         """Close the file."""
