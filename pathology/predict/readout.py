@@ -104,8 +104,8 @@ class Readout(ABC):
         """Return the verdict for a line of text."""
         return self.verdict(values)
 
-    def spread_text(self, spread: float) -> str:
-        """Return the standard deviation of a number over an ensemble as text."""
+    def spread_text(self, spread: float, column: int) -> str:
+        """Return the standard deviation of a column's number over an ensemble as text."""
         return f"{spread:.3g}"
 
     @abstractmethod
@@ -199,7 +199,7 @@ class ClassReadout(Readout):
         """Return the probability of the class as a number."""
         return f"{values.max():.3f}"
 
-    def spread_text(self, spread: float) -> str:
+    def spread_text(self, spread: float, column: int) -> str:
         """Return percentage points."""
         return f"{spread * 100:.1f}"
 

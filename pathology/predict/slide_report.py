@@ -126,7 +126,7 @@ def _note(readout: Readout, members: Sequence[Member]) -> str:
 def _spread(result: SlideResult, bar: ReadBar, place: int) -> str:
     """Return the spread over an ensemble of the number of a bar, as text; ``place``: of the bar among all."""
     spread, column = result.spread, place if bar.column is None else bar.column
-    return "" if spread is None or column >= len(spread) else result.readout.spread_text(float(spread[column]))
+    return "" if spread is None or column >= len(spread) else result.readout.spread_text(float(spread[column]), column)
 
 
 def _facts(result: SlideResult, spec: InputSpec) -> FactRows:

@@ -102,9 +102,10 @@ class SeveralReadout(Readout):
         each = zip(self.names, self.parts, self.of_each(values), strict=True)
         return BETWEEN.join(f"{name}: {text}" for name, part, own in each if (text := part.brief(own)))
 
-    def spread_text(self, spread: float) -> str:
-        """Return the spread of the first target as text."""
-        return self.parts[0].spread_text(spread)
+    def spread_text(self, spread: float, column: int) -> str:
+        """Return the spread as text, as the target of the column writes it."""
+        part, own_column = [(part, k) for part in self.parts for k in range(len(part.columns))][column]
+        return part.spread_text(spread, own_column)
 
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
         """Return the note of each target, after its name."""

@@ -220,3 +220,17 @@ def test_bars_have_the_spread_of_their_own_numbers() -> None:
         bars = readout.bars(values)
         texts = [_spread(result, bar, place) for place, bar in enumerate(bars)]
         assert texts == [f"{spread[readout.columns.index(name)]:.3g}" for name in columns]
+
+
+def test_the_spread_of_each_target_is_written_in_its_own_unit() -> None:
+    """Three years of age were 300 percentage points, as the first target has classes."""
+    kind, age = ClassReadout(("a", "b"), 1.0), AGE.readout({"half_width": 4.0})
+    for names, parts, texts in (
+        (("kind", "age"), (kind, age), ["10.0", "10.0", "3"]),
+        (("age", "kind"), (age, kind), ["3", "10.0", "10.0"]),
+    ):
+        readout = SeveralReadout(names, parts)
+        spread = np.array([3.0 if column == "age.value" else 0.1 for column in readout.columns])
+        result: Any = SimpleNamespace(spread=spread, readout=readout)
+        bars = readout.bars(readout.values(np.zeros(3)))
+        assert [_spread(result, bar, place) for place, bar in enumerate(bars)] == texts
