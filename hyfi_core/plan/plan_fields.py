@@ -64,9 +64,9 @@ def check_spill(spill: Any, cells: Any) -> None:
 
 def parse_cuts(cuts: Any, stages: int) -> tuple[str, ...]:
     """Return the names of the modules after which to cut; not of "auto", which needs no parsing."""
-    if isinstance(cuts, str) or not isinstance(cuts, Iterable) or not all(isinstance(cut, str) for cut in cuts):
+    parsed = tuple(cuts) if isinstance(cuts, Iterable) else (None,)  # once: it may be a generator
+    if isinstance(cuts, str) or not all(isinstance(cut, str) for cut in parsed):
         raise RequestError(f'plan.cuts is {cuts!r}; use "auto" or a list of module names, one for each cut')
-    parsed = tuple(cuts)
     if len(parsed) != stages - 1:
         raise RequestError(
             f"plan.cuts names {len(parsed)} module(s), but {stages} stage(s) need {stages - 1}; name "
@@ -80,9 +80,10 @@ def parse_recompute(recompute: Any, stages: int) -> bool | tuple[int, ...]:
     if isinstance(recompute, bool):
         return recompute
     is_list = isinstance(recompute, Iterable) and not isinstance(recompute, str)
-    if not is_list or not all(type(stage) is int and 0 <= stage < stages for stage in recompute):
+    parsed = tuple(recompute) if is_list else ()  # once: it may be a generator
+    if not is_list or not all(type(stage) is int and 0 <= stage < stages for stage in parsed):
         raise RequestError(f"plan.recompute is {recompute!r}; use true, false, or stages from 0 to {stages - 1}")
-    return tuple(sorted(set(recompute)))
+    return tuple(sorted(set(parsed)))
 
 
 def parse_shares(shares: Any, replicas: int, microbatches: int) -> tuple[int, ...]:

@@ -108,3 +108,9 @@ def test_the_ends_of_what_is_allowed_are_allowed() -> None:
     for wrong in ((2,), (-1,), (True,), "01", 1):
         with pytest.raises(RequestError, match=r"plan.recompute is .*; use true, false, or stages from 0 to 1"):
             ParallelPlan(grids, cuts, recompute=wrong)  # type: ignore[arg-type]
+
+
+def test_cuts_and_stages_may_come_from_a_generator() -> None:
+    stages = ((1, 1), (1, 1), (1, 1))
+    plan = ParallelPlan(stages, (name for name in "ab"), recompute=(stage for stage in (2, 0)))  # type: ignore[arg-type]
+    assert plan.cuts == ("a", "b") and plan.recompute == (0, 2)
