@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from hyfi_core.capture.program import Program
+from hyfi_core.capture.program import Operator, Program
 from hyfi_core.capture.released import device_of
 from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.errors import RequestError
@@ -92,7 +92,7 @@ class FoldedStatistics:
         self._added: dict[tuple[str, int], torch.Tensor] = {}
         self._calls: dict[str, int] = {}  # buffer -> how often a forward changes it
         for stage in hosted.values():
-            self._calls |= _calls(stage.ranked.program)
+            self._calls |= _calls(stage.ranked.program, self._modules)
             for name in stage.ranked.program.mutations:
                 self._check(name)
 
@@ -130,7 +130,7 @@ class FoldedStatistics:
         module = self._modules[path]
         is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
         # Cumulative averages (a momentum of None) are missing in ``_calls``: their calls are those of the counter.
-        is_known = name in self._calls or (is_norm and module.momentum is None and key != "num_batches_tracked")
+        is_known = name in self._calls or (is_norm and module.momentum is None and _counter_of(name) in self._calls)
         if not is_norm or not is_known or key not in ("running_mean", "running_var", "num_batches_tracked"):
             raise RequestError(
                 f"buffer {name!r} of {type(module).__name__} changes in training, but its updates have no defined "
@@ -208,21 +208,37 @@ def _counter_of(name: str) -> str:
     return f"{name.rpartition('.')[0]}.num_batches_tracked".lstrip(".")
 
 
-def _calls(program: Program) -> dict[str, int]:
+def _calls(program: Program, modules: Mapping[str, nn.Module]) -> dict[str, int]:
     """Return buffer -> how often a forward changes it: once for each call of its norm.
 
     Cumulative averages, which are computed by other operators, are missing: their calls are those of the counter.
+
+    Args:
+        program: a stage.
+        modules: of the model by name.
     """
     makers = {output: op for op in program.operators for output in op.outputs if output is not None}
     calls = {}
     for name, value in program.mutations.items():
-        count = 0
-        while (op := makers.get(value)) is not None and (op.text == "aten.add.Tensor" or has_live_statistics(op)):
-            # Both have a new value in the place in which they take the old one.
-            value, count = op.args[op.outputs.index(value)].name, count + 1
+        module = modules[name.rpartition(".")[0]]
+        momentum, count = module.momentum if isinstance(module, nn.modules.batchnorm._NormBase) else None, 0
+        while (op := makers.get(value)) is not None:
+            if op.text == "aten.add.Tensor" or has_live_statistics(op):
+                count += 1
+            elif not _is_of_update(op, momentum):
+                break
+            # All have a new value in the place in which they take the old one.
+            value = op.args[op.outputs.index(value)].name
         if value in program.buffers:
             calls[name] = count
     return calls
+
+
+def _is_of_update(op: Operator, momentum: float | None) -> bool:
+    """Whether it is beside the sum in the update of an instance norm, which is captured as arithmetic."""
+    if op.text == "aten.mul.Tensor":
+        return momentum is not None and bool(op.args[1] == 1.0 - momentum)
+    return op.text == "aten.expand.default"
 
 
 def unsaved_buffers(model: nn.Module, lowered: LoweredModel) -> set[str]:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.errors import RequestError
 from tests.steps import assert_plan_equals_one_process
 
 
@@ -51,3 +52,31 @@ class CallsItsNormTwice(nn.Module):
 def test_two_directions_fold_each_call_of_a_norm(momentum: float | None) -> None:
     plan = hyfi_core.ParallelPlan(((1, 1), (1, 1)), cuts=("enter",), microbatches=2, schedule="gems_master")
     assert_plan_equals_one_process(CallsItsNormTwice(momentum), (2, 3, 12, 10), plan)
+
+
+class CallsInstanceNorms(nn.Module):
+    """Instance norms with running statistics: one is called once, the other one twice."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        once = nn.InstanceNorm2d(4, track_running_stats=True)
+        self.enter = nn.Sequential(nn.Conv2d(3, 4, 3), once)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.InstanceNorm2d(4, momentum=momentum, track_running_stats=True)  # type: ignore[arg-type]
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        first = self.norm(self.conv(torch.tanh(self.enter(images))))
+        return self.head(self.norm(self.conv(torch.tanh(first))).square().mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_two_directions_fold_each_call_of_an_instance_norm() -> None:
+    plan = hyfi_core.ParallelPlan(((1, 1), (1, 1)), cuts=("enter",), microbatches=2, schedule="gems_master")
+    assert_plan_equals_one_process(CallsInstanceNorms(0.3), (2, 3, 12, 10), plan)
+
+
+def test_two_directions_refuse_an_instance_norm_without_momentum() -> None:
+    plan = hyfi_core.ParallelPlan(((1, 1), (1, 1)), cuts=("enter",), microbatches=2, schedule="gems_master")
+    with pytest.raises(RequestError, match="no defined order"):
+        assert_plan_equals_one_process(CallsInstanceNorms(None), (2, 3, 12, 10), plan)
