@@ -132,7 +132,7 @@ def _metrics(checkpoint: Path, config: Mapping[str, Any]) -> list[str]:
     """Return the metrics of the checkpoint's step, from the run in which it lies."""
     path = checkpoint.resolve().parent.parent / "metrics.jsonl"
     records: list[Mapping[str, Any]] = []
-    with suppress(OSError):
+    with suppress(OSError, UnicodeDecodeError):
         for line in path.read_text(encoding="utf-8").splitlines():
             with suppress(ValueError):  # a killed run may have left half a line
                 records.append(json.loads(line))
