@@ -70,9 +70,11 @@ class FeatureFolder:
             for name in files_of(slide_id, self.form):
                 if (self.path / name).exists() and not self._sidecar(slide_id).exists() and before is None:
                     raise RequestError(f"{self.path / name} was not written by hyfi features; choose another --out")
+            if overwrite or not source:
+                continue
             stated = read_json_object(self._sidecar(slide_id)).get("source_sha256")
             # Two labs may both have a slide "1": its features must not silently replace those of the other.
-            if not overwrite and stated and source and stated != source:
+            if stated and stated != source:
                 raise RequestError(
                     f"{self.path} has features of {slide_id} from another file (SHA-256 {_short(stated)}; now "
                     f"{_short(source)}): another slide of the same name, or a new scan; choose another --out, or use "

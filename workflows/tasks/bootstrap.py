@@ -80,9 +80,8 @@ def share_interval(intervals: Intervals, accuracy: float, counts: torch.Tensor) 
         accuracy: That of all slides.
         counts: (draws, N) how often each draw has each slide; by them, cases are found and counted.
     """
-    if counts.shape[1] > FEW or _cases(counts) < 2:
-        return intervals
-    return {**intervals, "accuracy": wilson(accuracy, _cases(counts))}
+    cases = _cases(counts) if counts.shape[1] <= FEW else 0
+    return {**intervals, "accuracy": wilson(accuracy, cases)} if cases > 1 else intervals
 
 
 def _cases(counts: torch.Tensor) -> int:
