@@ -252,15 +252,13 @@ class ChildWorker:
 
 def _portable(error: BaseException) -> Exception:
     """Return the error; if it cannot be pickled, or is no Exception, which would end the loader, one with its text."""
-    text_only = RuntimeError(f"{type(error).__name__}: {error}")
-    if not isinstance(error, Exception):
-        return text_only
-    try:
+    if isinstance(error, Exception):
         # There and back: exceptions whose __init__ takes other arguments than `args` can be pickled, but not unpickled.
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return text_only
-    return error
+        with contextlib.suppress(Exception):
+            pickle.loads(pickle.dumps(error))
+            return error
+    # As in a traceback: also of an error whose own text cannot be made.
+    return RuntimeError("".join(traceback.format_exception_only(error)).strip())
 
 
 def _mapped(mapping: str) -> Pixels:

@@ -121,6 +121,26 @@ def test_an_exit_in_a_decoding_thread_is_an_error_and_no_endless_wait() -> None:
             pool.wait(0.01)
 
 
+class SpeechlessImages(Images):
+    """Raises an error that can be neither pickled nor printed."""
+
+    def vary(self, index: int, epoch: int | None, pixels: Pixels) -> Pixels:
+        class SpeechlessError(Exception):
+            def __str__(self) -> str:
+                raise ValueError("no text")
+
+        raise SpeechlessError
+
+
+def test_an_error_without_a_text_is_an_error_and_no_endless_wait() -> None:
+    pool = DecodePool(SpeechlessImages(), 1, 1, SLOT_BYTES, start=ThreadWorker)
+    pool.submit(0, 1, 0, BOXES)
+    with pytest.raises(RuntimeError, match="SpeechlessError"):
+        for _ in range(300):
+            pool.collect()
+            pool.wait(0.01)
+
+
 class Unpicklable(Images):
     def __setstate__(self, state: dict[str, object]) -> None:
         os._exit(3)
