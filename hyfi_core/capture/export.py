@@ -91,6 +91,7 @@ def _exported(
             # functions.
             traced = torch.export.export(model, (image,), strict=False)
         # Outside of the guards: decompositions run PyTorch's own code, which they would take for the model's.
+        # The contexts only save time: the graph is the same without them.
         with _own_composites_only(traced), _without_metadata(), _traced_places_only():
             exported: ExportedProgram = traced.run_decompositions(_decompositions(traced))
         return exported

@@ -98,6 +98,9 @@ def release(model: nn.Module, names: Collection[str]) -> Former:
     Args:
         model: changed.
         names: of the tensors; all names of a tied one.
+
+    Returns:
+        (weak reference to a released tensor, its name): something of the user's, such as the loss, may still hold it.
     """
     kept_ids = tensors_in_attributes(model)
     chosen = {n: t for n, t in named_tensors(model).items() if n in names and _is_plain(t) and id(t) not in kept_ids}

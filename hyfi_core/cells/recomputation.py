@@ -80,7 +80,7 @@ class Made:
         inputs: value name -> input.
         name: of the result.
         result: a map.
-        saved: what its operator saved for backward; None for a segment.
+        saved: what its operator saved for backward; None for a segment, or if it will not run backward.
     """
 
     step: Segment | OperatorStep
@@ -115,6 +115,7 @@ def _operator_call(source: Made, overwritten: Sequence[str]) -> Call | None:
     """
     assert isinstance(source.step, OperatorStep)
     operator, names, saved = source.step.call.operator, source.step.call.inputs, source.saved
+    # Nothing is saved of an operator that will not run backward: what ``recompute`` may read is gone.
     if not is_cheap(source.step.call, lambda name: source.inputs[name].shape) or saved is None:
         return None
     assert isinstance(operator, Recomputable)

@@ -111,14 +111,15 @@ def _spilled(stage: PagedForecast, pages: Sequence[PagedForecast], limit_bytes: 
     """Return what a stage spills.
 
     Args:
-        stage: in all cells, of one micro-batch.
-        pages: of all stages of its rank, of all micro-batches in flight.
+        stage: of one micro-batch; what is kept is that of all cells, ``working_bytes`` and ``waits`` are of one.
+        pages: likewise, of all stages of its rank and all micro-batches in flight.
         limit_bytes: of maps in memory.
         cells: number of cells of a rank.
     """
     kept_bytes, working = sum(page.kept_bytes for page in pages), largest_step(pages).working_bytes
     # The stage's share of what its rank spills.
     stored = stage.kept_bytes * spilled_bytes(kept_bytes, limit_bytes, working, trains=True) / max(1, kept_bytes)
+    # Besides the largest step, and below the fraction of the limit from which a pager writes pages early.
     room = max(0.0, EARLY * limit_bytes - working)
     forward_again = backward_again = 0.0  # moved because cells wait for each other
     for inputs, cotangents in stage.waits:

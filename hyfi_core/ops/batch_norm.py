@@ -305,7 +305,7 @@ def _added(sums: Mapping[int, Tensors]) -> torch.Tensor:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (first row, rows) of the blocks of a map; a map without rows or pixels is one block of 0 rows."""
+    """Yield (first row, rows) of the blocks of a map; (0, 0) is the whole tensor if it has no rows or no values."""
     rows = tensor.shape[2] if tensor.dim() > 2 and tensor.numel() else 0
     if not rows:
         yield 0, 0

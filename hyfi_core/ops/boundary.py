@@ -253,9 +253,15 @@ def cut_out(
     tensors: Mapping[str, torch.Tensor],
     at_source: bool,
 ) -> list[torch.Tensor]:
-    """Return pieces of this rank's values; views where possible.
+    """Return pieces of this rank's values, in the dtype of the message; views where possible.
 
-    A value that is missing from ``tensors`` (a cotangent that was not computed) is zeros.
+    Args:
+        boundary: between the two stages.
+        position: of this rank in its stage.
+        pieces: that it sends to one rank of the other stage.
+        tensors: name -> this rank's part of the value, or of its cotangent; a missing one (a cotangent that was not
+            computed) is zeros.
+        at_source: whether this rank's stage is the first one: it sends values; else cotangents.
     """
     parts = []
     for piece in pieces:
@@ -265,6 +271,7 @@ def cut_out(
             parts.append(torch.zeros(piece.shape, dtype=piece.value.dtype, device=boundary.device))
             continue
         origin = boundary.origin(piece.value, position, at_source)
+        # ``opened``: with height and width as separate dims, which the local tensor may have as one.
         parts.append(piece.value.cut(piece.value.opened(tensor, origin), piece.box, origin).to(piece.value.dtype))
     return parts
 

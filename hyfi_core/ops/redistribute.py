@@ -94,7 +94,10 @@ class Redistribute:
             copy_box(self._view(result, strip.box, self.transfer.need), arrived)
 
     def placed(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the box that this rank needs, with own pixels and fill values; strips of other ranks are not set."""
+        """Return the box that this rank needs, with own pixels and fill values; strips of other ranks are not set.
+
+        If it has exactly that box and sends nothing (``idle``), this is ``own`` itself, not a copy.
+        """
         transfer = self.transfer
         if transfer.idle:
             return own

@@ -30,6 +30,7 @@ AlongSpace = Callable[[Builder, Operator, int], None]
 
 
 def _split_outside_space(builder: Builder, op: Operator) -> Split:
+    """Return the layout of results with the pixels of the first argument; checks no dim; notes ``op`` as fusible."""
     return builder.same_pixels(op, op.args[0].name)
 
 
@@ -109,7 +110,7 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: 
 
     def rule(builder: Builder, op: Operator) -> None:
         """An operator along one dim; along height or width, it is computed on whole rows or columns."""
-        split, rank = _split_outside_space(builder, op), len(builder.shape(op.args[0].name))
+        split, dims = _split_outside_space(builder, op), len(builder.shape(op.args[0].name))
         dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", default)
         if not isinstance(dim, int):
             builder.refuse(op, "works on the flattened tensor, across all dims", "an explicit dim")
@@ -117,10 +118,10 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: 
         # Positions of a flat map first: their rule sends results, not rows.
         if positions is not None and over_positions(builder, op, dim):
             positions(builder, op)
-        elif dim % rank in split.dims:
-            along_space(builder, op, (dim % rank,), reduced)
+        elif dim % dims in split.dims:
+            along_space(builder, op, (dim % dims,), reduced)
         else:
-            _per_pixel(builder, op, split if reduced is None else _reduced(split, dim % rank, reduced))
+            _per_pixel(builder, op, split if reduced is None else _reduced(split, dim % dims, reduced))
 
     return rule
 

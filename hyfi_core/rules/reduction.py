@@ -237,7 +237,7 @@ def variance(builder: Builder, op: Operator) -> None:
     setting = op.kwargs.get("correction")
     correction = 1 if setting is None else setting
     if op.text.endswith(".dim"):
-        correction = int(op.args[2]) if len(op.args) > 2 else 1
+        correction = int(op.args[2]) if len(op.args) > 2 else 1  # ``unbiased``, a bool
     name, dims, keepdim = _reduced_dims(builder, op, 1, 3)
     if _try_not_over_space(builder, op, dims, keepdim):
         return
@@ -247,7 +247,7 @@ def variance(builder: Builder, op: Operator) -> None:
     dtype = builder.values[name].dtype
 
     def finish(moments: torch.Tensor) -> Any:
-        # Moments are of all ranks, and biased.
+        # Moments are of all ranks, and biased. Of equal values, the gradient of ``std`` is 0; that of a sqrt were NaN.
         corrected = moments[1] * (count / (count - correction))
         result = (_rooted(corrected, 2.0) if is_deviation else corrected).to(dtype)
         return (result, moments[0].to(dtype)) if with_mean else result

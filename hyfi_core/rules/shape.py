@@ -200,7 +200,7 @@ def sliced(builder: Builder, op: Operator) -> None:
 
 
 def _slice_tiles(builder: Builder, op: Operator) -> None:
-    """Emit a slice of the batch, whose entries are the tiles of an image: they form a group of their own."""
+    """Emit a slice of the batch, whose entries are the tiles of an image: one group of them, see ``moves.groups``."""
     name = op.args[0].name
     start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
     tiles = range(builder.shape(name)[0])[start:stop:step]

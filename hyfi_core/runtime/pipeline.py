@@ -305,8 +305,9 @@ class Pipeline:
         assert flight.again is not None
         values, log = flight.again
         if step.reads_again and (part := step.part(key, microbatch)) is not None:
+            # ``_forward`` has left it out of ``again``, so that it was not kept in between.
             values[stage.ranked.program.image] = part
-            del part  # as the forward removes it from the values
+            del part  # only ``values`` may hold it: the forward frees it by removing it from there
         # Received messages are replayed: other ranks do not compute their forward again at the same time.
         real = self._groups[key], self._copies[key], self._peers
         comm, copies, peers = (ReplayingCommunicator(log, c.rank, c.size) for c in real)

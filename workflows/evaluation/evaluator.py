@@ -118,7 +118,8 @@ class Evaluator:
             group: The ranks.
             cells: Rows and columns of cells: each rank evaluates its own images, cell by cell, spilling as the plan
                 says; ``auto``: as many as its memory limit requires. None: without cells.
-            all_tissue: Whether to evaluate all tissue of slides that do not fit the trained size.
+            all_tissue: Whether to evaluate all tissue of slides that do not fit the trained size; without cells, only
+                with a plan of one replica.
             device: Device of this rank; None: the CPU.
 
         Raises:
@@ -141,6 +142,8 @@ class Evaluator:
         slides = evaluation_set_of(model, dataset)
         if not all_tissue:
             return cls(slides, engine, module, plan, group)
+        # The ranks that compute a slide together. Without cells that is the group: `hyfi validate`, the only caller
+        # that asks for all tissue, then plans one replica.
         replica = group if cells is None else AloneCommunicator()
         engines = SizedEngines(
             module,

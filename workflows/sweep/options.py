@@ -59,6 +59,7 @@ def sweep(
         from workflows.sweep.optuna_search import requested_settings
         from workflows.sweep.sweep_runs import SweepRuns
 
+        # It goes on when nobody reads its output any more, as in ``hyfi sweep … | head``: its results are files.
         outlive_readers()
         chosen, searched = requested_settings(settings, search, trials, seed, prune)
         resumption = Resumption.of(resume, source=None, accepts_changes=False)

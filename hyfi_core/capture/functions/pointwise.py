@@ -187,7 +187,9 @@ def _differs(called: PointwiseFunction, samples: list[torch.Tensor]) -> str | No
     # Half of the values stay: what happens elsewhere must not reach them.
     unchanged = torch.rand(samples[0].shape, generator=drawn) < 0.5
     elsewhere = [
-        torch.where(unchanged, sample, sample.flip(tuple(range(sample.dim()))) * 0.5 + 1.0) for sample in samples
+        # In their own dtype: integers stay integers.
+        torch.where(unchanged, sample, (sample.flip(tuple(range(sample.dim()))) * 0.5 + 1.0).to(sample.dtype))
+        for sample in samples
     ]
     inside = [None if result is None else result[unchanged] for result in results]
     if not _equal(inside, [None if result is None else result[unchanged] for result in _results(called, elsewhere)]):
@@ -200,7 +202,7 @@ def _results(called: PointwiseFunction, samples: list[torch.Tensor]) -> list[Any
 
     Args:
         called: the function.
-        samples: its tensors, and the result's cotangent last.
+        samples: its tensors, and the result's cotangent last; all of one dtype, so all leaves are trained or none.
 
     Raises:
         _UnsuitableError: the result is not one tensor like the first, or an argument was changed in place.

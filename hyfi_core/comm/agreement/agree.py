@@ -183,12 +183,15 @@ class CallConsensus:
         self._weights = weights
         self._loss, self._modules = loss, frozenset(model.modules())
         self._shares, self._stages = shares, stages
+        # Optimizer steps so far, and of the last one what gradients were clipped to and multiplied by: see `updated`.
         self._updates = 0
         self._max_norm: float | None = None
         self._factor: float | None = None
+        # The digest of the last state loaded, as a fact to compare: see `loaded`.
         self._loaded: dict[str, str] = {}
         self._model = model
         self._everyone = everyone
+        # The same object if there is one replica, by which `check_training` knows that one comparison is enough.
         self._replica = everyone if replica.size == everyone.size else replica
         self._changes = changes
 

@@ -53,6 +53,8 @@ def check_library(version: str, environment: Mapping[str, str]) -> None:
     if not wrong:
         return
     library = " ".join(re.split(r"[,\n]", version)[0].replace("Version:", "").split())
+    # In a Slurm job, mpiexec may start its process managers by srun, and its ranks inherit SLURM_STEP_ID. Open MPI's
+    # mpiexec sets the second of these variables, Hydra's the third, srun neither.
     slurm = "SLURM_STEP_ID" in environment and "OMPI_COMM_WORLD_SIZE" not in environment
     slurm &= "MPI_LOCALNRANKS" not in environment
     if slurm:

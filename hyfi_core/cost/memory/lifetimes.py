@@ -283,10 +283,15 @@ class Lifetimes:
         return 2 * cotangent_bytes if facts.kind == "norm" else cotangent_bytes
 
     def _reorders(self, op: Operator) -> int:
-        """Return the bytes of a new gradient before it is added, and of what a convolution has in other orders.
+        """Return the bytes of copies of the new gradients of a product's weights, before they are added to the old.
 
-        Under autocast, kernels sum it in the wider dtype and return the narrower one, which is converted: there are
-        never more than two, and the kernels of the map's cotangent have been freed.
+        For each weight:
+
+            always                                the new gradient
+            narrower result (autocast)            and the gradient in the result's dtype, from which it is converted
+            else, convolution, window > 1 pixel   and two copies in other memory orders, one in blocks of channels
+
+        Under autocast there are copies in other orders, too, but they are freed before the gradient is converted.
         """
         if not facts_of(op).product:
             return 0

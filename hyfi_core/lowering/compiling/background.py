@@ -109,7 +109,7 @@ class _Child:
         ACTIVITY.helpers.add(self._process.pid)
 
     def results(self) -> dict[int, str | None]:
-        """Return the results that have arrived, by index."""
+        """Return the jobs that have finished since the last call: index -> why it failed, or None. Never blocks."""
         if not self._left:
             return {}
         ended = self._process.poll()  # before reading: what a dead child has written is all there

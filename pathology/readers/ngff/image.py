@@ -117,7 +117,10 @@ def _refuse_others(group: ZarrGroup) -> None:
 
 
 def _series_names(root: ZarrGroup, described: int) -> list[str]:
-    """Return the names of the groups of the series: those listed, else numbers from 0."""
+    """Return the names of the groups of the series: those listed, else 0, 1, … up to the first that does not exist.
+
+    ``described``: number of images in the OME-XML, which are all that are looked for; 0: it does not say.
+    """
     group = read_group(root.path / "OME")
     listed = group.attributes.get("series") if group is not None else None
     if isinstance(listed, list) and listed:

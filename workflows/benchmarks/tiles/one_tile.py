@@ -7,9 +7,11 @@ negative one has none. An aggregator is trained on the vectors of a random small
     python -m workflows.benchmarks.tiles.one_tile [--train 300] [--test 100] [--nuclei 7] [--width 16]
         [--head-steps 250] [--steps 0] [--sampled 0] [--batch 16] [--seed 0] [--ways 1:1,8:8]
 
-A way is the number of heads of ``gated_attention`` and their ``spread``. Printed for each: the loss of the last 50
-steps, the AUROC of test slides, how many of the positive ones have their highest attention on the tile with the class,
-and the mean AUROC of attention over their tiles.
+With ``--sampled N``, both are trained on at most N tiles of each slide, drawn anew at each step; 0: all.
+
+A way is the number of heads of ``gated_attention`` and their ``spread``, a factor of their initial weights. Printed
+for each: the loss of the last 50 steps, the AUROC of test slides, how many of the positive ones have their highest
+attention on the tile with the class, and the mean AUROC of attention over their tiles.
 """
 
 from __future__ import annotations

@@ -120,6 +120,7 @@ def _drawn(sizes: list[int], slides: int, folder: Path) -> Iterator[tuple[str, P
         for pen in (True, False):
             for planned in lay_out_archive(slides, size, 0, pen=pen):
                 path = write_archive_slide(planned, folder)
+                # 16: pixels of 0.5 µm, as slides are drawn by default, for each of the mask.
                 ink = Artefacts(planned.spec).inked(MASK_UM, planned.spec.mpp_um, size // 16) if pen else None
                 yield f"drawn, {size} px, {'pen' if pen else 'no pen'} ({planned.spec.index})", path, ink
                 path.unlink()

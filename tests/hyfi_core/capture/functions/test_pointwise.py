@@ -127,6 +127,22 @@ class Plain(torch.autograd.Function):
         return dy
 
 
+class LowBits(Plain):
+    """Of integers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x & 3
+
+
+def test_a_function_of_integers_is_tried_with_integers() -> None:
+    class Uses(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return LowBits.apply((9 * x).to(torch.int64)) * x
+
+    assert verify_capture(Uses(), SHAPE, torch.float32) is None
+
+
 class Centred(Plain):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
