@@ -86,7 +86,9 @@ def slurm(
 @launch.command("slurm-array", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def slurm_array(
     context: typer.Context,
-    parts: Annotated[int, typer.Option("--parts", min=1, help="Number of jobs in the array.")] = 4,
+    parts: Annotated[
+        int | None, typer.Option("--parts", min=1, help="Number of jobs in the array, 4 by default; not of folds.")
+    ] = None,
     cpus_per_task: Cpus = None,
     time: Time = None,
     partition: Partition = None,
@@ -96,15 +98,34 @@ def slurm_array(
     as_json: Json = False,
 ) -> None:
     """Write a Slurm array for an ingest, a prediction or folds: slurm-array --parts 8 ingest PATH… --out STORE."""
+    _check_words(context, list(context.args))
 
     def body() -> int:
         from workflows.commands.launch import ScriptOptions, run_array
         from workflows.launch.scripts import Resources
 
         resources = Resources(1, None, cpus_per_task, time, partition)
-        return run_array(list(context.args), parts, ScriptOptions(resources, site, script, submit, as_json))
+        options = ScriptOptions(resources, site, script, submit, as_json)
+        return run_array(list(context.args), parts, options)
 
     raise typer.Exit(exit_code_of(body))
+
+
+def _check_words(context: typer.Context, words: list[str]) -> None:
+    """Check that ``hyfi`` takes the words of each job: wrong options would otherwise show in the jobs only.
+
+    Raises:
+        typer.BadParameter: A ``--`` before the end makes a path of what the script adds.
+    """
+    root = context.find_root()
+    if not words or words[0] not in ("ingest", "predict") or "--part" in words:
+        return  # answered with the words that are allowed
+    assert isinstance(root.command, typer.core.TyperGroup)
+    command = root.command.commands[words[0]]
+    # Raises a usage error, which names the command.
+    parsed = command.make_context(words[0], [*words[1:], "--part", "1/2"], parent=root)
+    if parsed.params.get("part", "1/2") != "1/2":
+        raise typer.BadParameter("give all options before the paths, without --", ctx=parsed)
 
 
 @launch.command()

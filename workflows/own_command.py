@@ -10,16 +10,20 @@ import sys
 from collections.abc import Callable, Sequence
 
 from data.children import die_with_parent
-from workflows.console import say
-from workflows.exit_codes import FAULT
+from workflows.console import say, warn
+from workflows.exit_codes import FAULT, STOPPED
 
 _WATCHED_EVERY_S = 1.0
+_SECONDS_TO_STOP_WATCHED = 600.0
+"""How long a command may take to end after its ``watch`` has stopped it: a step, and a checkpoint that nobody needs."""
 
 
 def run_command(
     arguments: Sequence[object], seconds_to_stop: float | None = None, watch: Callable[[], bool] | None = None
 ) -> int:
     """Run ``hyfi arguments…`` in a process of its own and return its exit code; `FAULT` if it was killed.
+
+    A command that ``watch`` has stopped and that does not end by itself is killed; its code is `STOPPED`.
 
     Args:
         arguments: The command and its arguments, without ``hyfi``.
@@ -56,7 +60,17 @@ def _watched(process: subprocess.Popen[bytes], watch: Callable[[], bool]) -> int
         except subprocess.TimeoutExpired:
             if watch():
                 process.send_signal(signal.SIGTERM)
-                return process.wait()
+                break
+    try:
+        return process.wait(timeout=_SECONDS_TO_STOP_WATCHED)
+    except subprocess.TimeoutExpired:
+        warn(
+            f"hyfi: the command did not end within {_SECONDS_TO_STOP_WATCHED:.0f} s after a request to stop, and was "
+            "killed"
+        )
+        process.kill()
+        process.wait()
+        return STOPPED
 
 
 def _stop(process: subprocess.Popen[bytes], seconds: float | None) -> None:

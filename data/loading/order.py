@@ -125,7 +125,7 @@ def column_weights(slides: Sequence[SlideRef], labels: Labels, column: str) -> t
         raise RequestError(f"data.weights_column: the labels have no column {column!r}; they have: {columns}")
     values: dict[str, str] = {}
     for row in labels.rows:
-        if row[column] and values.setdefault(row[labels.key], row[column]) != row[column]:
+        if row[column] and not _alike(values.setdefault(row[labels.key], row[column]), row[column]):
             raise RequestError(
                 f"data.weights_column: {labels.key} {row[labels.key]} has two values in {column!r}: "
                 f"{values[row[labels.key]]!r} and {row[column]!r}; write one of them"
@@ -136,6 +136,14 @@ def column_weights(slides: Sequence[SlideRef], labels: Labels, column: str) -> t
             f"data.weights_column: {column!r} is 0 for every training slide; at least one must be above 0"
         )
     return weights
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether two texts are the same weight, such as 1 and 1.0."""
+    try:
+        return one == other or float(one) == float(other)
+    except ValueError:
+        return False
 
 
 def _number(slide: SlideRef, values: dict[str, str], labels: Labels, column: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -12,10 +13,11 @@ from workflows.config.load import load_config
 from workflows.config.run import Config
 from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE
-from workflows.launch.scripts import Resources, Site, script_of
+from workflows.launch.scripts import Resources, Site, log_name, script_of
 from workflows.launch.submission import submit, why_it_cannot_start
 from workflows.paths import require_writable_file
 
+_PARTS = 4
 By = Literal["slurm", "local", "mpiexec", "torchrun"]
 
 
@@ -74,11 +76,11 @@ def run(
             )
         several = ' --rdzv-backend=c10d --rdzv-endpoint="$HEAD_NODE:29400"'
         variables["rendezvous"] = several if nodes > 1 else " --standalone"
-    how_to_start = f"start it with {'sbatch' if by == 'slurm' else 'bash'} {path}"
+    how_to_start = f"start it with {'sbatch' if by == 'slurm' else 'bash'} {shlex.quote(str(path))}"
     if by == "torchrun" and nodes > 1:
         how_to_start = (
-            f"start it on each of the {nodes} nodes with HEAD_NODE=NODE bash {path}, where NODE is the same node's "
-            "name on all of them"
+            f"start it on each of the {nodes} nodes with HEAD_NODE=NODE bash {shlex.quote(str(path))}, where NODE is "
+            "the same node's name on all of them"
         )
     text = script_of(by, path, words, rank_count, options.resources, site, **variables)
     return _write(path, text, options, how_to_start)
@@ -115,19 +117,24 @@ def _ranks(by: By, settings: Config, ranks: int | None, resources: Resources) ->
     return ranks or settings.ranks
 
 
-def run_array(words: list[str], parts: int, options: ScriptOptions) -> int:
+def run_array(words: list[str], parts: int | None, options: ScriptOptions) -> int:
     """Write the script of an array of jobs, each with its part of an ingest or a prediction.
 
     Args:
         words: The command: ``ingest PATH… --out STORE …``, ``predict CHECKPOINT SLIDE… --out DIR …``, or ``train CONFIG
             --folds all``: each job runs a fold.
-        parts: Number of jobs in the array, except of folds.
+        parts: Number of jobs in the array; None: four. Not of folds, which have a job each.
         options: Options of the script; its resources are those of each job.
 
     Raises:
-        RequestError: The command has no ``--part``, or Slurm refuses the job.
+        RequestError: The command has no ``--part``, ``parts`` are given for folds, or Slurm refuses the job.
     """
     if words and words[0] == "train":
+        if parts is not None:
+            raise RequestError(
+                f"slurm-array: --parts {parts}: train --folds has a job for each fold; leave --parts out, and choose "
+                "folds with --folds 0,1"
+            )
         return _run_folds(words, options)
     if not words or words[0] not in ("ingest", "predict"):
         command = words[0] if words else "nothing"
@@ -137,6 +144,7 @@ def run_array(words: list[str], parts: int, options: ScriptOptions) -> int:
         )
     if "--part" in words or any(word.startswith("--part=") for word in words):
         raise RequestError("slurm-array: --part is added by the script; leave it out and give --parts")
+    parts = _PARTS if parts is None else parts
     about = f"{parts} jobs, each with a part of the slides. Finished slides are skipped"
     return _write_array(words, f"1-{parts}", f'--part "$SLURM_ARRAY_TASK_ID/{parts}"', about, options)
 
@@ -194,10 +202,9 @@ def _write_array(words: list[str], array: str, part: str, about: str, options: S
             f"slurm-array: each job of the array runs on one node; given --nodes {options.resources.nodes}"
         )
     path = options.path or Path(f"{words[0]}.sbatch")
-    log = f"{path.stem}-%A_%a.log"
-    more = {"array": array, "part": part, "about": about, "log": log}
+    more = {"array": array, "part": part, "about": about, "log": log_name(path, "%A_%a")}
     text = script_of("slurm_array", path, words, 1, options.resources, Site.load(options.site), **more)
-    return _write(path, text, options, f"start it with sbatch {path}")
+    return _write(path, text, options, f"start it with sbatch {shlex.quote(str(path))}")
 
 
 def _write(path: Path, text: str, options: ScriptOptions, how_to_start: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from data.samples.colours.stain_normalisation import StainNormalisation
 from data.samples.trained.trained_slides import TrainedSlides
 from workflows.export_model.exported import ExportSource
+from workflows.training.metrics_log import MetricsLine, read_metrics
 
 FILE_NAME = "README.md"
 
@@ -131,11 +131,9 @@ def _training(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _metrics(checkpoint: Path, config: Mapping[str, Any]) -> list[str]:
     """Return the metrics of the checkpoint's step, from the run in which it lies."""
     path = checkpoint.resolve().parent.parent / "metrics.jsonl"
-    records: list[Mapping[str, Any]] = []
-    with suppress(OSError, UnicodeDecodeError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # a killed run may have left half a line
-                records.append(json.loads(line))
+    records: list[MetricsLine] = []
+    with suppress(OSError, UnicodeDecodeError):  # the file may be another's, or damaged; a card is written all the same
+        records = read_metrics(path)
     validations = [one for one in records if one.get("kind") == "validation" and one.get("step") == config.get("step")]
     if not validations:
         unknown = "Not known: the checkpoint does not lie in its run, or its step was not validated."

@@ -24,6 +24,7 @@ ChildMessage = dict[str, Any]
 LOST_PEER = "a lost connection to another child"
 """Reported by a child that ended because of another one."""
 
+_SECONDS_TO_END = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -78,9 +79,19 @@ class ChildProcess:
                 message: ChildMessage = json.loads(self._connection.recv_bytes())
                 return message
         except (EOFError, OSError):
-            # The other end is closed as a process ends: `wait` takes a moment at most.
-            return {"kind": "died", "how": _how(self._process.wait())}
+            return {"kind": "died", "how": self._how_it_ended()}
         return None
+
+    def _how_it_ended(self) -> str:
+        """Return how the process ended, which has closed its end of the connection."""
+        try:
+            # That end is closed as a process ends: this takes a moment at most.
+            return _how(self._process.wait(timeout=_SECONDS_TO_END))
+        except subprocess.TimeoutExpired:
+            # Only the connection was closed, such as by an own model's code, and nobody would hear the child again.
+            self._process.kill()
+            self._process.wait()
+            return "a closed connection, after which it did not end"
 
     def kill(self) -> None:
         """Kill the process and return when it has ended."""

@@ -23,6 +23,7 @@ SIGNAL_S = 120
 """Seconds before the time limit at which a run saves and stops: enough for one step and a checkpoint."""
 SIGNAL_EARLY_S = 60
 """Slurm may send the signal before the time limit this many seconds earlier than asked."""
+_NAMES_OF_SLURM = ("partition", "account", "role_partition")
 _MOST_OF_LIMIT = 0.25
 """Fraction of a short time limit; a run saves and stops at most this long before it."""
 
@@ -137,20 +138,21 @@ def script_of(
         more: Additional variables of the template.
 
     Raises:
-        RequestError: There are more nodes than ranks, the time limit is wrong or too short, or the template cannot be
-            rendered.
+        RequestError: There are more nodes than ranks, the time limit is wrong or too short, the script's name cannot
+            stand in a script, or the template cannot be rendered.
     """
     if resources.nodes > ranks:
         raise RequestError(f"--nodes {resources.nodes}: the run has ranks for {ranks} at most; give fewer nodes")
     requested = {key: value for key, value in asdict(resources).items() if value is not None}
     values: dict[str, Any] = {"gpus_per_node": None, "cpus_per_task": None, "time": None, **asdict(site), **requested}
+    values |= {key: shlex.quote(values[key]) for key in _NAMES_OF_SLURM if values[key] is not None}
     values |= {
         "signal_s": _signal_s(resources, site),
-        "script": path.name,
-        "name": path.stem,
+        "script": shlex.quote(path.name),
+        "name": shlex.quote(path.stem),
         # Slurm starts the script in the folder of `sbatch`; relative paths of the command belong to this one.
         "folder": shlex.quote(str(Path.cwd())),
-        "log": f"{path.stem}-%j.log",
+        "log": log_name(path, "%j"),
         "command": shlex.join(words),
         "ranks": ranks,
         "per_node": math.ceil(ranks / resources.nodes),
@@ -163,6 +165,19 @@ def script_of(
         "role_per_node": math.ceil(resources.role_ranks / max(1, resources.role_nodes)),
     }
     return _render(template, site, {**values, **more})
+
+
+def log_name(path: Path, job: str) -> str:
+    """Return the name of a job's log as it stands in the script ``path``; ``job``: Slurm's pattern of its number.
+
+    Raises:
+        RequestError: The script's name has characters that a script cannot quote.
+    """
+    # Slurm takes a backslash in the name of a log for a request to leave its patterns as they are.
+    if not path.name.isprintable() or "\\" in path.name:
+        raise RequestError(f"--script {str(path)!r}: give a name without control characters and backslashes")
+    # Slurm's patterns are not only those of the job.
+    return shlex.quote(f"{path.stem.replace('%', '_')}-{job}.log")
 
 
 def _signal_s(resources: Resources, site: Site) -> int:

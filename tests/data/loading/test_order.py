@@ -168,6 +168,8 @@ def test_weights_of_a_column_by_slide_and_by_case():
     two = Labels("y", "case_id", ("a", "b"), {}, {}, ({"case_id": "c0", "w": "3"}, {"case_id": "c0", "w": "2"}))
     with pytest.raises(RequestError, match="case_id c0 has two values in 'w': '3' and '2'"):
         column_weights(slides(0, 1), two, "w")
+    alike = Labels("y", "case_id", ("a", "b"), {}, {}, ({"case_id": "c0", "w": "1"}, {"case_id": "c0", "w": "1.0"}))
+    assert column_weights(slides(0), alike, "w") == (1.0,)
     zero = Labels("y", "case_id", ("a", "b"), {}, {}, ({"case_id": "c0", "w": "0"},))
     with pytest.raises(RequestError, match="0 for every training slide"):
         column_weights(slides(0, 1), zero, "w")

@@ -29,7 +29,7 @@ def config_of(folder: Path, store: Path) -> Path:
 def test_each_fold_is_a_job(tmp_path: Path, store: Path) -> None:
     config, script = config_of(tmp_path, store), tmp_path / "folds.sbatch"
     words = ["train", str(config), "run.steps=4", "--folds=0,2", "--fold-column", "repeat_1"]
-    assert run_array(words, 4, ScriptOptions(Resources(), path=script)) == 0
+    assert run_array(words, None, ScriptOptions(Resources(), path=script)) == 0
     text = script.read_text()
     assert "#SBATCH --array=0,2\n" in text and 'run.steps=4 --fold-column repeat_1 --resume --folds "$SLURM' in text
     assert (tmp_path / "run/splits.csv").is_file()
@@ -58,5 +58,7 @@ def test_a_job_pools_again_if_another_has_finished_in_the_meantime(monkeypatch: 
 def test_what_is_no_fold_is_refused(tmp_path: Path, store: Path, words: list[str], said: str) -> None:
     config, script = config_of(tmp_path, store), tmp_path / "folds.sbatch"
     with pytest.raises(RequestError, match=said):
-        run_array(["train", str(config), "--fold-column=repeat_1", *words], 4, ScriptOptions(Resources(), path=script))
+        run_array(
+            ["train", str(config), "--fold-column=repeat_1", *words], None, ScriptOptions(Resources(), path=script)
+        )
     assert not script.exists()

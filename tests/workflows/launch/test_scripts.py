@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from tests.workflows.archive import make_config
 from workflows.commands.launch import ScriptOptions, run
 from workflows.launch.scripts import Resources, Site, _seconds_of, script_of
 
+HYFI = (sys.executable, "-m", "workflows")
 OPEN_MPI = "--bind-to none -x HYFI_EXIT_FILE -x OMP_NUM_THREADS "
 
 
@@ -39,7 +43,7 @@ def test_a_site_and_the_options_meet_in_the_script(tmp_path: Path) -> None:
         "#SBATCH --account=lab",
         "#SBATCH --signal=B:USR1@300",
         "#SBATCH --exclusive",
-        "module load cuda/12",
+        "module load cuda/12 || exit 2",
         "source env/bin/activate",
         "srun --mpi=pmix --kill-on-bad-exit=1 --cpus-per-task=8 --cpu-bind=cores --distribution=block "
         "apptainer exec hyfi.sif hyfi "
@@ -138,6 +142,13 @@ def test_edited_templates_come_first(tmp_path: Path) -> None:
         (["local", "run.yaml", "roles.loaders=cpu*"], "a local run has one host"),
         (["slurm-array", "verify", "x"], "slurm-array: given 'verify'"),
         (["slurm-array", "ingest", "x", "--out", "s", "--part", "1/2"], "--part is added by the script"),
+        (["slurm-array", "ingest", "x", "--out", "s", "--gpus-per-node", "2"], "No such option: --gpus-per-node"),
+        (["slurm-array", "predict", "x", "y"], "Missing option '--out'"),
+        (["slurm-array", "--", "ingest", "--out", "s", "--", "x"], "give all options before the paths, without --"),
+        (["slurm-array", "--parts", "3", "train", "run.yaml", "--folds", "all"], "has a job for each fold"),
+        (["slurm-array", "train", "run.yaml", "--folds", "all", "--parts", "4"], "has a job for each fold"),
+        (["slurm", "run.yaml", "--script", "a\\b.sbatch"], "without control characters and backslashes"),
+        (["local", "run.yaml", "--script", "a\nb.sh"], "without control characters and backslashes"),
     ],
 )
 def test_wrong_requests_write_nothing(hyfi_here: Hyfi, tmp_path: Path, words: list[str], refusal: str) -> None:
@@ -164,6 +175,92 @@ def test_every_script_is_shell(hyfi_here: Hyfi, tmp_path: Path, by: str) -> None
     assert done.returncode == 0, done.stderr
     assert subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=False).returncode == 0
     assert "{{" not in (tmp_path / "job.sh").read_text()
+
+
+ODD = 'our job\'s $x `y` "z" 5%j'
+
+
+@pytest.mark.parametrize("by", ["local", "mpiexec", "torchrun"])
+def test_names_of_scripts_and_folders_are_quoted(hyfi_here: Hyfi, tmp_path: Path, by: str) -> None:
+    """The file of the exit code was named by the shell's reading of the script's name."""
+    folder = tmp_path / ODD
+    folder.mkdir()
+    make_config(tmp_path, tmp_path / "store", model={"name": "resnet6"})
+    (tmp_path / "run.yaml").rename(folder / f"{ODD}.yaml")
+    launcher = '[[ $1 == --version ]] || { echo 3 > "${HYFI_EXIT_FILE:-exit}"; ls -A > seen; exit '
+    launcher += "3; }" if by == "local" else "1; }"
+    path = programs(tmp_path, mpiexec=launcher, torchrun=launcher, started=launcher)["PATH"]
+    (tmp_path / "site.yaml").write_text(f"program: {tmp_path}/bin/started\n")
+    words = ["launch", by, f"{ODD}.yaml", "--site", str(tmp_path / "site.yaml")]
+    told = subprocess.run([*HYFI, *words], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert told.returncode == 0, told.stderr
+    line = told.stdout.partition("start it with ")[2]
+    done = subprocess.run(
+        line,
+        shell=True,
+        cwd=folder,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.returncode, done.stderr) == (3, "")
+    assert by == "local" or any(name.startswith(f".{ODD}-") for name in (folder / "seen").read_text().splitlines())
+
+
+def test_names_of_jobs_are_quoted(tmp_path: Path) -> None:
+    """As Slurm itself reads the lines: an array of such a name ran, with its log; before, sbatch refused it."""
+    asked = Resources(partition="a b", mpi="pmi2")
+    text = script_of("slurm", Path(f"{ODD}.sbatch"), ["train", "r.yaml"], 1, asked, Site())
+    options = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    for option in (f"--job-name={ODD}", f"--output={ODD.replace('%', '_')}-%j.log", "--partition=a b"):
+        assert [option] in [shlex.split(line) for line in options]
+
+
+@pytest.mark.parametrize("by", ["slurm", "slurm-array", "local", "mpiexec", "torchrun"])
+@pytest.mark.parametrize("missing", ["folder", "module", "scratch"])
+def test_nothing_is_started_where_something_is_missing(tmp_path: Path, by: str, missing: str) -> None:
+    """A job whose folder was not on its node ran in another one, where relative paths name other files."""
+    site = Site(program=str(tmp_path / "bin" / "started"), modules=["cuda"] if missing == "module" else [])
+    if missing == "scratch":
+        if by not in ("slurm", "slurm-array"):
+            pytest.skip("scratch folders are made by Slurm jobs")
+        (tmp_path / "file").touch()
+        site = replace(site, scratch=str(tmp_path / "file" / "my scratch"))
+    extra = {"mpiexec": {"hosts": ""}, "torchrun": {"rendezvous": ""}}.get(
+        by, {"array": "1-2", "part": "", "about": ""}
+    )
+    text = script_of(by.replace("-", "_"), Path("job.sh"), ["train", "r.yaml"], 2, Resources(mpi="pmix"), site, **extra)
+    if missing == "folder":
+        text = text.replace(f"cd {Path.cwd()}", f"cd {tmp_path / 'none'}")
+    (tmp_path / "job.sh").write_text(text)
+    run = f'[[ $* == *mkdir* ]] && exec "${{@:3}}"; touch {tmp_path}/ran'
+    path = programs(
+        tmp_path,
+        started=f"touch {tmp_path}/ran",
+        srun=run,
+        mpiexec=run,
+        torchrun=run,
+        module="echo no cuda >&2; exit 1",
+    )
+    environment = os.environ | path | {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "job.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 2 and done.stderr and not (tmp_path / "ran").exists(), done.stderr
+
+
+@pytest.mark.parametrize("by", ["slurm", "slurm_array", "local", "mpiexec", "torchrun"])
+def test_setup_may_read_variables_that_are_not_set(tmp_path: Path, by: str) -> None:
+    """As scripts that activate an environment do; the job ended there, with the code of inputs that failed."""
+    extra = {"mpiexec": {"hosts": ""}, "torchrun": {"rendezvous": ""}}.get(
+        by, {"array": "1-2", "part": "", "about": ""}
+    )
+    site = Site(program="true", setup=['if [[ -z "$NOT_SET" ]]; then touch activated; fi', "exit 7"])
+    text = script_of(by, Path("job.sh"), ["train", "r.yaml"], 2, Resources(mpi="pmix"), site, **extra)
+    (tmp_path / "job.sh").write_text(text)
+    assert subprocess.run(["bash", "job.sh"], cwd=tmp_path, timeout=PATIENCE_S, check=False).returncode == 7
+    assert (tmp_path / "activated").exists()
 
 
 FAKE_LAUNCHER = """#!/bin/bash
