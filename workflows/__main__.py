@@ -12,9 +12,11 @@ def main() -> None:
     """Run the command line; never returns."""
     signals.listen_from_start()  # first: a signal before this ends the process without a word
     from data.children import import_safely, open_closed_streams
+    from hyfi_core.collection import start_quickly
 
     open_closed_streams()
     import_safely()
+    start_quickly()
     from workflows.cli import app
 
     try:

@@ -7,9 +7,11 @@ from workflows import signals
 if __name__ == "__main__":  # signal handlers first: a signal before this ends the process without a word
     signals.listen_from_start()
     from data.children import import_safely, open_closed_streams
+    from hyfi_core.collection import start_quickly
 
     open_closed_streams()
     import_safely()
+    start_quickly()
 
 from functools import partial
 from pathlib import Path

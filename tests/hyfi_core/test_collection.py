@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 
 import pytest
 
-from hyfi_core.collection import collection_paused
+from hyfi_core.collection import collection_paused, start_quickly
+from tests.conftest import ROOT
 from tests.patience import PATIENCE_S
 
 
@@ -51,3 +55,43 @@ def test_it_stays_off_where_it_was_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+START = """
+import atexit, gc, sys
+atexit.register(lambda: print("at the end", gc.get_freeze_count() > frozen))  # before: the first comes last
+from hyfi_core.collection import start_quickly
+finders = list(sys.meta_path)
+start_quickly()
+import another
+import torch
+assert sys.meta_path == finders and torch.VALUE == 3 and torch.__spec__.name == "torch"
+frozen = gc.get_freeze_count()
+made = [[number] for number in range(1000)]
+print("after", gc.isenabled(), frozen > 0)
+"""
+
+
+def test_a_quick_start_pauses_for_torch_alone_and_leaves_its_objects_alone(tmp_path: Path) -> None:
+    (tmp_path / "another.py").write_text("import gc\nprint('another', gc.isenabled(), gc.get_freeze_count())\n")
+    (tmp_path / "torch.py").write_text("import gc\nprint('torch', gc.isenabled())\nVALUE = 3\n")
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", START], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.stdout.splitlines() == ["another True 0", "torch False", "after True True", "at the end True"]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_torch_that_is_missing_is_missed_as_ever() -> None:
+    code = "from hyfi_core.collection import start_quickly\nstart_quickly()\nimport torch"
+    words = [sys.executable, "-S", "-c", code]  # without the folder of packages
+    done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'torch'\n"), done.stderr
+
+
+def test_a_process_that_has_torch_gets_no_finder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    before = list(sys.meta_path)
+    start_quickly()
+    assert sys.meta_path == before

@@ -126,6 +126,16 @@ def test_a_signal_in_the_first_lines_is_a_stop(tmp_path: Path, imported: str, mo
     assert (done.returncode, done.stderr) == (3, "hyfi: stopped on request\n")
 
 
+@pytest.mark.parametrize("module", ["workflows", "workflows.cli"])
+def test_no_garbage_is_collected_while_torch_is_imported(tmp_path: Path, module: str) -> None:
+    """It took a third of the import's time."""
+    (tmp_path / "typer.py").write_text("import torch, os\nos._exit(0)\n")
+    (tmp_path / "torch.py").write_text("import gc\nprint(gc.isenabled(), flush=True)\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-m", module], env=environment, stdout=subprocess.PIPE, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout) == (0, b"False\n")
+
+
 def test_json_is_the_last_line_and_strict(capsys: pytest.CaptureFixture[str]) -> None:
     import numpy as np
 

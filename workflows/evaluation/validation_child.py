@@ -111,8 +111,10 @@ def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> Para
 
 def main() -> None:
     """Serve the parent until it ends or kills this process."""
+    from hyfi_core.collection import start_quickly
     from hyfi_core.errors import LostPeerError, RequestError
 
+    start_quickly()
     parent = Parent.from_arguments()
     try:
         _serve(parent)
