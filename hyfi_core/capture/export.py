@@ -75,7 +75,7 @@ def _exported(
 ) -> ExportedProgram:
     """Return the exported graph of a model, made functional; arguments as of ``capture`` and ``trace_guards``."""
     # The lock first: two exports at once crash, and the other contexts change state of the whole process.
-    with PATCHING, collection_paused(), _graphs_without_code(), warnings.catch_warnings():
+    with PATCHING, collection_paused(), _graphs_without_code(), warnings.catch_warnings(), _no_autocast(model):
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             image = torch.empty(shape, dtype=dtype, device=device_of(model))  # a norm refuses another device
@@ -95,6 +95,11 @@ def _exported(
         with _own_composites_only(traced), _without_metadata(), _traced_places_only():
             exported: ExportedProgram = traced.run_decompositions(_decompositions(traced))
         return exported
+
+
+def _no_autocast(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Return a context without the caller's autocast, whose conversions would be part of the program."""
+    return torch.autocast(device_of(model).type, enabled=False)
 
 
 def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

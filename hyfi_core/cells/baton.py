@@ -14,7 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -28,6 +29,13 @@ class OtherCellFailedError(RuntimeError):
     """Another cell has failed, so this one ends. Never the first error."""
 
 
+class Unfinished(Protocol):
+    """What a run that failed may leave unfinished."""
+
+    def clear(self) -> None:
+        """Remove what is unfinished: the next run would take it for its own."""
+
+
 class Baton:
     """Runs the cells of one process, one at a time.
 
@@ -38,7 +46,8 @@ class Baton:
 
     Attributes:
         cell: the one that runs.
-        after_failure: called when all cells have ended and one of them had failed, to remove what it left unfinished.
+        groups: what to clear when all cells have ended and one of them had failed. Held weakly: an engine makes groups
+            for each capture, and the baton lives as long as the engine.
     """
 
     def __init__(
@@ -50,7 +59,7 @@ class Baton:
         self.size = size
         self.cell = 0
         self._holder = 0  # a cell, or ``size`` for the thread that runs tapes, in which ``cell`` goes on changing
-        self.after_failure: list[Callable[[], None]] = []
+        self.groups: WeakSet[Unfinished] = WeakSet()
         self._switched, self._prepared = switched, prepared
         self._lock = threading.Lock()
         # One for each cell, and one for the thread that runs tapes: waking all of them for every hand-over would take
@@ -103,8 +112,8 @@ class Baton:
             raise
         if errors:
             self._joined, self._results = {}, {}
-            for clear in self.after_failure:
-                clear()
+            for group in self.groups:
+                group.clear()
             raise next((error for error in errors if not isinstance(error, OtherCellFailedError)), errors[0])
         return results
 

@@ -58,9 +58,9 @@ class CellGroup:
         self._calls: dict[int, CollectiveOfCells] = {}
         # Cells reach a call at different times. Its number, not who is there, says to which call a value belongs.
         self._entered = dict.fromkeys(self.here, 0)
-        baton.after_failure.append(self._clear)
+        baton.groups.add(self)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         """Remove unfinished messages and calls: the next run would take them for its own."""
         for unfinished in (self.lanes, self.shown, self._calls):
             unfinished.clear()

@@ -3,7 +3,8 @@
     before    norm ──▶ a ──▶ relu ──▶ b ──▶ max pool ──▶ c         b: the largest map of a ResNet, rectified, saved
     after     norm ──▶ a ──▶ max pool ──▶ b ──▶ relu ──▶ c         b: a quarter of it
 
-relu is monotone, so the maximum is the same. A window whose maximum is positive has it at the same place, and any other
+relu is monotone, so the maximum is the same, except for windows that lie in the padding, whose maximum is -inf: such a
+pool stays where it is. A window whose maximum is positive has it at the same place, and any other
 window has no gradient. The original order costs a pass over the large map in each direction, its memory until backward,
 and a new map for the cotangent.
 """
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hyfi_core.capture.program import Operator, Program, Ref, refs_in
+from hyfi_core.rules.windows import arguments as windows
 
 _POOLS = ("aten.max_pool2d.default", "aten.max_pool2d_with_indices.default")
 
@@ -36,7 +38,7 @@ def pool_before_relu(program: Program, results: Iterable[str]) -> Program:
         relu = relus.get(op.args[0].name) if op.text in _POOLS else None
         # Not where positions are used: a window without positive pixels has its maximum elsewhere after relu, which
         # makes all of them equal.
-        if relu is not None and uses[op.args[0].name] == 1 and not any(op.outputs[1:]):
+        if relu is not None and uses[op.args[0].name] == 1 and not any(op.outputs[1:]) and not _misses(op, program):
             pools[relu.name] = op
     if not pools:
         return program
@@ -51,3 +53,10 @@ def pool_before_relu(program: Program, results: Iterable[str]) -> Program:
             moved[relu.name] = replace(pool, args=(relu.args[0], *pool.args[1:]), outputs=(middle, *pool.outputs[1:]))
             moved[pool.name] = replace(relu, args=(Ref(middle),), outputs=pool.outputs[:1])
     return replace(program, operators=tuple(moved.get(op.name, op) for op in program.operators), values=values)
+
+
+def _misses(pool: Operator, program: Program) -> bool:
+    def shape(name: str) -> tuple[int, ...]:
+        return program.values[name].shape
+
+    return windows.misses_map(pool, windows.max_pool2d(pool, shape).window, shape)

@@ -46,6 +46,15 @@ class AxisWindow:
         # From the first tap of the first output to the last tap of the last one.
         return first, (stop - 1) * self.stride - self.padding + self.extent
 
+    def misses(self, inputs: int, outputs: int) -> bool:
+        """Return whether an output reads nothing of the map: all its taps are in the padding."""
+        # Taps that follow each other within the map's length cannot all miss it.
+        if self.dilation <= inputs:
+            return False
+        first = range(-self.padding, -self.padding + outputs * self.stride, self.stride)
+        taps = range(0, self.extent, self.dilation)
+        return any(not any(0 <= start + tap < inputs for tap in taps) for start in first)
+
     def cut(self, cut: int, inputs: int, outputs: int, balanced: int) -> int:
         """Return the output cut that moves the fewest positions across the input cut.
 

@@ -39,11 +39,27 @@ def over_positions(builder: Builder, op: Operator, dim: int) -> bool:
     )
 
 
-def _places(split: Split, rank: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (positions in this rank's part, 0 elsewhere; whether they are there) of positions in the flat map."""
-    box, width = split.layout.parts[rank], split.layout.map.width
-    # Negative ones count from the end.
-    positions = torch.where(positions < 0, positions + split.layout.map.area, positions)
+def _places(
+    split: Split, rank: int, positions: torch.Tensor, operator: str, from_end: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (positions in this rank's part, 0 elsewhere; whether they are there) of positions in the flat map.
+
+    Args:
+        split: of the flat map.
+        rank: of this process.
+        positions: in the flat map.
+        operator: for the error of a position outside of the map.
+        from_end: whether negative positions count from the end, as in ``h[rows, positions]``.
+    """
+    box, width, area = split.layout.parts[rank], split.layout.map.width, split.layout.map.area
+    least = -area if from_end else 0
+    # All ranks have the same positions, so all of them raise. On a GPU the host does not wait, as in PyTorch.
+    torch.ops.aten._assert_async.msg(
+        ((positions >= least) & (positions < area)).all(),
+        f"{operator}: an index is outside of [{least}, {area}), the positions of a flat map of "
+        f"{split.layout.map.height} x {width}",
+    )
+    positions = torch.where(positions < 0, positions + area, positions)
     y, x = positions // width, positions % width
     inside = (y >= box.y0) & (y < box.y1) & (x >= box.x0) & (x < box.x1)
     # 0 is a place that exists: what is read there is replaced by zeros.
@@ -58,7 +74,8 @@ def gather(builder: Builder, op: Operator) -> None:
 
     def own(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the values at the positions that this rank has, 0 at others."""
-        local, inside = _places(split, builder.rank, positions)
+        # First: a rank without pixels raises as the others do, instead of waiting for them.
+        local, inside = _places(split, builder.rank, positions, op.text)
         if not tensor.numel():
             # The sum of nothing ties the result to the input: all ranks then have the same backward.
             return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
@@ -83,10 +100,10 @@ def index(builder: Builder, op: Operator) -> None:
 
     def own(tensor: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
         """Return the entries at the positions that this rank has, 0 for others; ``numbers``: the index of each dim."""
-        # As in ``gather``: a sum of nothing, for the same backward.
+        # As in ``gather``: checked by all ranks, and a sum of nothing, for the same backward.
+        local, inside = _places(split, builder.rank, numbers[along], op.text, from_end=True)
         if not tensor.numel():
             return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
-        local, inside = _places(split, builder.rank, numbers[along])
         chosen: list[Any] = [slice(None)] * tensor.dim()
         for dim, number in zip(at, (*numbers[:along], local, *numbers[along + 1 :]), strict=True):
             chosen[dim] = number
@@ -141,11 +158,13 @@ def topk(builder: Builder, op: Operator) -> None:
         builder.refuse(op, f"takes the {count} largest of {shape[dim]} positions", "fewer values, or a gathered map")
     box, width = split.layout.parts[builder.rank], split.layout.map.width
     wide = torch.promote_types(info.dtype, torch.float32)
+    candidates = [min(count, part.area) for part in split.layout.parts]
     gathered_shape = (ranks, *shape[:dim], *shape[dim + 1 :], count)
 
-    def placed(tensor: torch.Tensor, fill: float) -> torch.Tensor:
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
         """Return (ranks, …, count) with this rank's candidates in its row, and zeros in those of others."""
-        tensor = torch.nn.functional.pad(tensor, (0, count - tensor.shape[-1]), value=fill)
+        # What is added here is not taken: ``finish`` knows the number of each rank's candidates.
+        tensor = torch.nn.functional.pad(tensor, (0, count - tensor.shape[-1]))
         # Each rank fills its own row, and the sum over ranks has all of them.
         rows = (
             tensor.new_zeros((builder.rank, *tensor.shape)),
@@ -158,11 +177,14 @@ def topk(builder: Builder, op: Operator) -> None:
         values, local = tensor.topk(min(count, box.area), -1, largest)
         # Divisors of at least 1: a rank without pixels has a box of no width.
         where = (box.y0 + local // max(1, box.width)) * width + box.x0 + local % max(1, box.width)
-        # A rank with fewer than ``count`` pixels fills up with what is never chosen.
-        return placed(values, -math.inf if largest else math.inf), placed(where, 0)
+        return placed(values), placed(where)
 
     def finish(values: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, where = (item.movedim(0, -2).flatten(-2) for item in (values, where))
+        # Nothing that could be chosen in place of a pixel, which may be infinite.
+        values, where = (
+            torch.cat([row[..., :had] for row, had in zip(item, candidates, strict=True)], -1)
+            for item in (values, where)
+        )
         top, at = values.topk(count, -1, largest)
         return top.to(info.dtype).movedim(-1, dim).clone(), where.gather(-1, at).movedim(-1, dim).clone()
 

@@ -115,7 +115,15 @@ class Engine(EngineState, EngineFacts):
         weights = SameWeights(self._watch, self._ownership.held(), self.settle, self._resend)
         changes, replica = self._runners[0].changes, self._groups.replica
         self._consensus = CallConsensus(
-            model, comm, replica, changes, weights, settings.loss, bool(plan.shares), plan.stages
+            model,
+            comm,
+            replica,
+            changes,
+            weights,
+            settings.loss,
+            bool(plan.shares),
+            plan.stages,
+            self.device.type if settings.autocast is None else None,
         )
         self._scale = GradientScale(self._ownership.optimized() if plan.stages > 1 else ())
         self._mirrors.choose(lowered, self.settle)

@@ -31,6 +31,7 @@ _SAME_FACTOR = 1e-2
 _LARGEST_FACTOR = 2.0**20
 _NO_FACTOR = -(2**61)
 """The word of an unknown factor: less than any other."""
+_AUTOCAST = "torch.autocast around the call"
 
 
 def agree(
@@ -167,6 +168,7 @@ class CallConsensus:
         loss: the loss function, with the values that it holds.
         shares: whether the plan gives replicas different numbers of images.
         stages: of the plan; between several the optimizer's groups may differ.
+        unmixed: type of the device whose autocast the caller must not set around a call; None: it may.
     """
 
     def __init__(
@@ -179,8 +181,9 @@ class CallConsensus:
         loss: object,
         shares: bool = False,
         stages: int = 1,
+        unmixed: str | None = None,
     ) -> None:
-        self._weights = weights
+        self._weights, self._unmixed = weights, unmixed
         self._loss, self._modules = loss, frozenset(model.modules())
         self._shares, self._stages = shares, stages
         # Optimizer steps so far, and of the last one what gradients were clipped to and multiplied by: see `updated`.
@@ -224,10 +227,13 @@ class CallConsensus:
         Raises:
             RequestError: on every rank; names what differs and on which ranks.
         """
+        around = self._autocast_around()
         if self._everyone.size == 1:
+            _refuse_autocast(around)
             return
         settings = _describe_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
-        facts = self._loaded | {"the optimizer": f"{settings}, {self._updates} updates, max_norm={self._max_norm}"}
+        done = f"{settings}, {self._updates} updates, max_norm={self._max_norm}"
+        facts = self._loaded | around | {"the optimizer": done}
         facts["the loss"] = describe_function(self._loss, self._modules)
         weights: Scope | None = "training"
         if self._replica is not self._everyone:  # replicas may have images of different shapes
@@ -237,6 +243,7 @@ class CallConsensus:
             self._check(self._everyone, "training", None, str(program == "new"), of_all, weights)
             weights = None  # compared now
         self._check(self._replica, "training", shape, program, facts | {"labels": describe_labels(labels)}, weights)
+        _refuse_autocast(around)
 
     def check_evaluation(self, call: str, shape: Shape, program: str) -> None:
         """Refuse evaluation calls that differ between the ranks of a replica (collective over them).
@@ -244,7 +251,15 @@ class CallConsensus:
         Raises:
             RequestError: on every rank; names what differs and on which ranks.
         """
-        self._check(self._replica, call, shape, program, self._loaded, "evaluation")
+        around = self._autocast_around()
+        self._check(self._replica, call, shape, program, self._loaded | around, "evaluation")
+        _refuse_autocast(around)
+
+    def _autocast_around(self) -> dict[str, str]:
+        """Return the autocast that the caller of an engine without one has set: name -> dtype; empty without."""
+        if self._unmixed is None or not torch.is_autocast_enabled(self._unmixed):
+            return {}
+        return {_AUTOCAST: str(torch.get_autocast_dtype(self._unmixed))}
 
     def _check(
         self,
@@ -301,6 +316,16 @@ class CallConsensus:
             f"{'.'.join(part for part in path if part)} (changed since the last call)": text
             for path, text in self._changes().items()
         }
+
+
+def _refuse_autocast(around: Mapping[str, str]) -> None:
+    """Refuse a caller's autocast: ranks without pixels and cells would not compute in its dtype."""
+    if around:
+        dtype = around[_AUTOCAST]
+        raise RequestError(
+            f"the engine is called under torch.autocast with {dtype}, but was created without autocast; pass "
+            f"autocast={dtype} to parallelize, or call the engine outside of torch.autocast"
+        )
 
 
 def _scale_words(factor: float | None) -> list[int]:

@@ -49,6 +49,12 @@ def max_pool2d(op: Operator, shape: ShapeOf) -> Sliding:
     return Sliding(window, (not ceil_mode, not ceil_mode))
 
 
+def misses_map(op: Operator, window: Window, shape: ShapeOf) -> bool:
+    """Return whether an output of a pool reads nothing of its map, so that its maximum is -inf."""
+    inputs, outputs = shape(op.args[0].name)[-2:], shape(op.first_output)[-2:]
+    return window.y.misses(inputs[0], outputs[0]) or window.x.misses(inputs[1], outputs[1])
+
+
 def avg_pool2d(op: Operator, shape: ShapeOf) -> Sliding:
     """Return the window of an average pool; the native call never pads, because its counts would be wrong."""
     _, kernel, stride, padding, *_ = arguments(op.args, ([], [0, 0], False, True, None), 2)

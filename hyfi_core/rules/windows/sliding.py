@@ -142,6 +142,9 @@ def max_pool2d(builder: Builder, op: Operator) -> None:
     """Max pooling; values outside the map are the smallest of their dtype, for floats -inf."""
     sliding = windows.max_pool2d(op, builder.shape)
     y, x = sliding.window.y, sliding.window.x
+    if windows.misses_map(op, sliding.window, builder.shape):
+        # PyTorch's backward then writes beyond its memory (torch 2.13 on CPU: heap corruption).
+        builder.refuse(op, "has windows whose taps are all in the padding", "a dilation of at most the map's size")
     plan = _sliding(builder, op, sliding)
     if try_max_pool_alone(builder, op, sliding.window, plan.split) or _try_whole_map(builder, op):
         return

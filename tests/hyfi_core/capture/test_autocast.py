@@ -45,6 +45,12 @@ def test_on_cpu_types_are_those_of_a_run(program: Program) -> None:
     assert found[made_by(program, "exp")] == answer.dtype == torch.float16
 
 
+def test_a_callers_autocast_is_not_part_of_the_program(program: Program) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        found = capture(Ramp(), (1, 3, 8, 8), torch.float32)
+    assert [op.text for op in found.operators] == [op.text for op in program.operators]
+
+
 def test_a_gpu_has_lists_of_its_own(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is computed, so no GPU is needed; PyTorch only has to be told not to turn autocast off for want of one.
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)

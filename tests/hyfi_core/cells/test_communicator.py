@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from typing import Any
 
@@ -51,6 +52,15 @@ def test_a_cell_that_has_run_may_have_what_others_wait_for() -> None:
         return float(box) if comm.rank == 1 else 0.0
 
     assert on_cells(4, body) == [0.0, 7.0, 0.0, 0.0]
+
+
+def test_a_group_ends_with_its_communicators() -> None:
+    """The baton once kept every group for as long as the engine lived, which makes groups for each capture."""
+    baton = Baton(2)
+    comms = cell_communicators(AloneCommunicator(), baton, [(0, 0), (0, 1)])
+    baton.run(lambda cell: comms[cell].split(0, cell))
+    gc.collect()
+    assert list(baton.groups) == [comms[0].group]
 
 
 def test_one_cell_runs_at_a_time_until_it_has_to_wait_and_nothing_is_done_twice() -> None:

@@ -57,6 +57,16 @@ def test_what_others_need_stays() -> None:
     assert rectified is not None and pool_before_relu(program, (rectified,)) is program
 
 
+def test_a_pool_with_windows_in_the_padding_stays() -> None:
+    """Their maximum is -inf, which relu would make 0."""
+    stem = Stem()
+    stem.pool = nn.MaxPool2d(2, 1, 1, dilation=(5, 1))
+    program = capture(stem.eval(), (1, 3, 4, 10), torch.float32)
+    assert pool_before_relu(program, ()) is program
+    stem.pool = nn.MaxPool2d(2, 1, 1, dilation=(4, 1))
+    assert order(pool_before_relu(capture(stem, (1, 3, 4, 10), torch.float32), ())) == ["max_pool2d", "relu"]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 3), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_the_bits_are_the_same(kernel: int, stride: int, pad: bool, ceil: bool, seed: int) -> None:

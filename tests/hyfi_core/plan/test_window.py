@@ -27,6 +27,12 @@ def test_the_input_interval_is_the_hull_of_all_taps(window: AxisWindow, start: i
     assert window.input_interval(start, start + length) == (min(positions), max(positions) + 1)
 
 
+@given(windows, st.integers(1, 8))
+def test_a_window_misses_the_map_if_no_tap_is_in_it(window: AxisWindow, inputs: int) -> None:
+    of_map, outputs = set(range(inputs)), max(0, outputs_of(window, inputs))
+    assert window.misses(inputs, outputs) == any(not touched(window, o, o + 1) & of_map for o in range(outputs))
+
+
 def test_no_output_needs_no_input() -> None:
     window = AxisWindow(3, padding=1)
     first, last = window.input_interval(5, 5)

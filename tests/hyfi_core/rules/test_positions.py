@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyfi_core import ParallelPlan
+from hyfi_core import ParallelPlan, parallelize
 from hyfi_core.errors import RequestError
 from tests.harness import (
     OffsetImages,
@@ -19,6 +21,7 @@ from tests.harness import (
     identity,
     one_process,
     parallel,
+    run_copies,
 )
 
 SHAPE = (2, 3, 13, 17)
@@ -103,6 +106,55 @@ def test_more_ranks_than_rows_leave_empty_parts(pool: Callable[[Pooled, torch.Te
     plan = ParallelPlan(grids=((5, 1),), gather_bytes=0)
     found = parallel(model, images, labels, plan, F.cross_entropy, None)
     compare(found, one_process(copy.deepcopy(model), images, labels, 1, F.cross_entropy, identity))
+
+
+def test_what_fills_up_small_parts_is_not_taken_for_an_infinite_pixel() -> None:
+    """Of seven rows on three ranks, two have two: fewer pixels than are taken. All but two pixels are infinite."""
+
+    class Best(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            values, positions = x[:, 0].flatten(1).topk(20)
+            return torch.stack([values.clamp(min=-9), positions.double()])
+
+    image = torch.full((1, 1, 7, 9), -math.inf, dtype=torch.float64)
+    image[0, 0, 6, 1:3] = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    plan = ParallelPlan(grids=((3, 1),), gather_bytes=0)
+
+    def body(comm: Any, module: nn.Module) -> torch.Tensor:
+        return parallelize(module, (1, 1, 7, 9), plan, comm).predict(image)  # type: ignore[no-any-return]
+
+    values, positions = run_copies(Best(), 3, body)[0]
+    assert values.tolist() == [[2, 1, *[-9] * 18]]
+    assert len(set(positions[0].tolist())) == 20 and positions[0, :2].tolist() == [56, 55]
+
+
+OUTSIDE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "gather": lambda y, at: y.flatten(2).gather(2, torch.full((2, 6, 1), at)).sum(2),
+    "index_select": lambda y, at: y.flatten(2).index_select(2, torch.tensor([at])).sum(2),
+    "index": lambda y, at: y.flatten(2)[:, :, torch.tensor([at])].sum(2),
+}
+
+
+@pytest.mark.parametrize("at", [-64, -1, 63])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_position_outside_of_the_map_is_an_error_as_in_one_process(name: str, at: int) -> None:
+    """It was once read as 0."""
+
+    def pool(net: Pooled, x: torch.Tensor) -> torch.Tensor:
+        return OUTSIDE[name](x, at)
+
+    pool.__name__ = f"{name} {at}"
+    plan = ParallelPlan(grids=((9, 1),), gather_bytes=0)  # seven rows: ranks without pixels raise, too
+
+    def body(comm: Any, module: nn.Module) -> torch.Tensor:
+        engine = parallelize(module, SHAPE, plan, comm)
+        return engine.predict(torch.ones(SHAPE, dtype=torch.float64))  # type: ignore[no-any-return]
+
+    if name == "index" and at == -1:
+        run_copies(Pooled(pool).double(), 9, body)
+        return
+    with pytest.raises(RuntimeError, match=r"an index is outside of \[(0|-63), 63\)"):
+        run_copies(Pooled(pool).double(), 9, body)
 
 
 SOME: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -183,6 +183,12 @@ REFUSED: dict[str, Refused] = {
         "pools with kernel [1, 2, 2] over a map whose height and width are dims (3, 4)",
         "nn.LocalResponseNorm on (B, C, H, W)",
     ),
+    "windows in the padding": Refused(
+        lambda y: F.max_pool2d(y, 2, 1, 1, dilation=(7, 1)),
+        "max_pool2d.default",
+        "has windows whose taps are all in the padding",
+        "a dilation of at most the map's size",
+    ),
     "one index for two dims": Refused(
         by_one_index, "index.Tensor", "uses one tensor as index of two dims", "a tensor for each"
     ),

@@ -243,6 +243,27 @@ def test_bfloat16_autocast_stays_near_float32() -> None:
         assert (gradients[name] - parameter.grad).norm() <= 0.05 * parameter.grad.norm() + 1e-3, name
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize("call", ["accumulate", "predict"])
+def test_a_callers_autocast_is_refused_on_every_rank(call: str, ranks: tuple[int, ...]) -> None:
+    """Ranks without pixels, and cells, had float32 where others computed in bfloat16."""
+    images, labels = batch(size=(40, 48))
+
+    def body(comm: Any, module: nn.Module) -> torch.Tensor:
+        plan = hyfi_core.ParallelPlan(grids=((1, 2),))
+        with torch.autocast("cpu", torch.bfloat16, enabled=comm.rank in ranks):
+            engine = hyfi_core.parallelize(module, (2, 3, 40, 48), plan, comm)
+            given = (images.float(), labels) if call == "accumulate" else (images.float(),)
+            words = "pass autocast=torch.bfloat16" if len(ranks) > 1 else "autocast around the call is .* on rank 1"
+            with pytest.raises(RequestError, match=words):
+                getattr(engine, call)(*given)
+        return engine.predict(images.float())  # type: ignore[no-any-return]
+
+    model = Small()
+    for logits in run_copies(model, 2, body):
+        assert torch.allclose(logits, model.eval()(images.float()), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

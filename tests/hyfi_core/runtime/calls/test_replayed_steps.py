@@ -239,8 +239,10 @@ def test_what_is_recorded_again(change: str) -> None:
                 losses.append(of.train_step(images, labels))
         return losses
 
-    losses = run(plain, engine_of(plain, {}))
-    engine = engine_of(recorded, {})
+    # A caller may set autocast around an engine that has its own.
+    settings: dict[str, Any] = {"autocast": torch.bfloat16} if change == "autocast" else {}
+    losses = run(plain, engine_of(plain, {}, **settings))
+    engine = engine_of(recorded, {}, **settings)
     with fake_graphs(engine) as graphs:
         assert run(recorded, engine) == losses
     assert max(graph.replays for graph in graphs) == (6 if change == "weights" else 3)
