@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import read_json_object, restore_replaced, write_json_atomically
+from data.tiles.features.folder import feature_files
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim
 from pathology.errors import SlideError
@@ -56,6 +57,8 @@ class OutFolder:
         calibrations = [member.config.get("calibration") for member in members]
         if spec.task != "multiclass":
             self._made_by["calibrations"] = calibrations
+        # Listed once: an archive may have a million files.
+        self._feature_files = None if options.features is None else feature_files(options.features)
         self._table: PredictionTable | None = None
 
     def open(self, inputs: Sequence[SlideInput]) -> list[int]:
@@ -180,7 +183,7 @@ class OutFolder:
 
     def _identity_of_features(self, slide_id: str) -> dict[str, Any]:
         """Return size and time of a slide's features, for models of features."""
-        return {} if self._options.features is None else {"features": features_identity(self._options, slide_id)}
+        return {} if self._feature_files is None else {"features": features_identity(self._feature_files, slide_id)}
 
     @staticmethod
     def _identity_of_case(slide: SlideInput) -> dict[str, Any]:

@@ -79,9 +79,13 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
         return _upright(_tiff(path, pick))  # the levels before the end of the file may be enough
     # Where it is closed below, its attributes still describe the slide.
     if by_openslide.vendor not in _TILED_TIFF_VENDORS:
-        check_plane(pick, 1)
-        _check_dicom_frames(by_openslide, path)
-        by_openslide.check_levels()
+        try:
+            check_plane(pick, 1)
+            _check_dicom_frames(by_openslide, path)
+            by_openslide.check_levels()
+        except BaseException:
+            by_openslide.close()
+            raise
         return by_openslide
     if by_openslide.vendor == _PLAIN_TIFF:
         by_openslide.close()
@@ -125,13 +129,12 @@ def _is_czi(path: Path) -> bool:
 
 
 def _check_dicom_frames(by_openslide: OpenSlideSource, path: Path) -> None:
-    """Close and refuse a DICOM slide whose frames contradict its header, which OpenSlide believes.
+    """Refuse a DICOM slide whose frames contradict its header, which OpenSlide believes.
 
     Raises:
         SlideError: They do; the message has both.
     """
     if by_openslide.vendor == "dicom" and (contradiction := frame_contradiction(path)):
-        by_openslide.close()
         raise SlideError(contradiction)
 
 
@@ -169,8 +172,8 @@ def _tiff_with_same_pixels(path: Path, by_openslide: OpenSlideSource, pick: Pick
         raise
     except SlideError:
         return None
-    # OpenSlide shows the first focal plane, and believes the tag of colours: then nothing can be compared.
-    is_comparable = not pick.plane and not any(note.flag == COLOUR_FLAG for note in tiff.facts.notes)
+    # OpenSlide shows its own focal plane, and believes the tag of colours: then nothing can be compared.
+    is_comparable = not tiff.is_one_of_planes and not any(note.flag == COLOUR_FLAG for note in tiff.facts.notes)
     # `kept`: for each level of the TIFF, its place in `stored`.
     pairs = [(k, stored[index]) for k, index in enumerate(tiff.kept)]
     if is_comparable and not all(_has_same_pixels(tiff, k, by_openslide, level) for k, level in pairs):

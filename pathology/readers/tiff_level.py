@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy.typing as npt
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
 from pathology.readers.facts.slide_facts import Note
+from pathology.readers.resample import make_taps, resample
+from pathology.readers.source_level import RGB
 from pathology.readers.tile_decoders import Decode, believed_colour, compression_name, make_decoder
 
 _LARGEST_TILE_PX = 2**26
@@ -111,6 +113,33 @@ def propagate_missing_tiles(levels: Sequence[TiffLevel]) -> list[TiffLevel]:
             lengths[level.tiles_in(Box(*y, *x).intersect(extent))] = 0
         marked.append(replace(level, lengths=lengths))
     return marked
+
+
+def shown_by_finer(levels: Sequence[TiffLevel], index: int, box: Box, read: Callable[[Box, int], RGB]) -> RGB | None:
+    """Return the pixels of a box as the next finer level shows them; None if no finer level has tiles there.
+
+    Args:
+        levels: All levels, finest first.
+        index: Index of the level.
+        box: A box of it.
+        read: Reads a box of a level.
+    """
+    level = levels[index]
+    if not any(_has_tiles(finer, level, box) for finer in levels[:index]):
+        return None
+    finer = levels[index - 1]
+    rows = make_taps(box.y0, box.y1, finer.height_px / level.height_px, finer.height_px)
+    columns = make_taps(box.x0, box.x1, finer.width_px / level.width_px, finer.width_px)
+    pixels = read(Box(rows.first, rows.end, columns.first, columns.end), index - 1)
+    return resample(pixels.transpose(2, 0, 1), rows, columns).transpose(1, 2, 0)
+
+
+def _has_tiles(finer: TiffLevel, level: TiffLevel, box: Box) -> bool:
+    """Whether a finer level stores a tile of what a box of a level covers."""
+    fy, fx = finer.height_px / level.height_px, finer.width_px / level.width_px
+    outer = Box(int(box.y0 * fy), math.ceil(box.y1 * fy), int(box.x0 * fx), math.ceil(box.x1 * fx))
+    covered = outer.intersect(Box.of_size(finer.height_px, finer.width_px))
+    return bool(np.any(finer.lengths[finer.tiles_in(covered)]))
 
 
 def _split_strips(

@@ -32,7 +32,7 @@ from pathology.readers.slide_file import SlideFile, coalesced
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, levels_of_sizes, translation
 from pathology.readers.threads import decode_threads, in_pool, submit
-from pathology.readers.tiff_level import TiffLevel, parse_level, propagate_missing_tiles
+from pathology.readers.tiff_level import TiffLevel, parse_level, propagate_missing_tiles, shown_by_finer
 from pathology.readers.tiff_metadata import is_truncated, keyframe, orientation_of_page
 
 _TASK_PX = 2**19
@@ -53,7 +53,8 @@ class TiffSource:
         path: The file.
         by_openslide: The same slide opened with OpenSlide. If given, the levels are the pages with the sizes of its
             levels, and its metadata is used.
-        fill_missing: Fills in tiles that the scanner left out; by default they are white.
+        fill_missing: Fills in tiles that the scanner left out; by default they show the next finer level or, at the
+            finest one, white. Not called for a file of several focal planes, of which it would show another.
         stored: Indices of the levels of ``by_openslide`` that are stored in the file; default: all.
         pick: Which picture of the file is the slide.
         reopen: Opens the file again when the source is unpickled; default: this class, without the other arguments.
@@ -72,10 +73,11 @@ class TiffSource:
         pick: Pick = WHOLE,
     ) -> None:
         self._path, self._reopen = path, reopen or TiffSource
-        self._fill_missing = fill_missing
         try:
             with tifffile.TiffFile(path, _multifile=False) as tiff:  # a set's other files are slides of their own
                 pages, notes = _pages(tiff, path.name, pick, by_openslide, stored)
+                self.is_one_of_planes = by_openslide is not None and len(_of_one_size(tiff, pages[0])) > 1
+                self._fill_missing = None if self.is_one_of_planes else fill_missing
                 levels = _complete_levels([parse_level(page) for page in pages], path.stat().st_size)
                 self._levels = (
                     propagate_missing_tiles(levels) if by_openslide and by_openslide.vendor == "aperio" else levels
@@ -96,13 +98,17 @@ class TiffSource:
         self.facts = self.facts.noting(*dict.fromkeys(level.note for level in self._levels if level.note))
         self.bounds = Box.of_size(self._levels[0].height_px, self._levels[0].width_px)
         self.to_file_px: Affine = translation((0, 0))
-        self._file = SlideFile(path)
         # For each level of `levels`, its index among the pages from `_pages`.
         self._kept = list(range(len(self._levels)))
         sizes = [(level.height_px, level.width_px) for level in self._levels]
         self.levels = tuple(map(_described, levels_of_sizes(sizes), self._levels))
-        # Last: it reads pixels, for which the file must be open and the levels described.
-        self._check_levels()
+        self._file = SlideFile(path)
+        try:
+            # Last: it reads pixels, for which the file must be open and the levels described.
+            self._check_levels()
+        except BaseException:
+            self._file.close()  # nobody else can
+            raise
 
     def _check_levels(self) -> None:
         """Keep the levels that fit the finest one and show the same, without padding; note the others."""
@@ -159,19 +165,23 @@ class TiffSource:
             bad += failed
 
     def _fill_missing_tile(self, index: int, level: int, box: Box, out: RGB) -> list[BadTile]:
-        """Fill the pixels of a tile that the file does not have; return the tile if that fails: it is then white."""
+        """Fill the pixels of a tile that the file does not have; return the tile if that fails: it is then white.
+
+        Without `fill_missing` it shows what the next finer level does, in which it is glass if that has no tile either.
+        """
         tile_box = self._levels[level].tile_box(index)
         common = tile_box.intersect(box)
         part = out[common.relative_to(box).slices()]
-        failed: list[BadTile] = []
-        if self._fill_missing is not None:
-            try:
-                self._fill_missing(common, self._kept[level], part)
-                return []
-            except TileError as error:
-                failed = [BadTile(tile_box, str(error))]
         part[...] = _WHITE
-        return failed
+        try:
+            if self._fill_missing is not None:
+                self._fill_missing(common, self._kept[level], part)
+            elif (shown := shown_by_finer(self._levels, level, common, self.read)) is not None:
+                part[...] = shown
+        except TileError as error:
+            part[...] = _WHITE
+            return [BadTile(tile_box, str(error))]
+        return []
 
     def close(self) -> None:
         """Close the file."""
@@ -354,7 +364,8 @@ def _pages_known(
     planes = [] if first is None else _of_one_size(tiff, first)
     if len(planes) > 1:
         picked = picked_plane(planes, pick, sizes[0])
-        coarser = [[page for page in pages if _size(page) == size] for size in sizes[1:]]
+        # OpenSlide's levels of an Aperio slide are all its tiled pages, one for each plane.
+        coarser = [[page for page in pages if _size(page) == size] for size in dict.fromkeys(sizes) if size != sizes[0]]
         complete = takewhile(lambda pages_of_level: len(pages_of_level) == len(planes), coarser)
         return [picked, *(pages_of_level[pick.plane - 1] for pages_of_level in complete)]
     check_plane(pick, 1)

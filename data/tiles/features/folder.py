@@ -34,6 +34,11 @@ def open_features(folder: str | os.PathLike[str]) -> dict[str, StoredFeatures]:
     return dict(sorted(stored.items()))
 
 
+def feature_files(folder: Path) -> dict[str, Path]:
+    """Return the feature file of each slide of a folder, by slide id, without opening any; none if it has none."""
+    return {path.name.rpartition(".")[0]: path for path in _files(folder)}
+
+
 def _files(folder: Path) -> list[Path]:
     """Return the feature files of the first place in the folder that has any, sorted."""
     for subfolder, pattern in _PLACES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ class FeatureEnsemble(TileEnsemble):
     def __init__(self, members: Sequence[Member], spec: InputSpec, comm: Communicator, options: PredictOptions) -> None:
         super().__init__(members, spec, comm, options)
         assert options.features is not None, "checked with the request"
-        self._features = features_of(options.features)
+        self._features = open_features(options.features)
         self._tile_um = members[0].config["features"]["tile_um"]
 
     def tiles_of(self, slide: SlideStore) -> TissueTiles:
@@ -65,25 +64,18 @@ class FeatureEnsemble(TileEnsemble):
         return self._features[slide.slide_id]
 
 
-@cache
-def features_of(folder: Path) -> Mapping[str, StoredFeatures]:
-    """Return the features of a folder, which is read once in a process.
+def features_identity(files: Mapping[str, Path], slide_id: str) -> dict[str, int]:
+    """Return size and time of the file of a slide's features; empty if there is none.
 
-    Raises:
-        RequestError: See `open_features`.
+    Args:
+        files: From `data.tiles.features.folder.feature_files`.
+        slide_id: Name of the slide.
     """
-    return open_features(folder)
-
-
-def features_identity(options: PredictOptions, slide_id: str) -> dict[str, int]:
-    """Return size and time of the file of a slide's features; empty if there is none."""
-    assert options.features is not None
-    stored = features_of(options.features).get(slide_id)
-    if stored is None:
+    path = files.get(slide_id)
+    if path is None:
         return {}
-    path = stored.path / "zarr.json" if stored.path.is_dir() else stored.path
     try:
-        status = path.stat()
+        status = (path / "zarr.json" if path.is_dir() else path).stat()
     except OSError:
         return {}
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}

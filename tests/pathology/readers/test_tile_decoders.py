@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,8 +141,7 @@ def test_colours_brighter_than_their_opacity_are_white_not_dark(tmp_path: Path) 
     assert open_source(tmp_path / "a.tif").read(WHOLE, 0).min() == 255
 
 
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("aperio", [True, False])
+@pytest.mark.parametrize(("level", "aperio"), [(0, True), (0, False), (1, True)])
 def test_tiles_that_the_scanner_left_out_are_shown_as_openslide_shows_them(
     tmp_path: Path, level: int, aperio: bool
 ) -> None:
@@ -156,6 +156,27 @@ def test_tiles_that_the_scanner_left_out_are_shown_as_openslide_shows_them(
     assert not bad
     if level == 0:
         assert (out[:128, 128:256] == 255).all()
+
+
+def test_a_left_out_tile_of_a_coarser_level_shows_the_finer_one(tmp_path: Path) -> None:
+    levels = [*pyramid(), np.ascontiguousarray(pyramid()[0][::4, ::4])]
+    path = write_encoded(tmp_path / "a.tif", levels, partial(jpeg, stored="ycbcr"), "jpeg", "ycbcr", aperio=False)
+    for level, index in ((0, 1), (1, 0)):
+        leave_out(path, level, index)
+    with closing(TiffSource(path)) as source:
+        sizes = [Box.of_size(level.height_px, level.width_px) for level in source.levels]
+        finest, middle, coarsest = (source.read(size, k) for k, size in enumerate(sizes))
+    assert (finest[:128, 128:256] == 255).all()
+    wide = finest[:256, :256].reshape(128, 2, 128, 2, 3).mean((1, 3))
+    assert np.abs(middle[:128, :128] - wide).max() <= 0.51 and (middle[:64, 64:128] == 255).all()
+    assert coarsest[:64, 32:64].std() > 10, "stored, so shown as stored"
+    with tifffile.TiffFile(path) as tiff:
+        at, length = tiff.pages[0].dataoffsets[0], tiff.pages[0].databytecounts[0]
+    damage_in_file(path, at, length, "all zero")
+    bad, out = list[BadTile](), np.empty((150, 210, 3), np.uint8)
+    with closing(TiffSource(path)) as source:
+        source.read_into(Box.of_size(150, 210), 1, out, bad)
+    assert [tile.box for tile in bad] == [Box(0, 128, 0, 128)] and (out[:128, :128] == 255).all(), "it cannot be shown"
 
 
 def test_a_left_out_tile_that_cannot_be_filled_in_is_a_bad_tile(tmp_path: Path) -> None:

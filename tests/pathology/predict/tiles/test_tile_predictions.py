@@ -7,14 +7,17 @@ import csv
 import json
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import tifffile
 import torch
 from torch import nn
 
+from data.tiles.features.folder import feature_files
 from data.tiles.tiling import TilePlane
 from data.tiles.tissue_tiles import TissueTiles
 from hyfi_core.comm.alone import AloneCommunicator
@@ -28,6 +31,8 @@ from pathology.predict.inputs import find_inputs
 from pathology.predict.members import Member
 from pathology.predict.options import PredictOptions
 from pathology.predict.table import PredictionReport
+from pathology.predict.tiles.feature_ensemble import FeatureEnsemble, features_identity
+from pathology.predict.tiles.tile_ensemble import TileEnsemble
 from pathology.predict.tiles.tile_heatmap import TileValues, at_tiles, contributions_of, place_tiles
 from pathology.view.layers import HeatmapFile
 from tests.pathology.slides import FOCUS, draw_slide, member_of, write_slide
@@ -149,3 +154,21 @@ def test_overlapping_tiles_share_cells() -> None:
     both = average([heatmap, heatmap])
     assert both.attention is not None
     assert np.allclose(both.attention, heatmap.attention, equal_nan=True)
+
+
+@pytest.mark.parametrize("later", [16, 24])
+def test_features_written_anew_between_two_predictions_are_the_new_ones(
+    tmp_path: Path, later: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TileEnsemble, "__init__", lambda self, *args: None)
+    member = SimpleNamespace(config={"features": {"tile_um": None}})
+    slide = SimpleNamespace(slide_id="a")
+    seen = []
+    for count, fill in ((16, 1.0), (later, 2.0)):
+        with h5py.File(tmp_path / "a.h5", "w") as file:
+            file["features"] = np.full((count, 6), fill, np.float32)
+        ensemble = FeatureEnsemble([member], None, None, PredictOptions(features=tmp_path))  # type: ignore[arg-type, list-item]
+        seen.append(ensemble._stored(slide).vectors())  # type: ignore[arg-type]
+    assert [vectors.shape for vectors in seen] == [(16, 6), (later, 6)] and (seen[1] == 2).all()
+    identity = features_identity(feature_files(tmp_path), "a")
+    assert identity["bytes"] == (tmp_path / "a.h5").stat().st_size and not features_identity({}, "a")

@@ -27,7 +27,7 @@ from tests.pathology.readers.czi_files import write_czi
 from tests.pathology.readers.dicom_slides import write_series
 from tests.pathology.readers.mrxs_files import write_mirax
 from tests.pathology.readers.ngff_stores import write_by
-from tests.pathology.readers.scanners import jpeg, soft, write_encoded
+from tests.pathology.readers.scanners import jpeg, leave_out, soft, write_encoded
 from tests.pathology.readers.test_mrxs import PLAIN, picture_of
 from tests.pathology.tiffs import RGB, halved
 
@@ -205,6 +205,46 @@ def test_one_focal_plane_is_picked(tmp_path: Path, layout: dict[str, object], om
     options = IngestOptions(mpp=0.5, slide_mpp=0.5, plane=2)
     assert ingest_slide(path, tmp_path / "store", options).status == "done"
     assert options.parameters("a")["plane"] == 2
+
+
+@pytest.mark.parametrize("plane", [1, 2])
+def test_a_left_out_tile_of_a_plane_is_never_that_of_another(tmp_path: Path, plane: int) -> None:
+    """As in an SVS with focal planes: all planes of level 0, then all planes of each further level."""
+    planes = [soft(512, 512, seed=k) for k in range(2)]
+    order = [*planes, *map(halved, planes)]
+    path = write_encoded(tmp_path / "a.svs", order, lambda tile: jpeg(tile, "ycbcr", quality=95), "jpeg", "ycbcr")
+    leave_out(path, plane - 1, 5)
+    with closing(open_source(path, Pick(plane=plane))) as slide:
+        assert [(v.height_px, v.missing_tiles) for v in slide.levels] == [(512, 1), (256, 1)], "a plane has two levels"
+        finest = whole(slide)
+        coarse = slide.read(Box.of_size(256, 256), 1)
+    assert (finest[128:256, 128:256] == 255).all()
+    shown = planes[plane - 1].copy()
+    shown[128:256, 128:256] = 255
+    assert np.abs(finest.astype(int) - shown).mean() < 2 and np.abs(coarse.astype(int) - halved(shown)).mean() < 2
+
+
+@pytest.mark.parametrize("kind", ["tiff", "aperio", "mrxs"])
+def test_a_refused_plane_leaves_no_file_open(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / ("a.mrxs" if kind == "mrxs" else "a.tif")
+    if kind == "mrxs":
+        write_mirax(path, picture_of(PLAIN), PLAIN)
+    else:
+        how = {"aperio": kind == "aperio"}
+        write_encoded(path, [soft(256, 256)], lambda tile: jpeg(tile, "ycbcr"), "jpeg", "ycbcr", **how)
+    opened = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises(SlideError, match="no plane 2"):
+        open_source(path, Pick(plane=2))
+    assert set(Path("/proc/self/fd").iterdir()) == opened
+
+    def fail(*args: object) -> None:
+        raise SlideError("its levels cannot be compared")
+
+    for module in ("tiff_source", "openslide_source"):
+        monkeypatch.setattr(f"pathology.readers.{module}.believed_levels", fail)
+    with pytest.raises(SlideError, match="cannot be compared"):
+        open_source(path)
+    assert set(Path("/proc/self/fd").iterdir()) == opened
 
 
 def test_pages_of_a_fluorescence_scanner_are_refused(tmp_path: Path) -> None:
