@@ -43,7 +43,7 @@ FLAG_MEANINGS = {
     "no_heatmap": "the model pools no map into its output, so no position has a score: there is no heatmap",
     "gradient": "as requested, gradient.tiff estimates how much the outputs drop when a block of tissue is covered",
     "occlusion": "as requested, occlusion.tiff shows how much the outputs drop when a block of tissue is covered",
-    "heatmap_by_centre": "heatmap cells are placed by their centres, up to half a cell off",
+    "heatmap_by_centre": "heatmap squares are placed by their centres, up to half a square off",
 }
 """Description of each flag."""
 

@@ -286,3 +286,14 @@ def test_a_name_that_moved_is_seen(tmp_path: Path) -> None:
         "data.store.codec.PixelCodec.guess",
         "data.no_module.Name",
     ]
+
+
+def test_a_square_of_a_heatmap_is_no_cell() -> None:
+    """A cell is a piece that is computed in turn; where nothing is computed, the word says something else."""
+    predict, view = ROOT / "pathology" / "predict", ROOT / "pathology" / "view"
+    names = ("heatmap", "heatmap_tiff", "overlay", "regions", "report", "results", "slide_report", "slide_result")
+    drawn = [*(predict / f"{name}.py" for name in names), *view.rglob("*.py"), *(view / "templates").glob("*")]
+    for path in (*drawn, *(predict / "tiles").glob("*.py"), ROOT / "pathology" / "templates" / "report.html"):
+        # Keys of files that exist.
+        text = re.sub(r'"(cell_to_level0|cell_px|cells_mapped)"', "", path.read_text(encoding="utf-8"))
+        assert not re.search(r"cells?\b|cell_|_cell", text, re.IGNORECASE), path

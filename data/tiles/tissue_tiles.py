@@ -49,7 +49,7 @@ class TissueTiles:
         to_source: Map from (y, x, 1) of the plane to (y, x) of level 0 of the slide that was ingested, both measured
             from the corner of pixel 0.
         content: Digest of the slide's pixels; empty if the store has none.
-        cell_px: Side of the cells of heatmaps, which divides the size; None: the largest that also divides the stride.
+        square_px: Side of a heatmap's squares, which divides the size; None: the largest that also divides the stride.
     """
 
     slide_id: str
@@ -60,7 +60,7 @@ class TissueTiles:
     tissue: NDArray[np.float64]
     to_source: tuple[tuple[float, float, float], tuple[float, float, float]]
     content: str = ""
-    cell_px: int | None = None
+    square_px: int | None = None
 
     def __len__(self) -> int:
         """Return the number of tiles."""

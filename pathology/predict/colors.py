@@ -8,6 +8,16 @@ NEGATIVE_RGB = (64, 68, 78)
 """Colour of negative contributions, and of what rises where it is covered."""
 
 
+NO_CHANNEL = -1
+"""In place of a channel's index: of what no channel of the heatmap shows, such as the lowest of several grades."""
+NO_CHANNEL_RGB = (128, 134, 144)
+
+
 def class_color(index: int) -> tuple[int, int, int]:
-    """Return the colour (red, green, blue) of a class; colours repeat for more classes."""
+    """Return the colour (red, green, blue) of a class; colours repeat for more classes.
+
+    `NO_CHANNEL` is grey: a colour of the map would be that of another class.
+    """
+    if index == NO_CHANNEL:
+        return NO_CHANNEL_RGB
     return CLASS_COLORS[index % len(CLASS_COLORS)]

@@ -1,7 +1,7 @@
-"""Heatmaps: contributions and scores of the model's cells, mapped back to the slide.
+"""Heatmaps: contributions and scores of the squares of a model's last map, mapped back to the slide.
 
-The model's input is an image composed of pieces of the slide; its last map has one cell for every ``cell_px`` pixels of
-that image. The heatmap has the same cells on the slide's grid:
+The model's input is an image composed of pieces of the slide; its last map has one square for every ``square_px``
+pixels of that image. The heatmap has the same squares on the slide's grid:
 
     training image (view)             slide (heatmap)
     +----+--+                         . . . . . . .        .  NaN: the model did not look
@@ -10,8 +10,8 @@ that image. The heatmap has the same cells on the slide's grid:
     +----+--+   source <- target      . . . . B . .
     |    background                   . . . . . . .
 
-Sources and targets of pieces begin at multiples of the view's ``align_px``. If this is a multiple of the cell, cells
-map one to one; otherwise every cell is placed by its centre, and ``exact`` is False.
+Sources and targets of pieces begin at multiples of the view's ``align_px``. If this is a multiple of a square's side,
+squares map one to one; otherwise every square is placed by its centre, and ``exact`` is False.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from data.samples.view import Piece, View
 
-SMOOTH_CELLS = 1.0
-"""Scores are smoothed by a Gaussian of this many cells: about the overlap of their receptive fields."""
+SMOOTH_SQUARES = 1.0
+"""Scores are smoothed by a Gaussian of this many squares: about the overlap of their receptive fields."""
 
 
 @dataclass(frozen=True, eq=False)
 class Heatmap:
-    """Scores and contributions on the slide's grid of cells.
+    """Scores and contributions on the slide's grid of squares.
 
     Attributes:
         scores: (classes, rows, columns) float32: output of the head at each position before pooling, smoothed, 0 to 1,
             and 1 in total over exclusive classes; NaN where not seen.
-        values: (classes, rows, columns) float32: contributions to the logits; NaN likewise. Cell (i, j) covers
-            ``[i * cell_px, (i + 1) * cell_px) x [j * cell_px, (j + 1) * cell_px)`` of the slide at the model's
+        values: (classes, rows, columns) float32: contributions to the logits; NaN likewise. Square (i, j) covers
+            ``[i * square_px, (i + 1) * square_px) x [j * square_px, (j + 1) * square_px)`` of the slide at the model's
             resolution; the last row and column may extend beyond the slide.
-        cell_px: side of a cell in pixels of the slide at the model's resolution.
+        square_px: side of a square in pixels of the slide at the model's resolution.
         mpp: (y, x) micrometres per pixel of the slide at the model's resolution.
         slide_size_px: (height, width) of the slide at the model's resolution.
         class_names: names of the channels.
         logits: one for each class.
         bias: for each class, ``logit - sum of the contributions``: the bias of a linear head.
-        shared: for each class, the part of the background's contribution that every seen cell got; included in
+        shared: for each class, the part of the background's contribution that every seen square got; included in
             ``values``.
-        exact: whether cells were mapped one to one; otherwise by their centres.
+        exact: whether squares were mapped one to one; otherwise by their centres.
         exclusive: whether scores of a position sum to 1 over classes.
-        of_tiles: whether cells are tiles, or parts of them, whose scores are those of a slide with this tile only.
+        of_tiles: whether squares are tiles, or parts of them, whose scores are those of a slide with this tile only.
         mapped: whether the model has a map whose positions contribute; if not, scores are NaN and contributions 0.
         attention: (rows, columns) float32: weights of tiles in the aggregator, relative to the average tile; NaN where
             not seen; None if there are none.
@@ -59,7 +59,7 @@ class Heatmap:
 
     scores: NDArray[np.float32]
     values: NDArray[np.float32]
-    cell_px: int
+    square_px: int
     mpp: tuple[float, float]
     slide_size_px: tuple[int, int]
     class_names: tuple[str, ...]
@@ -73,9 +73,9 @@ class Heatmap:
     attention: NDArray[np.float32] | None = None
 
     @property
-    def cell_um(self) -> tuple[float, float]:
-        """Micrometres per cell as (y, x)."""
-        return self.mpp[0] * self.cell_px, self.mpp[1] * self.cell_px
+    def square_um(self) -> tuple[float, float]:
+        """Micrometres per square as (y, x)."""
+        return self.mpp[0] * self.square_px, self.mpp[1] * self.square_px
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -85,9 +85,9 @@ class Heatmap:
         return () if self.exact else ("heatmap_by_centre",)
 
     def positive_contributions(self, class_index: int) -> NDArray[np.float64]:
-        """Return each cell's contribution to a class's logit if it is positive, else 0; (rows, columns).
+        """Return each square's contribution to a class's logit if it is positive, else 0; (rows, columns).
 
-        The part of the background (``shared``), equal in all cells, is not included.
+        The part of the background (``shared``), equal in all squares, is not included.
         """
         own = self.values[class_index].astype(np.float64) - self.shared[class_index]
         positive: NDArray[np.float64] = np.maximum(np.nan_to_num(own), 0.0)
@@ -101,8 +101,8 @@ class Heatmap:
         return above.clip(0.0, 1.0)
 
     @property
-    def seen_cells(self) -> NDArray[np.bool_]:
-        """(rows, columns): the cells that the model has seen."""
+    def seen_squares(self) -> NDArray[np.bool_]:
+        """(rows, columns): the squares that the model has seen."""
         finite: NDArray[np.bool_] = ~np.isnan(self.values[0])
         return finite
 
@@ -120,7 +120,7 @@ def place(
 ) -> Heatmap:
     """Map a model's contributions to the slide.
 
-    The contribution of the background (cells in no piece) is divided equally among the seen cells.
+    The contribution of the background (squares in no piece) is divided equally among the seen squares.
 
     Args:
         contributions: for each image, (classes, h, w); the sum over (h, w) and all images + bias = logit.
@@ -133,23 +133,23 @@ def place(
         class_names: one for each class.
 
     Returns:
-        The heatmap, in new memory: ``8 * classes * slide pixels / cell_px**2`` bytes.
+        The heatmap, in new memory: ``8 * classes * slide pixels / square_px**2`` bytes.
 
     Raises:
         ValueError: the views have no piece.
     """
     if not (pieces := [piece for view in views for piece in view.pieces]):
         raise ValueError("the views have no piece of the slide")
-    cell_px, exact = _cells_of(views[0].size_px, contributions[0].shape[1:], pieces, align_px)
-    shape = (math.ceil(slide_size_px[0] / cell_px), math.ceil(slide_size_px[1] / cell_px))
+    square_px, exact = _squares_of(views[0].size_px, contributions[0].shape[1:], pieces, align_px)
+    shape = (math.ceil(slide_size_px[0] / square_px), math.ceil(slide_size_px[1] / square_px))
     classes = len(logits)
-    canvas = np.zeros((2 * classes + 1, *shape))  # contributions, scores, number of cells
+    canvas = np.zeros((2 * classes + 1, *shape))  # contributions, scores, number of squares
     is_seen = np.zeros(shape, dtype=bool)
     totals, background = np.zeros(classes), np.zeros(classes)
     for contribution, score, view in zip(contributions, scores, views, strict=True):
         values = np.asarray(contribution, dtype=np.float64)
         maps = np.concatenate([values, score, np.ones((1, *values.shape[1:]))])
-        used = (_copy_cells if exact else _scatter_centres)(maps, view, cell_px, canvas, is_seen)
+        used = (_copy_squares if exact else _scatter_centres)(maps, view, square_px, canvas, is_seen)
         totals += values.sum(axis=(1, 2))
         background += np.where(used, 0.0, values).sum(axis=(1, 2))
     shared = background / max(1, int(is_seen.sum()))
@@ -158,7 +158,7 @@ def place(
     return Heatmap(
         scores=smoothed(canvas[classes:-1] / canvas[-1]),
         values=canvas[:classes].astype(np.float32),
-        cell_px=cell_px,
+        square_px=square_px,
         mpp=mpp,
         slide_size_px=slide_size_px,
         class_names=tuple(class_names),
@@ -169,42 +169,42 @@ def place(
     )
 
 
-def _cells_of(
-    size_px: tuple[int, int], cells: tuple[int, ...], pieces: Sequence[Piece], align_px: int
+def _squares_of(
+    size_px: tuple[int, int], squares: tuple[int, ...], pieces: Sequence[Piece], align_px: int
 ) -> tuple[int, bool]:
-    """Return the side of a cell in pixels, and whether cells map one to one."""
-    stride = network_stride(size_px, cells, align_px)
+    """Return the side of a square in pixels, and whether squares map one to one."""
+    stride = network_stride(size_px, squares, align_px)
     if stride is not None and all(_aligned(piece, stride) for piece in pieces):
         return stride, True
-    return max(1, round(max(size_px[0] / cells[0], size_px[1] / cells[1]))), False
+    return max(1, round(max(size_px[0] / squares[0], size_px[1] / squares[1]))), False
 
 
-def network_stride(size_px: tuple[int, int], cells: tuple[int, ...], align_px: int) -> int | None:
-    """Return the number of pixels of one cell, if it divides ``align_px``, else None.
+def network_stride(size_px: tuple[int, int], squares: tuple[int, ...], align_px: int) -> int | None:
+    """Return the number of pixels of one square, if it divides ``align_px``, else None.
 
-    A map has ceil(size / stride) cells along each axis. If several divisors fit, the smallest is returned.
+    A map has ceil(size / stride) squares along each axis. If several divisors fit, the smallest is returned.
     """
     for stride in range(1, align_px + 1):
-        if align_px % stride == 0 and all(math.ceil(s / stride) == c for s, c in zip(size_px, cells, strict=True)):
+        if align_px % stride == 0 and all(math.ceil(s / stride) == c for s, c in zip(size_px, squares, strict=True)):
             return stride
     return None
 
 
-def _aligned(piece: Piece, cell_px: int) -> bool:
-    """Whether a piece begins at whole cells, on the slide and in the image."""
+def _aligned(piece: Piece, square_px: int) -> bool:
+    """Whether a piece begins at whole squares, on the slide and in the image."""
     corners = (piece.source.y0, piece.source.x0, piece.target.y0, piece.target.x0)
-    return all(corner % cell_px == 0 for corner in corners)
+    return all(corner % square_px == 0 for corner in corners)
 
 
-def _copy_cells(
-    maps: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], is_seen: NDArray[np.bool_]
+def _copy_squares(
+    maps: NDArray[np.float64], view: View, square_px: int, canvas: NDArray[np.float64], is_seen: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Add every piece's cells to the canvas, one to one; return which cells (h, w) were used."""
+    """Add every piece's squares to the canvas, one to one; return which squares (h, w) were used."""
     used = np.zeros(maps.shape[1:], dtype=bool)
     for piece in view.pieces:
-        rows, columns = (math.ceil(side / cell_px) for side in piece.target.shape)
-        ty, tx = piece.target.y0 // cell_px, piece.target.x0 // cell_px
-        sy, sx = piece.source.y0 // cell_px, piece.source.x0 // cell_px
+        rows, columns = (math.ceil(side / square_px) for side in piece.target.shape)
+        ty, tx = piece.target.y0 // square_px, piece.target.x0 // square_px
+        sy, sx = piece.source.y0 // square_px, piece.source.x0 // square_px
         target = (slice(ty, ty + rows), slice(tx, tx + columns))
         source = (slice(sy, sy + rows), slice(sx, sx + columns))
         canvas[:, *source] += maps[:, *target]
@@ -214,9 +214,9 @@ def _copy_cells(
 
 
 def _scatter_centres(
-    maps: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], is_seen: NDArray[np.bool_]
+    maps: NDArray[np.float64], view: View, square_px: int, canvas: NDArray[np.float64], is_seen: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Add every cell at the position of its centre; return which cells (h, w) were used."""
+    """Add every square at the position of its centre; return which squares (h, w) were used."""
     rows, columns = maps.shape[1:]
     centre_y = (np.arange(rows) + 0.5) * view.size_px[0] / rows
     centre_x = (np.arange(columns) + 0.5) * view.size_px[1] / columns
@@ -226,11 +226,11 @@ def _scatter_centres(
         in_x = np.flatnonzero((centre_x >= piece.target.x0) & (centre_x < piece.target.x1))
         if not in_y.size or not in_x.size:
             continue
-        to_y = ((centre_y[in_y] - piece.target.y0 + piece.source.y0) // cell_px).astype(int)
-        to_x = ((centre_x[in_x] - piece.target.x0 + piece.source.x0) // cell_px).astype(int)
+        to_y = ((centre_y[in_y] - piece.target.y0 + piece.source.y0) // square_px).astype(int)
+        to_x = ((centre_x[in_x] - piece.target.x0 + piece.source.x0) // square_px).astype(int)
         indices = (to_y[:, None] * canvas.shape[2] + to_x).ravel()
         values = maps[:, in_y[:, None], in_x].reshape(len(maps), -1)
-        # Several cells may have one position; with += the last one alone would count.
+        # Several squares may have one position; with += the last one alone would count.
         np.add.at(canvas.reshape(len(canvas), -1).T, indices, values.T)
         is_seen[np.ix_(to_y, to_x)] = True
         used[np.ix_(in_y, in_x)] = True
@@ -238,9 +238,9 @@ def _scatter_centres(
 
 
 def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
-    """Return the mean of an ensemble's heatmaps, on a grid that divides the cells of every member.
+    """Return the mean of an ensemble's heatmaps, on a grid that divides the squares of every member.
 
-    A larger cell is divided into smaller cells with equal parts of its contribution, which preserves sums.
+    A larger square is divided into smaller squares with equal parts of its contribution, which preserves sums.
 
     Members without a map contribute only their logits.
 
@@ -249,22 +249,22 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
     """
     logits: NDArray[np.float64] = np.mean([heatmap.logits for heatmap in heatmaps], axis=0)
     heatmaps = [heatmap for heatmap in heatmaps if heatmap.mapped] or heatmaps[:1]
-    cell_px = math.gcd(*(heatmap.cell_px for heatmap in heatmaps))
+    square_px = math.gcd(*(heatmap.square_px for heatmap in heatmaps))
     if len({heatmap.slide_size_px for heatmap in heatmaps}) > 1:
         raise ValueError("heatmaps of different slides cannot be averaged")
     first = heatmaps[0]
-    shape = tuple(math.ceil(side / cell_px) for side in first.slide_size_px)
+    shape = tuple(math.ceil(side / square_px) for side in first.slide_size_px)
     total, scores = np.zeros((len(first.values), *shape)), np.zeros((len(first.values), *shape))
-    members = np.zeros(shape)  # how many have a score of each cell
+    members = np.zeros(shape)  # how many have a score of each square
     shared = np.zeros(len(first.values))
     is_seen = np.zeros(shape, dtype=bool)
     for heatmap in heatmaps:
-        values = _refine(heatmap, cell_px, shape)
-        # Per small cell: a large one of this member has (heatmap.cell_px / cell_px)² of them.
-        shared += np.array(heatmap.shared) * (cell_px / heatmap.cell_px) ** 2 / len(heatmaps)
+        values = _refine(heatmap, square_px, shape)
+        # Per small square: a large one of this member has (heatmap.square_px / square_px)² of them.
+        shared += np.array(heatmap.shared) * (square_px / heatmap.square_px) ** 2 / len(heatmaps)
         is_seen |= ~np.isnan(values[0])
         total += np.nan_to_num(values)
-        score = _repeated(heatmap.scores, heatmap.cell_px // cell_px, shape)
+        score = _repeated(heatmap.scores, heatmap.square_px // square_px, shape)
         scores += np.nan_to_num(score)
         members += ~np.isnan(score[0])
     total /= len(heatmaps)
@@ -273,7 +273,7 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
     return Heatmap(
         scores=scores.astype(np.float32),
         values=total.astype(np.float32),
-        cell_px=cell_px,
+        square_px=square_px,
         mpp=first.mpp,
         slide_size_px=first.slide_size_px,
         class_names=first.class_names,
@@ -286,14 +286,14 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
         exclusive=first.exclusive,
         of_tiles=first.of_tiles,
         mapped=first.mapped,
-        attention=_mean_attention(heatmaps, cell_px, shape),
+        attention=_mean_attention(heatmaps, square_px, shape),
     )
 
 
-def _mean_attention(heatmaps: Sequence[Heatmap], cell_px: int, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
+def _mean_attention(heatmaps: Sequence[Heatmap], square_px: int, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
     """Return the mean of the attention of all heatmaps; None if one has none."""
     attentions = [
-        (heatmap.attention, heatmap.cell_px // cell_px) for heatmap in heatmaps if heatmap.attention is not None
+        (heatmap.attention, heatmap.square_px // square_px) for heatmap in heatmaps if heatmap.attention is not None
     ]
     if len(attentions) < len(heatmaps):
         return None
@@ -302,29 +302,29 @@ def _mean_attention(heatmaps: Sequence[Heatmap], cell_px: int, shape: tuple[int,
     return mean
 
 
-def _refine(heatmap: Heatmap, cell_px: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Divide each cell's contribution equally among its cells of ``cell_px`` that lie on the slide."""
-    times = heatmap.cell_px // cell_px
-    # How many small cells of each large one lie on the slide: fewer at the border, whose parts are then larger.
+def _refine(heatmap: Heatmap, square_px: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Divide each square's contribution equally among its squares of ``square_px`` that lie on the slide."""
+    times = heatmap.square_px // square_px
+    # How many small squares of each large one lie on the slide: fewer at the border, whose parts are then larger.
     sides = [np.bincount(np.arange(n) // times) for n in shape]
     return _repeated(heatmap.values.astype(np.float64) / np.outer(*sides), times, shape)
 
 
 def _repeated(values: NDArray[np.floating], times: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Repeat each cell ``times`` in both directions, as far as ``shape``."""
+    """Repeat each square ``times`` in both directions, as far as ``shape``."""
     rows, columns = (np.arange(n) // times for n in shape)
     repeated: NDArray[np.float64] = values[:, rows[:, None], columns].astype(np.float64)
     return repeated
 
 
-def smoothed(scores: NDArray[np.floating], sigma: float = SMOOTH_CELLS) -> NDArray[np.float32]:
-    """Return maps (classes, rows, columns) smoothed by a Gaussian over the seen cells; NaN stays NaN.
+def smoothed(scores: NDArray[np.floating], sigma: float = SMOOTH_SQUARES) -> NDArray[np.float32]:
+    """Return maps (classes, rows, columns) smoothed by a Gaussian over the seen squares; NaN stays NaN.
 
     Weights are normalised at the border of the seen area, which preserves sums over classes.
 
     Args:
-        scores: (classes, rows, columns); NaN in cells that were not seen.
-        sigma: standard deviation of the Gaussian, in cells.
+        scores: (classes, rows, columns); NaN in squares that were not seen.
+        sigma: standard deviation of the Gaussian, in squares.
     """
     from skimage.filters import gaussian
 
@@ -355,7 +355,7 @@ def pyramid(values: NDArray[np.float32], smallest_px: int = 256) -> list[NDArray
 def _halve(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return maps ``(classes, h, w)`` of half the size: means of blocks of 2 × 2, without NaN."""
     classes, height, width = values.shape
-    # With NaN, so that the mean of a border cell is that of the pixels that exist.
+    # With NaN, so that the mean of a border square is that of the pixels that exist.
     padded = np.pad(values, ((0, 0), (0, height % 2), (0, width % 2)), constant_values=np.nan)
     blocks = padded.reshape(classes, (height + 1) // 2, 2, (width + 1) // 2, 2).astype(np.float64)
     counts = (~np.isnan(blocks)).sum(axis=(2, 4))

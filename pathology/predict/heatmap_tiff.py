@@ -19,7 +19,7 @@ TILE_PX = 256
 
 EXPLANATION = (
     "Two channels for each class. Score: the output of the model's head at each position before pooling, 0 to 1, "
-    "smoothed over neighbouring cells.{sums} Contribution: to the class's logit; the sum "
+    "smoothed over neighbouring squares.{sums} Contribution: to the class's logit; the sum "
     "over a channel at full resolution, without NaN, plus the class's bias is the logit. Coarser levels hold means. "
     "NaN: not seen by the model; scores also where there is no tissue. The contribution of the background between the "
     "pieces of tissue is divided equally among all positions that were seen."
@@ -29,9 +29,9 @@ OF_TILES = (
     "Contribution: to the class's logit, attention times the tile's own logit; the sum over a channel at full "
     "resolution, without NaN, plus the class's bias is the logit. Attention, if there is such a channel: the weight of "
     "a tile in the aggregator, relative to the average tile. Coarser levels hold means. NaN: in no tile; scores also "
-    "where there is no tissue. Where tiles overlap, a cell has the mean of its tiles."
+    "where there is no tissue. Where tiles overlap, a square has the mean of its tiles."
 )
-BY_CENTRES = " Cells and pieces of tissue are not aligned, so each cell is placed by its centre."
+BY_CENTRES = " Squares and pieces of tissue are not aligned, so each square is placed by its centre."
 
 
 def write_heatmap(
@@ -43,9 +43,10 @@ def write_heatmap(
 ) -> None:
     """Write ``heatmap`` as a pyramidal OME-TIFF: float32, two named channels for each class, levels as SubIFDs.
 
-    Channels are all scores, then all contributions, and attention if there is any. One pixel is one cell, whose size in
-    micrometres is stated as PhysicalSizeX and PhysicalSizeY; ``origin_um`` is stated as PositionX and PositionY. Bias,
-    logits and other metadata are in a map annotation. Format: OME-TIFF specification 6.3, section "Sub-resolutions".
+    Channels are all scores, then all contributions, and attention if there is any. One pixel is one square, whose
+    size in micrometres is stated as PhysicalSizeX and PhysicalSizeY; ``origin_um`` is stated as PositionX and
+    PositionY. Bias, logits and other metadata are in a map annotation. Format: OME-TIFF specification 6.3, section
+    "Sub-resolutions".
 
     Args:
         path: the file; an existing one is replaced atomically.
@@ -59,11 +60,11 @@ def write_heatmap(
     """
     attention = [] if heatmap.attention is None else [heatmap.attention[None]]
     values = np.concatenate([heatmap.scores, heatmap.values, *attention])
-    write_channels(path, values, ome_metadata(heatmap, name, provenance, origin_um), heatmap.cell_um)
+    write_channels(path, values, ome_metadata(heatmap, name, provenance, origin_um), heatmap.square_um)
 
 
 def write_channels(
-    path: Path, values: NDArray[np.float32], metadata: dict[str, Any], cell_um: tuple[float, float]
+    path: Path, values: NDArray[np.float32], metadata: dict[str, Any], square_um: tuple[float, float]
 ) -> None:
     """Write channels as a pyramidal OME-TIFF.
 
@@ -71,7 +72,7 @@ def write_channels(
         path: the file; an existing one is replaced atomically.
         values: (channels, rows, columns).
         metadata: from `channel_metadata`.
-        cell_um: (y, x) micrometres per pixel.
+        square_um: (y, x) micrometres per pixel.
 
     Raises:
         OSError: the file cannot be written.
@@ -87,7 +88,7 @@ def write_channels(
     }
     with replacing(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=True, ome=True) as file:
         for k, level in enumerate(levels):
-            resolution = _resolution(cell_um, k)
+            resolution = _resolution(square_um, k)
             if k == 0:
                 file.write(level, subifds=len(levels) - 1, metadata=metadata, **resolution, **options)
             else:
@@ -107,7 +108,7 @@ def ome_metadata(
         "logits": list(heatmap.logits),
         "bias": list(heatmap.bias),
         "background_share_per_pixel": list(heatmap.shared),
-        "cell_px": heatmap.cell_px,
+        "cell_px": heatmap.square_px,
         "model_mpp": list(heatmap.mpp),
         "slide_size_px": list(heatmap.slide_size_px),
         "cells_mapped": "one to one" if heatmap.exact else "by their centres",
@@ -115,14 +116,14 @@ def ome_metadata(
     }
     channels = [f"{kind} {name}" for kind in ("score", "contribution") for name in heatmap.class_names]
     channels += [] if heatmap.attention is None else ["attention"]
-    return channel_metadata(name, explanation, channels, heatmap.cell_um, facts, origin_um)
+    return channel_metadata(name, explanation, channels, heatmap.square_um, facts, origin_um)
 
 
 def channel_metadata(
     name: str,
     explanation: str,
     channels: Sequence[str],
-    cell_um: tuple[float, float],
+    square_um: tuple[float, float],
     facts: Mapping[str, Any],
     origin_um: tuple[float, float],
 ) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def channel_metadata(
         name: name of the image.
         explanation: what the channels are.
         channels: their names.
-        cell_um: (y, x) micrometres per pixel.
+        square_um: (y, x) micrometres per pixel.
         facts: the map annotation; values are written as JSON unless they are text.
         origin_um: (y, x) of the upper left corner, from the slide's, in micrometres.
     """
@@ -141,9 +142,9 @@ def channel_metadata(
         "axes": "CYX",
         "Name": in_utf8(name),
         "Description": explanation,
-        "PhysicalSizeX": cell_um[1],
+        "PhysicalSizeX": square_um[1],
         "PhysicalSizeXUnit": "µm",
-        "PhysicalSizeY": cell_um[0],
+        "PhysicalSizeY": square_um[0],
         "PhysicalSizeYUnit": "µm",
         "Channel": {"Name": list(channels)},
         "Plane": {
@@ -162,12 +163,12 @@ def channel_metadata(
 def write_score_picture(path: Path, heatmap: Heatmap) -> None:
     """Write the scores in the classes' colours as a pyramidal RGB TIFF that OpenSlide and QuPath open as a slide.
 
-    Levels are separate directories, as OpenSlide expects, with resolution tags. Cells that were not seen are white;
-    the more similar the scores of a cell, the paler its colour.
+    Levels are separate directories, as OpenSlide expects, with resolution tags. Squares that were not seen are white;
+    the more similar the scores of a square, the paler its colour.
 
     Args:
         path: the file; an existing one is replaced atomically.
-        heatmap: the heatmap; one pixel is one cell.
+        heatmap: the heatmap; one pixel is one square.
 
     Raises:
         OSError: the file cannot be written.
@@ -189,11 +190,11 @@ def write_score_picture(path: Path, heatmap: Heatmap) -> None:
                 compression="adobe_deflate",
                 subfiletype=int(k > 0),
                 metadata=None,
-                **_resolution(heatmap.cell_um, k),
+                **_resolution(heatmap.square_um, k),
             )
 
 
-def _resolution(cell_um: tuple[float, float], level: int) -> dict[str, Any]:
+def _resolution(square_um: tuple[float, float], level: int) -> dict[str, Any]:
     """Return the resolution tags of a level, in pixels per centimetre."""
-    y_um, x_um = cell_um
+    y_um, x_um = square_um
     return {"resolution": (1e4 / (x_um * 2**level), 1e4 / (y_um * 2**level)), "resolutionunit": "CENTIMETER"}

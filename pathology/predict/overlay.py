@@ -52,7 +52,7 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
     shape = overlay.thumbnail.shape[:2]
     extent = slide_extent(overlay.tissue_mpp, overlay.heatmap)
     tissue = _resize(overlay.tissue.astype(np.float32), shape, extent)
-    seen_share = _resize(overlay.heatmap.seen_cells.astype(np.float32), shape, _cells_extent(overlay.heatmap))
+    seen_share = _resize(overlay.heatmap.seen_squares.astype(np.float32), shape, _squares_extent(overlay.heatmap))
     # Interpolated masks are 0.5 at their edge: only what is surely tissue is marked as not seen.
     unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen_share, 0, 1))
     # (colour, opacity) of each layer, the lowest first.
@@ -76,7 +76,7 @@ def _visible_classes(heatmap: Heatmap, opacity: Plane) -> list[int]:
 
     Of exclusive classes, a position shows the one with the highest score, though its colour is mixed with others.
     """
-    extent = _cells_extent(heatmap)
+    extent = _squares_extent(heatmap)
 
     def score_of(index: int) -> Plane:  # one at a time: a picture of each class would be large
         return _resize(np.nan_to_num(heatmap.scores[index]).astype(np.float32), opacity.shape, extent)
@@ -107,7 +107,7 @@ def score_colors(heatmap: Heatmap, shape: Sequence[int]) -> tuple[Plane, Plane]:
         heatmap: Heatmap of the slide.
         shape: (h, w) of a picture of the whole slide.
     """
-    extent = _cells_extent(heatmap)
+    extent = _squares_extent(heatmap)
     colors = np.zeros((*shape[:2], 3), np.float32)
     for index, score in enumerate(heatmap.scores):
         part = _resize(np.nan_to_num(score).astype(np.float32), shape, extent)
@@ -124,13 +124,13 @@ def slide_extent(mpp: tuple[float, float], heatmap: Heatmap) -> tuple[float, flo
     )
 
 
-def _cells_extent(heatmap: Heatmap) -> tuple[float, float]:
-    """Return the (height, width) of the slide in cells; not rounded."""
-    return slide_extent(heatmap.cell_um, heatmap)
+def _squares_extent(heatmap: Heatmap) -> tuple[float, float]:
+    """Return the (height, width) of the slide in squares; not rounded."""
+    return slide_extent(heatmap.square_um, heatmap)
 
 
-def tissue_cells(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], heatmap: Heatmap) -> NDArray[np.bool_]:
-    """Return the mask of the heatmap's cells that contain tissue, (rows, columns) bool.
+def tissue_squares(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], heatmap: Heatmap) -> NDArray[np.bool_]:
+    """Return the mask of the heatmap's squares that contain tissue, (rows, columns) bool.
 
     Args:
         tissue: Mask of the slide.
@@ -138,21 +138,21 @@ def tissue_cells(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], hea
         heatmap: Heatmap of the slide.
     """
     rows, columns = heatmap.values.shape[1:]
-    # Cells for each pixel of the mask.
-    scale_y, scale_x = (fine / coarse for fine, coarse in zip(tissue_mpp, heatmap.cell_um, strict=True))
-    # First the cells whose centre lies in the tissue: a small one may contain no centre of the mask's pixels.
+    # Squares for each pixel of the mask.
+    scale_y, scale_x = (fine / coarse for fine, coarse in zip(tissue_mpp, heatmap.square_um, strict=True))
+    # First the squares whose centre lies in the tissue: a small one may contain no centre of the mask's pixels.
     i, j = (((np.arange(n) + 0.5) / scale).astype(int) for n, scale in ((rows, scale_y), (columns, scale_x)))
     inside = (i < tissue.shape[0])[:, None] & (j < tissue.shape[1])
-    cells: NDArray[np.bool_] = (
+    squares: NDArray[np.bool_] = (
         inside & tissue[np.minimum(i, tissue.shape[0] - 1)[:, None], np.minimum(j, tissue.shape[1] - 1)]
     )
     # Then those that contain the centre of a pixel of tissue: a large one may have its own centre on glass.
     y, x = np.nonzero(tissue)
-    cells[
+    squares[
         np.minimum(((y + 0.5) * scale_y).astype(int), rows - 1),
         np.minimum(((x + 0.5) * scale_x).astype(int), columns - 1),
     ] = True
-    return cells
+    return squares
 
 
 def _near(soft_mask: Plane) -> Plane:
@@ -165,7 +165,7 @@ def _near(soft_mask: Plane) -> Plane:
 
 def _resize(values: NDArray[np.float32], shape: Sequence[int], extent: tuple[float, float]) -> Plane:
     """Resample values to (h, w), cropped to ``extent`` (height, width), which excludes parts off the slide."""
-    # Not whole pixels: the last row of cells reaches beyond the slide by a part of a cell.
+    # Not whole pixels: the last row of squares reaches beyond the slide by a part of a square.
     box = (0.0, 0.0, min(extent[1], values.shape[1]), min(extent[0], values.shape[0]))
     image = Image.fromarray(values).resize((shape[1], shape[0]), Image.Resampling.BILINEAR, box=box)
     return np.asarray(image, dtype=np.float32)
@@ -218,10 +218,10 @@ def _draw_regions(image: Image.Image, overlay: Overlay) -> int:
     Regions of a weak model are riddled with holes. The largest are outlined, up to `MOST_OUTLINES` with the regions.
     """
     draw = ImageDraw.Draw(image)
-    scale = image.width / overlay.heatmap.slide_size_px[1] * overlay.heatmap.cell_px
+    scale = image.width / overlay.heatmap.slide_size_px[1] * overlay.heatmap.square_px
     size = max(12, round(image.width / 110))
     listed = overlay.regions.listed
-    rings = [outline(region.cells) for region in listed]
+    rings = [outline(region.squares) for region in listed]
     holes = [hole for ring, *inner in rings for hole in inner]
     # Rings are lists, which cannot be keys. The area of a hole is negative: it runs the other way round.
     sizes = {id(hole): -signed_area(hole) * scale**2 for hole in holes}
@@ -230,8 +230,8 @@ def _draw_regions(image: Image.Image, overlay: Overlay) -> int:
     for ring in drawn:
         draw.line([(x * scale, y * scale) for x, y in ring], fill=REGION_RGB, width=2, joint="curve")
     for region in reversed(listed):  # where marks overlap, the highest rank is on top
-        top = int(region.cells[0].min())
-        x = float(region.cells[1][region.cells[0] == top].max() + 1) * scale + size * 0.7
+        top = int(region.squares[0].min())
+        x = float(region.squares[1][region.squares[0] == top].max() + 1) * scale + size * 0.7
         y = top * scale - size * 0.2
         x, y = min(x, image.width - size), max(y, size)
         radius = size * 0.78

@@ -25,7 +25,7 @@ class ReadBar:
         name: What the number is.
         share: Length of the bar, 0 to 1.
         text: The number as text.
-        channel: Index of the channel that colours the bar.
+        channel: Index of the channel that colours the bar, or `NO_CHANNEL`.
         column: Index of the column of the readout that has the number; None: the bar's own place.
     """
 
@@ -38,7 +38,10 @@ class ReadBar:
 
 @dataclass(frozen=True)
 class PageColumn:
-    """A number of each slide on a page; ``channel``: for shares from 0 to 1, the channel that colours their bars."""
+    """A number of each slide on a page; ``channel``: for shares from 0 to 1, the channel that colours their bars.
+
+    `NO_CHANNEL` if there is none.
+    """
 
     name: str
     channel: int | None = None
@@ -105,7 +108,7 @@ class Readout(ABC):
         return self.verdict(values)
 
     def spread_text(self, spread: float, column: int) -> str:
-        """Return the standard deviation of a column's number over an ensemble as text."""
+        """Return the standard deviation of a column's number over an ensemble as text, in the unit of its bar."""
         return f"{spread:.3g}"
 
     @abstractmethod
@@ -201,7 +204,7 @@ class ClassReadout(Readout):
 
     def spread_text(self, spread: float, column: int) -> str:
         """Return percentage points."""
-        return f"{spread * 100:.1f}"
+        return points(spread)
 
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
         """Return a sentence that the numbers are a softmax, with its temperatures."""
@@ -218,6 +221,11 @@ def softmax(logits: Values) -> Values:
     weights = np.exp(logits - logits.max())
     probabilities: Values = weights / weights.sum()
     return probabilities
+
+
+def points(spread: float) -> str:
+    """Return the standard deviation of a probability in percentage points, for a bar that `percent` describes."""
+    return f"{spread * 100:.1f}"
 
 
 def percent(fraction: float) -> str:

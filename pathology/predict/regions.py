@@ -1,10 +1,10 @@
 """Regions of a slide where a class scores highest, its tissue and density contours, as GeoJSON for QuPath.
 
-The cells in which a class has more than half of the score are divided into connected regions, which are ranked by
-score. Outlines follow the edges of cells:
+The squares in which a class has more than half of the score are divided into connected regions, which are ranked by
+score. Outlines follow the edges of squares:
 
     +--+--+        Coordinates are (x, y) of level 0 from the corner of the slide's bounds, as in QuPath.
-    |  |  |        Cells of a region share edges. At a corner where only two diagonal cells meet, outlines
+    |  |  |        Squares of a region share edges. At a corner where only two diagonal squares meet, outlines
     +--+  +--+     are closed separately, so that holes are rings of their own and no ring touches itself.
     |  |     |
     +--+-----+
@@ -44,21 +44,21 @@ _NAMESPACE = uuid.UUID("5a0f1e0c-6f3f-5d0f-8a57-2f1d5f1f6b11")
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A connected set of cells where a class has a high score.
+    """A connected set of squares where a class has a high score.
 
     Attributes:
         rank: 1 for the region with the highest score.
-        cells: (rows, columns) of the cells to outline on the heatmap, each (n,): those of the region, or a square
+        squares: (rows, columns) of the squares to outline on the heatmap, each (n,): those of the region, or a block
             around its peak if it is too small to be visible.
-        score: Mean score of the region's own cells, 0 to 1.
-        contribution: Sum of the positive contributions of its own cells to the logit.
-        share: ``contribution`` as a fraction of that of all cells of the heatmap, 0 to 1; None if no cell has any.
-        area_um2: Area of its own cells.
-        peak: (row, column) of its cell with the highest score.
+        score: Mean score of the region's own squares, 0 to 1.
+        contribution: Sum of the positive contributions of its own squares to the logit.
+        share: ``contribution`` as a fraction of that of all squares of the heatmap, 0 to 1; None if no square has any.
+        area_um2: Area of its own squares.
+        peak: (row, column) of its square with the highest score.
     """
 
     rank: int
-    cells: tuple[NDArray[np.intp], NDArray[np.intp]]
+    squares: tuple[NDArray[np.intp], NDArray[np.intp]]
     score: float
     contribution: float
     share: float | None
@@ -92,79 +92,79 @@ def find_regions(
 ) -> RankedRegions:
     """Return the regions where a class scores highest, by mean score in descending order; ties by contribution.
 
-    Regions are connected cells in which the score is at least 0.5, or, if there are none, at least half of the highest
-    score. Those with less than `LEAST_SHARE` of the evidence are only counted. A region that is too small to be visible
-    is outlined by a square around its highest score; a small region in the square of one that comes before it is
-    neither listed nor counted, as that outline shows it.
+    Regions are connected squares in which the score is at least 0.5, or, if there are none, at least half of the
+    highest score. Those with less than `LEAST_SHARE` of the evidence are only counted. A region that is too small to be
+    visible is outlined by a block around its highest score; a small region in the block of one that comes before it
+    is neither listed nor counted, as that outline shows it.
 
     Args:
         heatmap: Heatmap of the slide.
         class_index: The class.
-        tissue: (rows, columns) mask of cells that may be in a region; None: all.
+        tissue: (rows, columns) mask of squares that may be in a region; None: all.
         most: Maximum number of regions.
-        least_um: Side of the square for small regions, in micrometres.
+        least_um: Side of the block for small regions, in micrometres.
         fold: Whether regions with little evidence are only counted. Pass False for a model that takes a maximum over
-            positions: a few cells then have all evidence, whatever the others show.
+            positions: a few squares then have all evidence, whatever the others show.
 
     Returns:
-        At most ``most`` regions; none if the class has no score above 0. If no cell contributes to the logit, there is
-        no evidence to have a share of, and no region is faint.
+        At most ``most`` regions; none if the class has no score above 0. If no square contributes to the logit, there
+        is no evidence to have a share of, and no region is faint.
     """
     score = np.nan_to_num(heatmap.scores[class_index].astype(np.float64))
     if tissue is not None:
         score = np.where(tissue, score, 0.0)
     if score.max() <= 0:
         return RankedRegions()
-    groups = _groups_by_score(score, heatmap.positive_contributions(class_index), heatmap.cell_um)
+    groups = _groups_by_score(score, heatmap.positive_contributions(class_index), heatmap.square_um)
     strong = [group for group in groups if not fold or group.share is None or group.share >= LEAST_SHARE]
-    side_px = tuple(max(1, round(least_um / um)) for um in heatmap.cell_um)
+    side_px = tuple(max(1, round(least_um / um)) for um in heatmap.square_um)
     regions: list[Region] = []
     beyond = 0
     outlined = np.zeros(score.shape, bool)
     for group in strong:
-        small = len(group.cells[0]) < side_px[0] * side_px[1]
+        small = len(group.squares[0]) < side_px[0] * side_px[1]
         if small and outlined[group.peak]:
             continue
         if len(regions) == most:
             beyond += 1
             continue
-        cells = _square(group.peak, score.shape, side_px) if small else group.cells
-        outlined[cells] = True
-        regions.append(replace(group, rank=len(regions) + 1, cells=cells))
+        squares = _block_around(group.peak, score.shape, side_px) if small else group.squares
+        outlined[squares] = True
+        regions.append(replace(group, rank=len(regions) + 1, squares=squares))
     return RankedRegions(tuple(regions), len(groups) - len(strong), beyond)
 
 
 def _groups_by_score(
-    score: NDArray[np.float64], evidence: NDArray[np.float64], cell_um: tuple[float, float]
+    score: NDArray[np.float64], evidence: NDArray[np.float64], square_um: tuple[float, float]
 ) -> list[Region]:
-    """Return connected cells with a high score as regions, by mean score; all have rank 0 and their own cells."""
+    """Return connected squares with a high score as regions, by mean score; all have rank 0 and their own squares."""
     groups = label(score >= (0.5 if score.max() >= 0.5 else score.max() / 2)).ravel()
     ends = np.cumsum(np.bincount(groups))
-    # One sort for all groups, stable, so that cells of a group stay in the order of the map. Group 0 is the rest.
+    # One sort for all groups, stable, so that squares of a group stay in the order of the map. Group 0 is the rest.
     by_group = np.split(np.argsort(groups, kind="stable"), ends[:-1])[1:]
     total = float(evidence.sum())
     regions = []
     for flat in by_group:
-        cells = np.unravel_index(flat, score.shape)
-        contribution = float(evidence[cells].sum())
-        strongest = int(np.argmax(score[cells]))
+        squares = np.unravel_index(flat, score.shape)
+        contribution = float(evidence[squares].sum())
+        strongest = int(np.argmax(score[squares]))
         regions.append(
             Region(
                 rank=0,
-                cells=(cells[0], cells[1]),
-                score=float(score[cells].mean()),
+                squares=(squares[0], squares[1]),
+                score=float(score[squares].mean()),
                 contribution=contribution,
                 share=contribution / total if total > 0 else None,
-                area_um2=len(flat) * cell_um[0] * cell_um[1],
-                peak=(int(cells[0][strongest]), int(cells[1][strongest])),
+                area_um2=len(flat) * square_um[0] * square_um[1],
+                peak=(int(squares[0][strongest]), int(squares[1][strongest])),
             )
         )
-    # Means are rounded, so that equal ones tie whatever the order in which their cells were added up.
+    # Means are rounded, so that equal ones tie whatever the order in which their squares were added up.
     return sorted(regions, key=lambda region: (-round(region.score, 9), -region.contribution))
 
 
-def _square(peak: tuple[int, int], shape: tuple[int, ...], side_px: tuple[int, ...]) -> Any:
-    """Return the cells of a square of ``side_px`` cells around the peak, within the heatmap."""
+def _block_around(peak: tuple[int, int], shape: tuple[int, ...], side_px: tuple[int, ...]) -> Any:
+    """Return the squares of a block of ``side_px`` squares around the peak, within the heatmap."""
     starts = [max(0, middle - n // 2) for middle, n in zip(peak, side_px, strict=True)]
     rows, columns = (
         np.arange(start, min(start + n, size)) for start, n, size in zip(starts, side_px, shape, strict=True)
@@ -188,7 +188,7 @@ def to_geojson(
     color = list(class_color(class_index))
     features = []
     for region in regions:
-        rings = [[level0.point(x, y, heatmap) for x, y in ring] for ring in outline(region.cells)]
+        rings = [[level0.point(x, y, heatmap) for x, y in ring] for ring in outline(region.squares)]
         properties = {
             "objectType": "annotation",
             "name": f"{name} {region.rank}",
@@ -223,7 +223,7 @@ def tissue_features(
     # The maximum: thin tissue must not vanish.
     coarse = np.asarray(block_reduce(tissue, (step, step), np.max))  # type: ignore[no-untyped-call]
     groups = label(coarse)
-    scale = [step * um / cell_um for um, cell_um in zip(mpp, heatmap.cell_um, strict=True)]
+    scale = [step * um / square_um for um, square_um in zip(mpp, heatmap.square_um, strict=True)]
     features = []
     for number in range(1, int(groups.max()) + 1):
         rows, columns = np.nonzero(groups == number)
@@ -251,7 +251,7 @@ def contour_features(
     Args:
         heatmap: Heatmap of the slide.
         class_index: The class.
-        tissue: (rows, columns) mask of the cells with tissue; only these count.
+        tissue: (rows, columns) mask of the squares with tissue; only these count.
         slide_id: Name of the slide. Features have the same id whenever they are written.
         level0: Map to the coordinates of QuPath.
     """
@@ -259,11 +259,11 @@ def contour_features(
     from scipy.ndimage import gaussian_filter
 
     is_seen = tissue & np.isfinite(heatmap.scores[class_index])
-    sigma = [DENSITY_UM / um for um in heatmap.cell_um]
+    sigma = [DENSITY_UM / um for um in heatmap.square_um]
     score_and_one = [np.where(is_seen, values, 0.0).astype(np.float64) for values in (heatmap.scores[class_index], 1.0)]
     total, weight = (gaussian_filter(values, sigma, mode="constant") for values in score_and_one)
     density = np.where(is_seen, total / np.maximum(weight, 1e-6), 0.0)
-    # Values are those of cell centres. A border of zeros around the map closes every contour.
+    # Values are those of square centres. A border of zeros around the map closes every contour.
     rows, columns = (np.arange(-1, n + 1) + 0.5 for n in density.shape)
     lines = contour_generator(columns, rows, np.pad(density, 1), fill_type=FillType.OuterOffset)
     name, color = heatmap.class_names[class_index], list(class_color(class_index))
@@ -275,7 +275,7 @@ def contour_features(
         by_size = sorted(areas, key=lambda area: -_area_of_outer_ring(*area))
         for number, (points, offsets) in enumerate(by_size[:MOST_CONTOURS], start=1):
             rings = [
-                # Clipped: the border of zeros begins half a cell outside of the slide.
+                # Clipped: the border of zeros begins half a square outside of the slide.
                 [level0.point(max(0.0, x), max(0.0, y), heatmap) for x, y in points[start:stop].tolist()]
                 for start, stop in pairwise(offsets.tolist())
             ]
@@ -319,9 +319,9 @@ class Level0:
     bounds_origin_px: tuple[float, float] = (0.0, 0.0)
 
     def point(self, column: float, row: float, heatmap: Heatmap) -> tuple[float, float]:
-        """Return the corner of a cell as (x, y) of level 0 from the corner of the bounds, clipped to the slide."""
-        y = min(row * heatmap.cell_px, heatmap.slide_size_px[0])
-        x = min(column * heatmap.cell_px, heatmap.slide_size_px[1])
+        """Return the corner of a square as (x, y) of level 0 from the corner of the bounds, clipped to the slide."""
+        y = min(row * heatmap.square_px, heatmap.slide_size_px[0])
+        x = min(column * heatmap.square_px, heatmap.slide_size_px[1])
         level0_y, level0_x = (a * y + b * x + c for a, b, c in self.affine)
         return round(level0_x - self.bounds_origin_px[1], 2), round(level0_y - self.bounds_origin_px[0], 2)
 

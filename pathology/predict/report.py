@@ -38,9 +38,9 @@ class RegionPicture:
     Attributes:
         rank: By score, from 1.
         picture: A data URI.
-        score: Mean score of its cells, 0 to 1.
-        evidence: Its share of the positive contribution to the logit, as text; empty if no cell contributes.
-        area: Area of its cells, as text.
+        score: Mean score of its squares, 0 to 1.
+        evidence: Its share of the positive contribution to the logit, as text; empty if no square contributes.
+        area: Area of its squares, as text.
         x, y: Centre in level-0 pixels of QuPath.
     """
 
@@ -95,7 +95,7 @@ class Report:
         wide: Whether pictures are placed below each other.
         logit, bias: Output of the channel, and its bias.
         off_tissue: Fraction, 0 to 1, of the positive contributions to the channel that are outside of tissue.
-        cell: Size of the heatmap's cells, as text.
+        square: Size of the heatmap's squares, as text.
         regions: Regions where the channel scores highest, by score.
         regions_left_out: How many regions are not listed, as a sentence; empty if all are.
         crop: Size of their pictures, as text.
@@ -130,7 +130,7 @@ class Report:
     logit: float
     bias: float
     off_tissue: float
-    cell: str
+    square: str
     regions: Sequence[RegionPicture]
     regions_left_out: str
     crop: str

@@ -26,7 +26,7 @@ from pathology.predict.evidence.evidence_tiff import write_evidence
 from pathology.predict.evidence.picture import draw_evidence
 from pathology.predict.heatmap_tiff import write_heatmap, write_score_picture
 from pathology.predict.members import InputSpec, Member
-from pathology.predict.overlay import Overlay, draw_overlay, tissue_cells
+from pathology.predict.overlay import Overlay, draw_overlay, tissue_squares
 from pathology.predict.regions import (
     RankedRegions,
     contour_features,
@@ -39,8 +39,8 @@ from pathology.predict.report import render_report
 from pathology.predict.slide_report import Pictures, fill_report
 from pathology.predict.slide_result import (
     SlideResult,
-    cell_to_level0,
     evidence_of,
+    heatmap_to_level0,
     level0_of,
     origin_um,
     squares_to_level0,
@@ -100,17 +100,17 @@ def _write_files(
         "evidence": evidence_of(result),
         "source_mpp": result.slide.attributes.get("source", {}).get("mpp"),
     }
-    with_position = metadata | {"cell_to_level0": cell_to_level0(result)}
+    with_position = metadata | {"cell_to_level0": heatmap_to_level0(result)}
     mask, mask_mpp = result.slide.tissue()
-    cells = tissue_cells(mask, mask_mpp, heatmap)
+    squares = tissue_squares(mask, mask_mpp, heatmap)
     # A head scores glass, too. These scores mean nothing, and every viewer would draw them as colours on the glass.
-    on_tissue = replace(heatmap, scores=np.where(cells, heatmap.scores, np.float32(np.nan)))
+    on_tissue = replace(heatmap, scores=np.where(squares, heatmap.scores, np.float32(np.nan)))
     if heatmap.mapped:
         write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))
     thumb = wide_enough(thumbnail_of_store(result.slide, OVERLAY_PX).image)
     covered = _write_evidence(folder, result, thumb, metadata)
     shown = heatmap.mapped and not result.withheld
-    regions = find_regions(heatmap, channel, cells, fold=members[0].pooling != "max") if shown else RankedRegions()
+    regions = find_regions(heatmap, channel, squares, fold=members[0].pooling != "max") if shown else RankedRegions()
     overlay = draw_overlay(Overlay(thumb, heatmap, shown, mask, mask_mpp, regions))
     overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
     small = overlay.crop((0, 0, thumb.shape[1], thumb.shape[0]))  # without the legend
@@ -120,11 +120,11 @@ def _write_files(
     collection = to_geojson(regions.listed, heatmap, channel, slide_id=result.slide_id, level0=level0)
     collection["features"] += tissue_features(mask, mask_mpp, heatmap, slide_id=result.slide_id, level0=level0)
     if shown:
-        collection["features"] += contour_features(heatmap, channel, cells, slide_id=result.slide_id, level0=level0)
+        collection["features"] += contour_features(heatmap, channel, squares, slide_id=result.slide_id, level0=level0)
     write_regions(folder / "regions.geojson", collection)
     if shown:
         write_score_picture(folder / "scores.tiff", on_tissue)
-    pictures = Pictures(Image.fromarray(thumb), overlay, cells, covered)
+    pictures = Pictures(Image.fromarray(thumb), overlay, squares, covered)
     report = fill_report(result, members, spec, pictures, regions, level0)
     (folder / "report.html").write_text(render_report(report), encoding="utf-8", errors="backslashreplace")
     text = json.dumps(

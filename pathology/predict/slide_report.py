@@ -36,13 +36,13 @@ class Pictures:
     Attributes:
         thumbnail: The slide.
         overlay: The slide with scores.
-        tissue_cells: (rows, columns) mask of the heatmap's cells with tissue.
+        tissue_squares: (rows, columns) mask of the heatmap's squares with tissue.
         blocks: The slide with the evidence of its blocks; None: it has none.
     """
 
     thumbnail: Image.Image
     overlay: Image.Image
-    tissue_cells: NDArray[np.bool_]
+    tissue_squares: NDArray[np.bool_]
     blocks: Image.Image | None = None
 
 
@@ -84,8 +84,8 @@ def fill_report(
         wide=pictures.thumbnail.width > 1.4 * pictures.thumbnail.height,
         logit=heatmap.logits[channel],
         bias=heatmap.bias[channel],
-        off_tissue=_off_tissue(heatmap.positive_contributions(channel), pictures.tissue_cells),
-        cell=f"{heatmap.cell_um[1]:.3g} × {heatmap.cell_um[0]:.3g} µm",
+        off_tissue=_off_tissue(heatmap.positive_contributions(channel), pictures.tissue_squares),
+        square=f"{heatmap.square_um[1]:.3g} × {heatmap.square_um[0]:.3g} µm",
         regions=[_region(result, region, level0) for region in regions.listed],
         regions_left_out=_left_out(regions),
         crop=f"{CROP_UM:g} µm",
@@ -171,8 +171,8 @@ def _left_out(regions: RankedRegions) -> str:
 def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPicture:
     """Return a region with its picture and its position in level-0 pixels."""
     heatmap = result.heatmap
-    # + 0.5: cell 0 lies from 0 to 1.
-    row, column = (float(part.mean()) + 0.5 for part in region.cells)
+    # + 0.5: square 0 lies from 0 to 1.
+    row, column = (float(part.mean()) + 0.5 for part in region.squares)
     x, y = level0.point(column, row, heatmap)
     return RegionPicture(
         rank=region.rank,
@@ -188,12 +188,12 @@ def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPictur
 def _crop(result: SlideResult, region: Region) -> str:
     """Return a picture, as a data URI, of ``CROP_UM`` around the region's peak, at the store's finest level."""
     finest, model_mpp = result.slide.levels[0], result.heatmap.mpp
-    cell_px = result.heatmap.cell_px
+    square_px = result.heatmap.square_px
     # At least 32 pixels: a coarse store would give a picture of a few.
     sides = [max(32, round(CROP_UM / mpp)) for mpp in finest.mpp]
     centre = [
-        # From cells to pixels of the model, and on to those of the store's finest level.
-        round((peak + 0.5) * cell_px * coarse / fine)
+        # From squares to pixels of the model, and on to those of the store's finest level.
+        round((peak + 0.5) * square_px * coarse / fine)
         for peak, coarse, fine in zip(region.peak, model_mpp, finest.mpp, strict=True)
     ]
     y0, x0 = (

@@ -104,13 +104,13 @@ def level0_of(result: SlideResult) -> Level0:
     return Level0((rows[0], rows[1]), (bounds["y0"], bounds["x0"]))  # type: ignore[arg-type]
 
 
-def cell_to_level0(result: SlideResult) -> list[list[float]]:
-    """Return the 2 × 3 matrix that maps (row, column, 1) of a cell's corner to (y, x) of level 0, as in QuPath."""
-    return squares_to_level0(result, result.heatmap.cell_px)
+def heatmap_to_level0(result: SlideResult) -> list[list[float]]:
+    """Return the 2 × 3 matrix that maps (row, column, 1) of a square's corner to (y, x) of level 0, as in QuPath."""
+    return squares_to_level0(result, result.heatmap.square_px)
 
 
 def squares_to_level0(result: SlideResult, side_px: int) -> list[list[float]]:
-    """Return the matrix of `cell_to_level0` for squares of another side, in pixels at the model's resolution."""
+    """Return the matrix of `heatmap_to_level0` for squares of another side, in pixels at the model's resolution."""
     level0 = level0_of(result)
     pairs = zip(level0.affine, level0.bounds_origin_px, strict=True)
     return [[a * side_px, b * side_px, c - origin] for (a, b, c), origin in pairs]

@@ -1,7 +1,7 @@
 """Tiles of layers over a slide: the outline of its tissue, and the channels of a prediction's maps.
 
-A pixel of a tile shows the heatmap's cell under its centre. It is found with the affine matrices of slide and heatmap,
-so layers are in register at any zoom, for slides of stores and of files.
+A pixel of a tile shows the heatmap's square under its centre, found with the affine matrices of slide and heatmap, so
+layers are in register at any zoom, for slides of stores and of files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OUTLINE_PX = 2
 _RANGE_PERCENTILE = 99.5
 """Percentile of the contributions that is drawn with full opacity."""
 _MAX_RANGE_PX = 1_000_000
-"""The percentile is computed from a level with at most this many cells."""
+"""The percentile is computed from a level with at most this many squares."""
 _OME = "{http://www.openmicroscopy.org/Schemas/OME/2016-06}"
 
 
@@ -51,7 +51,7 @@ class HeatmapChannel:
         class_name: Its class; empty for attention.
         color: Colour of the class.
         strongest: The value that is drawn with full opacity: 1 for scores, a high percentile for others.
-        offset: Subtracted before drawing: the background's part, which is equal in all cells.
+        offset: Subtracted before drawing: the background's part, which is equal in all squares.
     """
 
     index: int
@@ -76,7 +76,7 @@ class HeatmapFile:
     Attributes:
         path: The file.
         mtime_ns: Its time of modification when its metadata were read.
-        cells: Map between cells and level 0.
+        grid: Map between squares and level 0.
         channels: Its channels, in the order of the file.
 
     Raises:
@@ -96,25 +96,25 @@ class HeatmapFile:
             raise LayerError(f"{path}: cannot be read ({error})") from error
         if "cell_to_level0" not in metadata:
             raise LayerError(f"{path}: does not state its position on the slide; predict again with --overwrite")
-        self.cells = SlideGrid(np.array(metadata["cell_to_level0"], np.float64))
+        self.grid = SlideGrid(np.array(metadata["cell_to_level0"], np.float64))
         classes = list(metadata["class_names"])
         backgrounds = list(metadata.get("background_share_per_pixel", [0.0] * len(classes)))
         self.channels = tuple(self._channel(k, name, classes, backgrounds) for k, name in enumerate(names))
 
     def values(self, channel: int, level: int = 0) -> NDArray[np.float32]:
-        """Return a level of a channel, ``(rows, columns)`` float32; NaN in cells that were not seen."""
+        """Return a level of a channel, ``(rows, columns)`` float32; NaN in squares that were not seen."""
         import tifffile
 
         with tifffile.TiffFile(self.path) as file:
             return np.asarray(file.series[0].levels[level].pages[channel].asarray(), np.float32)  # type: ignore[union-attr]
 
-    def level_for(self, cells_per_pixel: float) -> int:
-        """Return the coarsest level whose cells are not larger than a pixel.
+    def level_for(self, squares_per_pixel: float) -> int:
+        """Return the coarsest level whose squares are not larger than a pixel.
 
         Args:
-            cells_per_pixel: Cells of the finest level for each pixel, along an axis.
+            squares_per_pixel: Squares of the finest level for each pixel, along an axis.
         """
-        return min(len(self._shapes) - 1, max(0, math.floor(math.log2(max(cells_per_pixel, 1.0)))))
+        return min(len(self._shapes) - 1, max(0, math.floor(math.log2(max(squares_per_pixel, 1.0)))))
 
     def _channel(self, index: int, name: str, classes: list[str], backgrounds: list[float]) -> HeatmapChannel:
         """Return how a channel of the file is shown: its colour and the range of its values.
@@ -188,14 +188,14 @@ class LayerPainter:
             heatmap: The heatmap.
             channel: One of its channels.
             tile: (zoom, row, column) of the tile.
-            smooth: Whether to interpolate between the centres of cells; otherwise each cell has one colour.
+            smooth: Whether to interpolate between the centres of squares; otherwise each square has one colour.
         """
         y, x = _shown_points(slide, tile)
-        # From shown pixels to level 0, and on to cells of the heatmap.
-        to_cells = np.linalg.inv(_square(heatmap.cells)) @ _square(slide.to_level0)
-        rows, columns = _along(to_cells[0], y, x), _along(to_cells[1], y, x)
-        # As many cells of that level as pixels, or more: fewer would show blocks, more would take time to read.
-        level = heatmap.level_for(TileGrid.of(slide).scale(tile[0]) * float(np.abs(to_cells[0, :2]).max()))
+        # From shown pixels to level 0, and on to squares of the heatmap.
+        to_squares = np.linalg.inv(_square(heatmap.grid)) @ _square(slide.to_level0)
+        rows, columns = _along(to_squares[0], y, x), _along(to_squares[1], y, x)
+        # As many squares of that level as pixels, or more: fewer would show blocks, more would take time to read.
+        level = heatmap.level_for(TileGrid.of(slide).scale(tile[0]) * float(np.abs(to_squares[0, :2]).max()))
         # With the time: a slide may be predicted again while the viewer runs.
         key = (str(heatmap.path), heatmap.mtime_ns, channel.index, level)
         values = self._cache.get(key, lambda: heatmap.values(channel.index, level))
@@ -230,10 +230,10 @@ def painted(values: NDArray[np.float32], channel: HeatmapChannel) -> RGBA:
 def nearest(
     values: NDArray[np.float32], rows: NDArray[np.float64], columns: NDArray[np.float64]
 ) -> NDArray[np.float32]:
-    """Return the values of the cells that contain points; NaN for points outside.
+    """Return the values of the squares that contain points; NaN for points outside.
 
     Args:
-        values: (rows, columns); cell (i, j) covers ``[i, i + 1) × [j, j + 1)``.
+        values: (rows, columns); square (i, j) covers ``[i, i + 1) × [j, j + 1)``.
         rows: Row coordinates of the points.
         columns: Column coordinates, of a shape that broadcasts with ``rows``.
     """
@@ -247,11 +247,11 @@ def nearest(
 def interpolated(
     values: NDArray[np.float32], rows: NDArray[np.float64], columns: NDArray[np.float64]
 ) -> NDArray[np.float32]:
-    """Return values interpolated linearly between cell centres; NaN where `nearest` is. Cells with NaN have no weight.
+    """Return values interpolated between centres of squares; NaN where `nearest` is. Squares with NaN have no weight.
 
     See `nearest` for the arguments.
     """
-    # Values are those of the cells' centres.
+    # Values are those of the squares' centres.
     y, x = rows - 0.5, columns - 0.5
     i, j = np.floor(y).astype(np.intp), np.floor(x).astype(np.intp)
     down, across = (y - i).astype(np.float32), (x - j).astype(np.float32)

@@ -109,7 +109,7 @@ class Scene:
             key: Key of the slide.
             layer: ``tissue``, or the index of a channel of its maps, in their order.
             tile: Position of the tile.
-            smooth: Whether to interpolate between cells.
+            smooth: Whether to interpolate between squares.
 
         Raises:
             NotInGalleryError, LayerError, SlideError, StoreError: The tile cannot be shown.

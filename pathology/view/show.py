@@ -53,8 +53,8 @@ def show(
     if heatmap is not None:
         file = _heatmap_of(slide, Path(heatmap))
         shown = _channel_of(file, channel)
-        cells = _cells_of(slide, file, rows, columns)
-        colours = painted(_sampled(file.values(shown.index), *cells), shown)
+        squares = _squares_of(slide, file, rows, columns)
+        colours = painted(_sampled(file.values(shown.index), *squares), shown)
         image = Image.alpha_composite(image.convert("RGBA"), Image.fromarray(colours)).convert("RGB")
     if tissue:
         mask, mpp = slide.tissue()
@@ -93,10 +93,10 @@ def _places(box: Box, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArr
     return np.asarray(rows, np.float64), np.asarray(columns, np.float64)
 
 
-def _cells_of(
+def _squares_of(
     slide: SlideStore, file: HeatmapFile, rows: NDArray[np.float64], columns: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return row and column of the heatmap's cells, each (h, w), at pixels of the slide's finest level.
+    """Return row and column of the heatmap's squares, each (h, w), at pixels of the slide's finest level.
 
     Both state their position on level 0 of the file, so they may differ in resolution, and in the part that they cover.
     """
@@ -106,17 +106,17 @@ def _cells_of(
             f"slide with hyfi ingest"
         )
     to_level0 = np.array(slide.attributes["affine"], np.float64)
-    bounds, cells = slide.attributes["source"]["bounds"], file.cells.affine
+    bounds, squares = slide.attributes["source"]["bounds"], file.grid.affine
     places = np.stack(np.meshgrid(rows, columns, indexing="ij"))
     # The heatmap counts from the corner of the bounds, as QuPath does, the slide from that of the file.
-    origin = to_level0[:, 2] - (bounds["y0"], bounds["x0"]) - cells[:, 2]
+    origin = to_level0[:, 2] - (bounds["y0"], bounds["x0"]) - squares[:, 2]
     level0 = np.einsum("ij,jhw->ihw", to_level0[:, :2], places) + origin[:, None, None]
-    row, column = np.einsum("ij,jhw->ihw", np.linalg.inv(cells[:, :2]), level0)
+    row, column = np.einsum("ij,jhw->ihw", np.linalg.inv(squares[:, :2]), level0)
     return row, column
 
 
 def _sampled(grid: NDArray[Any], rows: NDArray[np.float64], columns: NDArray[np.float64]) -> NDArray[Any]:
-    """Return the cells of a grid in which points (h, w) lie; beyond it the nearest."""
+    """Return the squares of a grid in which points (h, w) lie; beyond it the nearest."""
     y = np.clip(np.floor(rows), 0, grid.shape[0] - 1).astype(np.int64)
     x = np.clip(np.floor(columns), 0, grid.shape[1] - 1).astype(np.int64)
     return np.asarray(grid[y, x])

@@ -2,8 +2,8 @@
 
 ::
 
-    hyfi features      | 0 | 1 | 2 |          whole tiles from the slide's corner: a cell of heatmaps is a tile
-    CLAM              |  0 |  1 | | 2 |       from the corner of each piece of tissue: cells are quarters of a tile
+    hyfi features      | 0 | 1 | 2 |          whole tiles from the slide's corner: a square of heatmaps is a tile
+    CLAM              |  0 |  1 | | 2 |       from the corner of each piece of tissue: squares are quarters of a tile
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hyfi_core.errors import RequestError
 
 _USUAL_PX = 256
 """Pixels of a tile whose file does not state them; for heatmaps and pictures only."""
-_MOST_CELLS = 4
-"""Cells of a heatmap along the side of a tile that is not at whole tiles."""
+_MOST_SQUARES = 4
+"""Squares of a heatmap along the side of a tile that is not at whole tiles."""
 _ROUNDED_PX = 0.6
 """Most level-0 pixels between the stated side of a tile and the side measured by corners: both were rounded."""
 
@@ -108,8 +108,8 @@ def placed_tiles(stored: StoredFeatures, slide: SlideStore) -> TissueTiles | Non
     # By centres, which a map that turns or mirrors keeps; corners become other corners.
     centres = corners + side_um / np.array(source_mpp(slide)) / 2
     in_plane = np.linalg.solve(matrix[:, :2], (centres - matrix[:, 2]).T).T - size_px / 2
-    cell_px, whole = _cell(in_plane, size_px)
-    rounded = np.round(in_plane / cell_px) * cell_px if whole else np.round(in_plane)
+    square_px, whole = _square(in_plane, size_px)
+    rounded = np.round(in_plane / square_px) * square_px if whole else np.round(in_plane)
     return TissueTiles(
         slide_id=slide.slide_id,
         size_px=size_px,
@@ -118,7 +118,7 @@ def placed_tiles(stored: StoredFeatures, slide: SlideStore) -> TissueTiles | Non
         corners=read_only(rounded.astype(np.int64)),
         tissue=read_only(np.full(stored.count, np.nan)),
         to_source=to_source,
-        cell_px=cell_px,
+        square_px=square_px,
     )
 
 
@@ -132,13 +132,13 @@ def _plane(levels: Sequence[StoreLevel], mpp_um: float) -> TilePlane:
     return TilePlane(read, (y, x), (mpp_um, mpp_um), (ceil(level.height_px / y), ceil(level.width_px / x)))
 
 
-def _cell(corners: NDArray[np.float64], size_px: int) -> tuple[int, bool]:
-    """Return the side of a cell, and whether all corners are at whole cells apart from rounding."""
-    parts = [k for k in range(1, _MOST_CELLS + 1) if size_px % k == 0]
+def _square(corners: NDArray[np.float64], size_px: int) -> tuple[int, bool]:
+    """Return the side of a square, and whether all corners are at whole squares apart from rounding."""
+    parts = [k for k in range(1, _MOST_SQUARES + 1) if size_px % k == 0]
     for k in parts:
-        cell = size_px // k
-        if bool((np.abs(corners - np.round(corners / cell) * cell) <= max(1.0, size_px / 100)).all()):
-            return cell, True
+        square = size_px // k
+        if bool((np.abs(corners - np.round(corners / square) * square) <= max(1.0, size_px / 100)).all()):
+            return square, True
     return size_px // parts[-1], False
 
 
@@ -150,7 +150,7 @@ def _unrounded(corners: NDArray[np.float64], side_px: float) -> float:
     # the farthest corner is a whole number of steps away and all others are within a pixel of the grid.
     axis = int(np.argmax(np.ptp(corners, axis=0)))
     offsets = corners[:, axis] - corners[:, axis].min()
-    for parts in range(1, _MOST_CELLS + 1):
+    for parts in range(1, _MOST_SQUARES + 1):
         steps = round(float(offsets.max()) / side_px * parts)
         if not steps:
             continue

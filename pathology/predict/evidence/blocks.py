@@ -60,7 +60,7 @@ class OcclusionBlocks:
     def of(cls, tissue: TissueGrid, views: Sequence[View], align_px: int, most: int) -> OcclusionBlocks:
         """Return the smallest blocks that need at most ``most`` forwards, or one block of the slide for each image.
 
-        Their sides are multiples of ``align_px``, so that they end where cells of the network's map do.
+        Their sides are multiples of ``align_px``, so that they end where squares of the heatmap do.
 
         Args:
             tissue: Tissue of the slide at the model's resolution.
@@ -73,15 +73,15 @@ class OcclusionBlocks:
         step = align_px * math.ceil(max(size) / align_px / _MOST_SIDES)
         shown = _shown_tissue(tissue, views, step)
         # A block is times × times squares. Where to begin: joined, n squares are at least n / times² blocks.
-        times = max(1, math.isqrt(max(0, sum(int(cells.sum()) for cells in shown) - 1) // most))
-        while sum(int(_joined(cells, times).sum()) for cells in shown) > most and times * step < max(size):
+        times = max(1, math.isqrt(max(0, sum(int(squares.sum()) for squares in shown) - 1) // most))
+        while sum(int(_joined(squares, times).sum()) for squares in shown) > most and times * step < max(size):
             # By a sixteenth, at least one: a slide may need hundreds of steps of one.
             times += max(1, times // 16)
         block_px = times * step
         covered = [
             CoveredBlock(row, column, image, _boxes_of(view, row, column, block_px))
-            for image, (view, cells) in enumerate(zip(views, shown, strict=True))
-            for row, column in np.argwhere(_joined(cells, times)).tolist()
+            for image, (view, squares) in enumerate(zip(views, shown, strict=True))
+            for row, column in np.argwhere(_joined(squares, times)).tolist()
         ]
         return cls(block_px, (math.ceil(size[0] / block_px), math.ceil(size[1] / block_px)), tuple(covered))
 
@@ -92,19 +92,19 @@ def _shown_tissue(tissue: TissueGrid, views: Sequence[View], step: int) -> list[
     has_tissue = tissue.counts(ends[0], ends[1]) > 0
     shown = []
     for view in views:
-        cells = np.zeros_like(has_tissue)
+        squares = np.zeros_like(has_tissue)
         for piece in view.pieces:
             box = piece.source
-            cells[box.y0 // step : math.ceil(box.y1 / step), box.x0 // step : math.ceil(box.x1 / step)] = True
-        shown.append(cells & has_tissue)
+            squares[box.y0 // step : math.ceil(box.y1 / step), box.x0 // step : math.ceil(box.x1 / step)] = True
+        shown.append(squares & has_tissue)
     return shown
 
 
-def _joined(cells: Mask, times: int) -> Mask:
-    """Return the grid of squares of ``times`` × ``times`` cells: whether one of them is set."""
-    rows, columns = (-(-side // times) for side in cells.shape)
+def _joined(squares: Mask, times: int) -> Mask:
+    """Return the grid of blocks of ``times`` × ``times`` squares: whether one of them is set."""
+    rows, columns = (-(-side // times) for side in squares.shape)
     padded = np.zeros((rows * times, columns * times), bool)
-    padded[: cells.shape[0], : cells.shape[1]] = cells
+    padded[: squares.shape[0], : squares.shape[1]] = squares
     return np.asarray(padded.reshape(rows, times, columns, times).any(axis=(1, 3)))
 
 

@@ -1,8 +1,8 @@
-"""Heatmaps of tiles: what each tile says, on the slide's grid of cells.
+"""Heatmaps of tiles: what each tile says, on the slide's grid of squares.
 
-tiles of 4 px, stride 4        a cell is a tile
-tiles of 4 px, stride 2        cells of 2 px: scores and attention are means of the tiles over a cell,
-+--+--+--+                     and a contribution is divided equally among the cells of its tile
+tiles of 4 px, stride 4        a square is a tile
+tiles of 4 px, stride 2        squares of 2 px: scores and attention are means of the tiles over a square,
++--+--+--+                     and a contribution is divided equally among the squares of its tile
 |a |ab|b |
 +--+--+--+
 """
@@ -37,9 +37,9 @@ class TileValues:
     attention: NDArray[np.floating] | None
 
 
-def cell_px_of(tiles: TissueTiles) -> int:
-    """Return the side of a cell, in pixels of the tiles' plane: the largest that divides size and stride."""
-    return math.gcd(tiles.size_px, tiles.stride_px) if tiles.cell_px is None else tiles.cell_px
+def square_px_of(tiles: TissueTiles) -> int:
+    """Return the side of a square, in pixels of the tiles' plane: the largest that divides size and stride."""
+    return math.gcd(tiles.size_px, tiles.stride_px) if tiles.square_px is None else tiles.square_px
 
 
 def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str], exclusive: bool) -> Heatmap:
@@ -51,16 +51,16 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
         channels: Names of the outputs.
         exclusive: Whether scores of a tile sum to 1.
     """
-    cell_px, count = cell_px_of(tiles), len(values.logits)
-    height, width = (math.ceil(side / cell_px) for side in tiles.plane.size_px)
-    rows, columns, inside = _cells(tiles, cell_px, (height, width))
-    shares = values.contributions / inside.sum(1)  # cells beyond the slide's border do not exist
-    # Contributions, scores, number of tiles over a cell, and attention if there is any.
+    square_px, count = square_px_of(tiles), len(values.logits)
+    height, width = (math.ceil(side / square_px) for side in tiles.plane.size_px)
+    rows, columns, inside = _squares(tiles, square_px, (height, width))
+    shares = values.contributions / inside.sum(1)  # squares beyond the slide's border do not exist
+    # Contributions, scores, number of tiles over a square, and attention if there is any.
     maps = [*shares, *values.scores, np.ones(len(tiles))]
     maps += [] if values.attention is None else [values.attention * len(tiles)]
     canvas = np.zeros((len(maps), height, width))
     for map_, of_tiles in zip(canvas, maps, strict=True):
-        # `add.at`: overlapping tiles have cells in common.
+        # `add.at`: overlapping tiles have squares in common.
         np.add.at(map_, (rows[inside], columns[inside]), np.broadcast_to(of_tiles[:, None], inside.shape)[inside])
     covers = canvas[2 * count]
     is_seen = covers > 0
@@ -71,7 +71,7 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
     return Heatmap(
         scores=canvas[count : 2 * count].astype(np.float32),
         values=canvas[:count].astype(np.float32),
-        cell_px=cell_px,
+        square_px=square_px,
         mpp=tiles.plane.mpp,
         slide_size_px=tiles.plane.size_px,
         class_names=tuple(channels),
@@ -85,51 +85,51 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
     )
 
 
-def at_tiles(tiles: TissueTiles, values: NDArray[np.floating], cell_px: int) -> NDArray[np.float64]:
-    """Return the mean of a map's cells in each tile, (N,).
+def at_tiles(tiles: TissueTiles, values: NDArray[np.floating], square_px: int) -> NDArray[np.float64]:
+    """Return the mean of a map's squares in each tile, (N,).
 
     Args:
         tiles: The slide's tiles.
         values: The map, (rows, columns).
-        cell_px: Side of a cell, which divides size and stride.
+        square_px: Side of a square, which divides size and stride.
     """
-    sums, counts = _sums_of_cells(tiles, values, cell_px)
+    sums, counts = _sums_of_squares(tiles, values, square_px)
     mean: NDArray[np.float64] = sums / counts
     return mean
 
 
-def contributions_of(tiles: TissueTiles, values: NDArray[np.floating], cell_px: int) -> NDArray[np.float64]:
+def contributions_of(tiles: TissueTiles, values: NDArray[np.floating], square_px: int) -> NDArray[np.float64]:
     """Return the contribution of each tile to a logit, (N,), whose sum is that of the map.
 
-    A cell that several tiles cover counts in equal parts for each, as the map does not tell their parts apart.
+    A square that several tiles cover counts in equal parts for each, as the map does not tell their parts apart.
 
     Args:
         tiles: The slide's tiles.
         values: The map of contributions, (rows, columns), from `place_tiles`.
-        cell_px: Side of a cell, which divides size and stride.
+        square_px: Side of a square, which divides size and stride.
     """
-    rows, columns, inside = _cells(tiles, cell_px, (values.shape[0], values.shape[1]))
+    rows, columns, inside = _squares(tiles, square_px, (values.shape[0], values.shape[1]))
     covers = np.zeros(values.shape)
     np.add.at(covers, (rows[inside], columns[inside]), 1)
-    sums, _ = _sums_of_cells(tiles, np.nan_to_num(values) / np.maximum(covers, 1), cell_px)
+    sums, _ = _sums_of_squares(tiles, np.nan_to_num(values) / np.maximum(covers, 1), square_px)
     return sums
 
 
-def _sums_of_cells(
-    tiles: TissueTiles, values: NDArray[np.floating], cell_px: int
+def _sums_of_squares(
+    tiles: TissueTiles, values: NDArray[np.floating], square_px: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return the sum of a map's cells in each tile, and their number without those beyond the slide; both (N,)."""
-    rows, columns, inside = _cells(tiles, cell_px, (values.shape[0], values.shape[1]))
-    cells = np.where(inside, values[np.where(inside, rows, 0), np.where(inside, columns, 0)], 0.0)
-    return cells.sum(1), inside.sum(1)
+    """Return the sum of a map's squares in each tile, and their number without those beyond the slide; both (N,)."""
+    rows, columns, inside = _squares(tiles, square_px, (values.shape[0], values.shape[1]))
+    squares = np.where(inside, values[np.where(inside, rows, 0), np.where(inside, columns, 0)], 0.0)
+    return squares.sum(1), inside.sum(1)
 
 
-def _cells(
-    tiles: TissueTiles, cell_px: int, shape: tuple[int, int]
+def _squares(
+    tiles: TissueTiles, square_px: int, shape: tuple[int, int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return row and column of each cell of each tile, (N, cells of a tile), and whether it is on the slide."""
-    side = np.arange(tiles.size_px // cell_px)
+    """Return row and column of each square of each tile, (N, squares of a tile), and whether it is on the slide."""
+    side = np.arange(tiles.size_px // square_px)
     down, across = (part.ravel() for part in np.meshgrid(side, side, indexing="ij"))
-    corners = (tiles.corners + cell_px // 2) // cell_px  # rounded: tiles of other tools may lie between cells
+    corners = (tiles.corners + square_px // 2) // square_px  # rounded: tiles of other tools may lie between squares
     rows, columns = corners[:, :1] + down, corners[:, 1:] + across
     return rows, columns, (rows >= 0) & (rows < shape[0]) & (columns >= 0) & (columns < shape[1])

@@ -27,17 +27,17 @@ def top_tiles(result: SlideResult) -> list[TilePicture]:
     tiles, heatmap, channel = result.tiles, result.heatmap, result.channel
     if tiles is None or result.withheld:
         return []
-    level0, scores = level0_of(result), at_tiles(tiles, heatmap.scores[channel], heatmap.cell_px)
+    level0, scores = level0_of(result), at_tiles(tiles, heatmap.scores[channel], heatmap.square_px)
     if heatmap.attention is None:
-        weights = contributions_of(tiles, heatmap.values[channel], heatmap.cell_px)
+        weights = contributions_of(tiles, heatmap.values[channel], heatmap.square_px)
     else:
-        weights = at_tiles(tiles, heatmap.attention, heatmap.cell_px)
+        weights = at_tiles(tiles, heatmap.attention, heatmap.square_px)
     chosen = np.argsort(-weights, kind="stable")[:MOST]
     chosen = chosen[weights[chosen] > 0]  # with max pooling, one tile of each class has weight
     pixels = _pictures(result.slide, tiles, chosen.tolist())
     pictures = []
     for rank, (index, tile) in enumerate(zip(chosen.tolist(), pixels, strict=True), 1):
-        row, column = ((tiles.corners[index] + tiles.size_px / 2) / heatmap.cell_px).tolist()
+        row, column = ((tiles.corners[index] + tiles.size_px / 2) / heatmap.square_px).tolist()
         x, y = level0.point(column, row, heatmap)
         text = f"{weights[index]:+.3g}" if heatmap.attention is None else f"{weights[index]:.3g} ×"
         image = Image.fromarray(np.ascontiguousarray(tile.transpose(1, 2, 0)))

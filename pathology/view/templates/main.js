@@ -177,7 +177,7 @@ function listLayers() {
   if (pane.about?.layers.length) {
     const box = element("input", {type: "checkbox", checked: pane.known().every(one => pane.setting(one).smooth), id: "smooth"});
     box.onchange = () => { for (const one of pane.known()) { pane.setting(one).smooth = box.checked; pane.put(one); } };
-    rows.push(element("label", {className: "kind"}, box, "interpolate between the network's cells"));
+    rows.push(element("label", {className: "kind"}, box, "interpolate between the heatmap's squares"));
   }
   if (pane.note && pane.about) rows.push(element("p", {className: "bad", textContent: pane.note}));
   byId("layers").replaceChildren(...rows);

@@ -54,18 +54,18 @@ def test_tiles_are_where_they_were_cut(
     placed = placed_tiles(stored, slide)
     assert placed is not None
     assert np.array_equal(placed.corners, tiles.corners)
-    assert placed.size_px == size and placed.cell_px == (stride or size)
+    assert placed.size_px == size and placed.square_px == (stride or size)
     assert tile_um(stored, slide) == pytest.approx(size * (mpp or 1.0), rel=0.01)
 
 
-def test_tiles_anywhere_have_cells_of_a_quarter(slide: SlideStore, tmp_path: Path) -> None:
+def test_tiles_anywhere_have_squares_of_a_quarter(slide: SlideStore, tmp_path: Path) -> None:
     corners = np.array([[40, 7], [40 + 560 + 130, 7 + 70]])  # 224 px of 1 µm are 560 of 0.4 µm
     placed = placed_tiles(write(tmp_path / "s.h5", corners, patch_size=224, patch_size_level0=560), slide)
-    assert placed is not None and placed.cell_px == 56
+    assert placed is not None and placed.square_px == 56
     assert placed.corners.tolist() == [[0, 0], [276, 28]]
     values = TileValues(np.zeros(1), np.array([[0.25, 1.0]]), np.array([[16.0, 32.0]]), None)
     heatmap = place_tiles(placed, values, ["a"], False)
-    assert np.isfinite(heatmap.scores[0]).sum() == 32  # (276, 28) is at the cell (5, 1)
+    assert np.isfinite(heatmap.scores[0]).sum() == 32  # (276, 28) is at the square (5, 1)
     assert np.nansum(heatmap.values[0, :4, :4]) == 16 and np.nansum(heatmap.values[0, 5:9, 1:5]) == 32
 
 

@@ -54,13 +54,13 @@ def test_what_is_found_on_a_crop_is_put_where_it_is_on_the_slide(tmp_path: Path,
     crop = store_of(slide, tmp_path / "crop", mpp=1.0, crop_tissue=True)
     pixels = crop.read(Box.of_size(crop.levels[1].height_px, crop.levels[1].width_px), 1)
     rows, columns = np.nonzero(pixels[1] < 200)
-    cell = 16
+    side = 16
     seen = SimpleNamespace(
-        cell_px=cell, slide_size_px=(crop.levels[1].height_px, crop.levels[1].width_px), mpp=crop.levels[1].mpp
+        square_px=side, slide_size_px=(crop.levels[1].height_px, crop.levels[1].width_px), mpp=crop.levels[1].mpp
     )  # what `Level0.point` asks of a heatmap
     level0 = level0_of(SimpleNamespace(slide=crop, heatmap=seen))  # type: ignore[arg-type]
     corners = [(rows.min(), columns.min()), (rows.max() + 1, columns.max() + 1)]
-    found = [level0.point(x / cell, y / cell, seen) for y, x in corners]  # type: ignore[arg-type]
+    found = [level0.point(x / side, y / side, seen) for y, x in corners]  # type: ignore[arg-type]
     assert np.abs(np.array(found) - [(3100, 2200), (4000, 2900)]).max() <= 4
     assert isinstance(level0, Level0)
     box = crop.attributes["crop"]

@@ -28,9 +28,9 @@ def view_of(size_px: tuple[int, int], *pieces: tuple[tuple[int, int, int, int], 
     return View(size_px, tuple(made), 1.0, 1, ())
 
 
-def scores_of(cells: np.ndarray) -> np.ndarray:
-    """What a cell's own value says of it, 0 to 1."""
-    return np.asarray(1 / (1 + np.exp(-cells)))
+def scores_of(squares: np.ndarray) -> np.ndarray:
+    """What a square's own value says of it, 0 to 1."""
+    return np.asarray(1 / (1 + np.exp(-squares)))
 
 
 def put(contributions: np.ndarray, view: View, slide: tuple[int, int], align_px: int = 64) -> Heatmap:
@@ -47,40 +47,40 @@ def put(contributions: np.ndarray, view: View, slide: tuple[int, int], align_px:
     )
 
 
-def random_cells(*shape: int) -> np.ndarray:
+def random_squares(*shape: int) -> np.ndarray:
     return np.random.default_rng(7).normal(size=shape).astype(np.float32)
 
 
-def test_cells_return_to_the_place_their_piece_was_cut_from() -> None:
+def test_squares_return_to_the_place_their_piece_was_cut_from() -> None:
     view = view_of((128, 192), ((64, 128, 64, 192), (0, 0)), ((192, 256, 0, 64), (64, 128)))
-    cells = random_cells(2, 4, 6)
-    heatmap = put(cells, view, (300, 250))
+    squares = random_squares(2, 4, 6)
+    heatmap = put(squares, view, (300, 250))
     assert heatmap.exact
-    assert heatmap.cell_px == 32
+    assert heatmap.square_px == 32
     assert heatmap.values.shape == (2, 10, 8)
-    background = (cells.sum((1, 2)) - cells[:, :2, :4].sum((1, 2)) - cells[:, 2:, 4:].sum((1, 2))) / 12
-    np.testing.assert_allclose(heatmap.values[:, 2:4, 2:6], cells[:, :2, :4] + background[:, None, None], rtol=1e-5)
-    np.testing.assert_allclose(heatmap.values[:, 6:8, 0:2], cells[:, 2:, 4:] + background[:, None, None], rtol=1e-5)
-    assert heatmap.seen_cells.sum() == 12
+    background = (squares.sum((1, 2)) - squares[:, :2, :4].sum((1, 2)) - squares[:, 2:, 4:].sum((1, 2))) / 12
+    np.testing.assert_allclose(heatmap.values[:, 2:4, 2:6], squares[:, :2, :4] + background[:, None, None], rtol=1e-5)
+    np.testing.assert_allclose(heatmap.values[:, 6:8, 0:2], squares[:, 2:, 4:] + background[:, None, None], rtol=1e-5)
+    assert heatmap.seen_squares.sum() == 12
 
 
 def test_what_was_not_looked_at_is_nan_in_every_class() -> None:
-    heatmap = put(random_cells(2, 4, 4), view_of((128, 128), ((64, 128, 0, 64), (0, 0))), (200, 200))
-    assert np.isnan(heatmap.values[:, ~heatmap.seen_cells]).all()
-    assert heatmap.seen_cells[2:4, :2].all()
+    heatmap = put(random_squares(2, 4, 4), view_of((128, 128), ((64, 128, 0, 64), (0, 0))), (200, 200))
+    assert np.isnan(heatmap.values[:, ~heatmap.seen_squares]).all()
+    assert heatmap.seen_squares[2:4, :2].all()
 
 
-def test_ragged_piece_at_the_slides_border_keeps_its_last_cells() -> None:
-    heatmap = put(random_cells(1, 4, 4), view_of((128, 128), ((64, 100, 64, 71), (64, 64))), (100, 71))
+def test_ragged_piece_at_the_slides_border_keeps_its_last_squares() -> None:
+    heatmap = put(random_squares(1, 4, 4), view_of((128, 128), ((64, 100, 64, 71), (64, 64))), (100, 71))
     assert heatmap.values.shape == (1, 4, 3)
-    assert heatmap.seen_cells.sum() == 2
+    assert heatmap.seen_squares.sum() == 2
 
 
 def test_pieces_off_the_grid_go_where_the_centres_lie_and_say_so() -> None:
     view = view_of((128, 128), ((10, 74, 40, 104), (0, 0)))
-    heatmap = put(random_cells(1, 4, 4), view, (200, 200))
+    heatmap = put(random_squares(1, 4, 4), view, (200, 200))
     assert not heatmap.exact
-    assert heatmap.seen_cells[0:3, 1:4].sum() == 4
+    assert heatmap.seen_squares[0:3, 1:4].sum() == 4
     np.testing.assert_allclose(np.nansum(heatmap.values) + heatmap.bias[0], heatmap.logits[0], rtol=1e-5)
 
 
@@ -91,23 +91,23 @@ def test_pieces_off_the_grid_go_where_the_centres_lie_and_say_so() -> None:
     cuts=st.integers(1, 2),
 )
 def test_sum_plus_bias_is_the_logit(stride: int, size: tuple[int, int], cuts: int) -> None:
-    cells = random_cells(2, math.ceil(size[0] / stride), math.ceil(size[1] / stride))
+    squares = random_squares(2, math.ceil(size[0] / stride), math.ceil(size[1] / stride))
     pieces = [((0, 64, 128, 192), (0, 0)), ((128, 128 + size[0] % 64 + 1, 0, 20), (0, 64))]
     if size[1] < 84 or size[0] < 64:
         cuts = 1
-    heatmap = put(cells, view_of(size, *pieces[:cuts]), (260, 300))
+    heatmap = put(squares, view_of(size, *pieces[:cuts]), (260, 300))
     total = np.nansum(heatmap.values.astype(np.float64), axis=(1, 2)) + heatmap.bias
-    tolerance = 1e-5 * np.abs(cells).sum(dtype=np.float64)
+    tolerance = 1e-5 * np.abs(squares).sum(dtype=np.float64)
     np.testing.assert_allclose(total, heatmap.logits, atol=tolerance)
     np.testing.assert_allclose(heatmap.bias, [0.25, -1.5], atol=tolerance)
 
 
 @pytest.mark.parametrize(
-    ("size", "cells", "stride"),
+    ("size", "squares", "stride"),
     [((2048, 2048), (64, 64), 32), ((2047, 1025), (64, 33), 32), ((100, 90), (13, 12), 8), ((96, 96), (2, 2), 64)],
 )
-def test_stride_of_a_network(size: tuple[int, int], cells: tuple[int, int], stride: int) -> None:
-    assert network_stride(size, cells, 64) == stride
+def test_stride_of_a_network(size: tuple[int, int], squares: tuple[int, int], stride: int) -> None:
+    assert network_stride(size, squares, 64) == stride
 
 
 def test_stride_that_divides_nothing_is_none() -> None:
@@ -116,7 +116,7 @@ def test_stride_that_divides_nothing_is_none() -> None:
 
 def test_view_without_pieces_is_refused() -> None:
     with pytest.raises(ValueError, match="no piece"):
-        put(random_cells(1, 2, 2), View((64, 64), (), 0.0, 0, ("no_tissue",)), (100, 100))
+        put(random_squares(1, 2, 2), View((64, 64), (), 0.0, 0, ("no_tissue",)), (100, 100))
 
 
 def test_pyramid_is_the_mean_of_what_was_seen() -> None:
@@ -132,9 +132,9 @@ def test_pyramid_is_the_mean_of_what_was_seen() -> None:
 
 def test_average_of_an_ensemble_keeps_the_sums_also_with_other_strides() -> None:
     view = view_of((128, 128), ((64, 164, 0, 128), (0, 0)))
-    coarse, fine = put(random_cells(2, 4, 4), view, (164, 170)), put(random_cells(2, 8, 8), view, (164, 170))
+    coarse, fine = put(random_squares(2, 4, 4), view, (164, 170)), put(random_squares(2, 8, 8), view, (164, 170))
     mean = average([coarse, fine])
-    assert mean.cell_px == 16
+    assert mean.square_px == 16
     assert mean.values.shape == (2, 11, 11)
     total = np.nansum(mean.values.astype(np.float64), axis=(1, 2)) + mean.bias
     np.testing.assert_allclose(total, mean.logits, atol=1e-4)
@@ -143,7 +143,7 @@ def test_average_of_an_ensemble_keeps_the_sums_also_with_other_strides() -> None
 
 def test_file_is_a_pyramidal_ome_tiff_in_register(tmp_path: Path) -> None:
     view = view_of((512, 512), ((0, 512, 64, 576), (0, 0)))
-    heatmap = put(random_cells(2, 512, 512), view, (700, 800))
+    heatmap = put(random_squares(2, 512, 512), view, (700, 800))
     write_heatmap(tmp_path / "heatmap.tiff", heatmap, "slide <1>", {"checkpoint": "abc"})
     assert [path.name for path in tmp_path.iterdir()] == ["heatmap.tiff"]
     with tifffile.TiffFile(tmp_path / "heatmap.tiff") as file:
@@ -180,15 +180,15 @@ def test_file_is_a_pyramidal_ome_tiff_in_register(tmp_path: Path) -> None:
     assert facts["checkpoint"] == "abc"
 
 
-def test_scores_lie_where_their_cells_lie_and_members_are_averaged() -> None:
+def test_scores_lie_where_their_squares_lie_and_members_are_averaged() -> None:
     view = view_of((128, 192), ((64, 128, 64, 192), (0, 0)), ((192, 256, 0, 64), (64, 128)))
-    cells = random_cells(2, 4, 6)
-    heatmap = put(cells, view, (300, 250))
+    squares = random_squares(2, 4, 6)
+    heatmap = put(squares, view, (300, 250))
     canvas = np.full((2, 10, 8), np.nan)
-    canvas[:, 2:4, 2:6] = scores_of(cells)[:, :2, :4]
-    canvas[:, 6:8, 0:2] = scores_of(cells)[:, 2:, 4:]
+    canvas[:, 2:4, 2:6] = scores_of(squares)[:, :2, :4]
+    canvas[:, 6:8, 0:2] = scores_of(squares)[:, 2:, 4:]
     np.testing.assert_allclose(heatmap.scores, smoothed(canvas), rtol=1e-6)
-    fine = put(random_cells(2, 8, 12), view, (300, 250))
+    fine = put(random_squares(2, 8, 12), view, (300, 250))
     mean = average([heatmap, fine])
     repeated = heatmap.scores.repeat(2, 1).repeat(2, 2)[:, : fine.scores.shape[1], : fine.scores.shape[2]]
     np.testing.assert_allclose(mean.scores, (repeated + fine.scores) / 2, rtol=1e-5)
@@ -208,7 +208,7 @@ def test_the_score_picture_opens_as_a_slide_at_all_levels(tmp_path: Path) -> Non
     import openslide
 
     view = view_of((512, 512), ((0, 512, 64, 576), (0, 0)))
-    heatmap = put(random_cells(2, 512, 512), view, (700, 800))
+    heatmap = put(random_squares(2, 512, 512), view, (700, 800))
     sure = np.where(np.isnan(heatmap.scores), np.nan, np.array([0.0, 1.0])[:, None, None]).astype(np.float32)
     write_score_picture(tmp_path / "scores.tiff", replace(heatmap, scores=sure))
     with openslide.OpenSlide(tmp_path / "scores.tiff") as slide:

@@ -10,13 +10,13 @@ from pathology.predict import overlay as module
 from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
 from pathology.predict.legend import STRIP_RGB, Key, LegendItem, bar_length_um
-from pathology.predict.overlay import Overlay, draw_overlay, score_colors, tissue_cells
+from pathology.predict.overlay import Overlay, draw_overlay, score_colors, tissue_squares
 from pathology.predict.regions import RankedRegions, find_regions
 from pathology.predict.results import wide_enough
 
 
 def overlay_of(height_px: int = 640, width_px: int = 960) -> Overlay:
-    """A slide of pink tissue in the middle; the cell (10, 20) speaks for the class, the right third was not seen."""
+    """A slide of pink tissue in the middle; the square (10, 20) speaks for the class, the right third was not seen."""
     thumbnail = np.full((height_px // 2, width_px // 2, 3), 250, np.uint8)
     thumbnail[60:-60, 80:-80] = (214, 160, 190)
     values = np.full((2, -(-height_px // 32), -(-width_px // 32)), np.nan, np.float32)
@@ -126,7 +126,7 @@ def test_scale_bar_is_a_round_number() -> None:
 
 
 @pytest.mark.parametrize("pixel_um", [2.5, 5.0, 20.0])
-def test_cells_with_tissue_have_no_holes_whatever_the_mask(pixel_um: float) -> None:
+def test_squares_with_tissue_have_no_holes_whatever_the_mask(pixel_um: float) -> None:
     values = np.zeros((1, 16, 16), np.float32)
     heatmap = Heatmap(values, values, 10, (0.5, 0.5), (160, 160), ("a",), (0.0,), (0.0,), (0.0,), True)
     side = round(80 / pixel_um)
@@ -134,7 +134,7 @@ def test_cells_with_tissue_have_no_holes_whatever_the_mask(pixel_um: float) -> N
     tissue[: side // 2, : side // 4] = True
     expected = np.zeros((16, 16), bool)
     expected[:8, :4] = True
-    np.testing.assert_array_equal(tissue_cells(tissue, (pixel_um, pixel_um), heatmap), expected)
+    np.testing.assert_array_equal(tissue_squares(tissue, (pixel_um, pixel_um), heatmap), expected)
 
 
 def test_its_memory_does_not_grow_with_the_classes() -> None:

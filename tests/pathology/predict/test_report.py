@@ -47,7 +47,7 @@ def report_of() -> Report:
         logit=2.5,
         bias=-0.125,
         off_tissue=0.125,
-        cell="32 × 32 µm",
+        square="32 × 32 µm",
         regions=[RegionPicture(1, PICTURE, 0.25, "43.0 %", "0.2 mm²", 120, 340)],
         regions_left_out="Neither listed nor outlined: 3 regions of lower score.",
         crop="256 µm",

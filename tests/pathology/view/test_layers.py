@@ -64,25 +64,25 @@ def test_the_score_lies_on_the_focus_that_it_saw(predictions: Path, shown: str) 
     pixels = whole(scene, SLIDE_ID, None, finest)
     assert (pixels[y0:y1, x0:x1].max(2) < 100).all() and (pixels[y0:y1, x0 - 4].max(1) > 100).all()
     alpha = whole(scene, SLIDE_ID, channel(scene, "contribution dark"), finest)[..., 3]
-    loudest = alpha == alpha.max()  # cells of 32 µm that hold the focus: across they are it, downwards it lies in two
-    cell_px = round(32 / pixel_um)
-    top = y0 // cell_px * cell_px
-    assert loudest[top : top + cell_px, x0:x1].all() and np.flatnonzero(loudest.any(1))[0] == top
+    loudest = alpha == alpha.max()  # squares of 32 µm that hold the focus: across they are it, downwards it lies in two
+    square_px = round(32 / pixel_um)
+    top = y0 // square_px * square_px
+    assert loudest[top : top + square_px, x0:x1].all() and np.flatnonzero(loudest.any(1))[0] == top
     assert np.flatnonzero(loudest.any(0))[[0, -1]].tolist() == [x0, x1 - 1]
 
 
 @pytest.mark.parametrize("zoom", [0, 1, 2, 3])
-def test_a_layers_pixel_is_the_cell_under_its_centre(predictions: Path, zoom: int) -> None:
+def test_a_layers_pixel_is_the_square_under_its_centre(predictions: Path, zoom: int) -> None:
     scene = Scene(Gallery.of([predictions]), 10**8)
     about = scene.about(SLIDE_ID)
     drawn = whole(scene, SLIDE_ID, channel(scene, "score dark"), zoom)
     with tifffile.TiffFile(predictions / SLIDE_ID / "heatmap.tiff") as file:
         values = file.series[0].asarray()[1]
-    cell_px = 64  # 32 at 1 µm, on a slide of 0.5 µm
+    square_px = 64  # 32 at 1 µm, on a slide of 0.5 µm
     scale = 2 ** (about["finest_zoom"] - zoom)
-    assert scale <= cell_px
-    rows = ((np.arange(drawn.shape[0]) + 0.5) * scale / cell_px).astype(int)
-    columns = ((np.arange(drawn.shape[1]) + 0.5) * scale / cell_px).astype(int)
+    assert scale <= square_px
+    rows = ((np.arange(drawn.shape[0]) + 0.5) * scale / square_px).astype(int)
+    columns = ((np.arange(drawn.shape[1]) + 0.5) * scale / square_px).astype(int)
     expected = np.rint(np.nan_to_num(values[rows][:, columns]) * 235)
     assert np.abs(drawn[..., 3] - expected).max() <= 1
 
@@ -110,7 +110,7 @@ def test_a_heatmap_that_is_made_again_is_shown_anew(predictions: Path, tmp_path:
     scene = Scene(Gallery.of([out]), 10**8)
     first = whole(scene, SLIDE_ID, channel(scene, "score dark"), 0)
     file = HeatmapFile(out / SLIDE_ID / "heatmap.tiff")
-    facts = {"class_names": ["pale", "dark"], "cell_to_level0": file.cells.affine.tolist()}
+    facts = {"class_names": ["pale", "dark"], "cell_to_level0": file.grid.affine.tolist()}
     names = [channel_of_file.name for channel_of_file in file.channels]
     nothing = np.zeros((len(names), *file.values(0).shape), np.float32)
     write_channels(file.path, nothing, channel_metadata("a", "", names, (1.0, 1.0), facts, (0.0, 0.0)), (1.0, 1.0))
@@ -142,7 +142,7 @@ def test_the_outline_surrounds_the_stores_tissue(predictions: Path) -> None:
     assert line.any() and np.array_equal(line, inside & near_glass)
 
 
-def test_between_cells_values_are_interpolated_and_unseen_ones_do_not_count() -> None:
+def test_between_squares_values_are_interpolated_and_unseen_ones_do_not_count() -> None:
     values = np.array([[0.0, 1.0], [np.nan, 3.0]], np.float32)
     rows, columns = np.array([[0.5], [1.0], [1.5]]), np.array([[0.5, 1.0, 1.5, 2.5]])
     assert np.array_equal(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from data.samples.label_sets import NONE
-from pathology.predict.readout import PageColumn, ReadBar, Readout, Values, percent
+from pathology.predict.readout import PageColumn, ReadBar, Readout, Values, percent, points
 
 HALF = 0.5
 _BRIEFLY = 4
@@ -75,9 +75,13 @@ class LabelsReadout(Readout):
         order = np.argsort(-values, kind="stable")[:_BRIEFLY]
         return ", ".join(f"{self.names[k]} {values[k]:.3f}" for k in order)
 
+    def spread_text(self, spread: float, column: int) -> str:
+        """Return percentage points."""
+        return points(spread)
+
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
         """Return what the probabilities and thresholds are."""
-        averaged = f"Mean of {models} models, ± their standard deviation. " if models > 1 else ""
+        averaged = f"Mean of {models} models, ± their standard deviation in percentage points. " if models > 1 else ""
         how = "50 %, as there were no validation slides"
         if self.chosen:
             pairs = zip(self.names, self.thresholds, strict=True)

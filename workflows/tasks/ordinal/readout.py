@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pathology.predict.readout import PageColumn, ReadBar, Readout, Values, percent
+from pathology.predict.colors import NO_CHANNEL
+from pathology.predict.readout import PageColumn, ReadBar, Readout, Values, percent, points
 from workflows.tasks.ordinal.corn import predicted_grades
 from workflows.tasks.ordinal.links import LINKS
 
@@ -62,9 +63,12 @@ class GradeReadout(Readout):
         return max(0, self.grade(values) - 1)
 
     def bars(self, values: Values) -> Sequence[ReadBar]:
-        """Return the grades with their probabilities, each in the colour of the channel above the next lower grade."""
+        """Return the grades with their probabilities, each in the colour of the channel above the next lower grade.
+
+        The lowest grade has no channel.
+        """
         return [
-            ReadBar(name, float(values[k]), percent(float(values[k])), (k - 1) % len(self.names))
+            ReadBar(name, float(values[k]), percent(float(values[k])), k - 1 if k else NO_CHANNEL)
             for k, name in enumerate(self.names)
         ]
 
@@ -83,9 +87,13 @@ class GradeReadout(Readout):
         """Return this probability as a number between 0 and 1."""
         return f"{self._reached(values):.3f} for {self.prediction(values)} or higher"
 
+    def spread_text(self, spread: float, column: int) -> str:
+        """Return percentage points."""
+        return points(spread)
+
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
         """Return what is predicted."""
-        averaged = f"Mean of {models} models, ± their standard deviation. " if models > 1 else ""
+        averaged = f"Mean of {models} models, ± their standard deviation in percentage points. " if models > 1 else ""
         return f"{averaged}The prediction is the median grade: a higher one has a probability of at most 50 %."
 
     def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:

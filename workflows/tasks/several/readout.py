@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from pathology.predict.colors import NO_CHANNEL
 from pathology.predict.readout import PageColumn, ReadBar, Readout, Values
 
 BETWEEN = " | "
@@ -84,7 +85,8 @@ class SeveralReadout(Readout):
             for place, bar in enumerate(part.bars(own)):
                 title = bar.name if bar.name == name else f"{name}: {bar.name}"
                 own_column = place if bar.column is None else bar.column
-                bars.append(replace(bar, name=title, channel=channel + bar.channel, column=column + own_column))
+                shown = _moved(bar.channel, channel)
+                bars.append(replace(bar, name=title, channel=shown, column=column + own_column))
             channel, column = channel + len(part.channels), column + len(part.columns)
         return bars
 
@@ -130,7 +132,7 @@ class SeveralReadout(Readout):
         for name, part in self._pairs():
             for column in part.page_columns():
                 title = column.name if column.name == name else f"{name}: {column.name}"
-                channel = None if column.channel is None else first + column.channel
+                channel = None if column.channel is None else _moved(column.channel, first)
                 columns.append(PageColumn(title, channel))
             first += len(part.channels)
         return columns
@@ -150,6 +152,11 @@ class SeveralReadout(Readout):
 
     def _pairs(self) -> list[tuple[str, Readout]]:
         return list(zip(self.names, self.parts, strict=True))
+
+
+def _moved(channel: int, first: int) -> int:
+    """Return the index among all channels of a target's channel; ``first``: the index of its first one."""
+    return NO_CHANNEL if channel == NO_CHANNEL else first + channel
 
 
 def calibration_of(calibration: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | None:

@@ -345,6 +345,8 @@ class Several(Task):
             rows = [k for k, target in enumerate(targets) if part.label_of(target) is not None]
             if rows:
                 labels, earlier = part.labels_of(targets), None if own_before is None else own_before[rows]
+                if earlier is not None and np.array_equal(earlier, own[rows], equal_nan=True):
+                    earlier = None  # another target was calibrated, not this one
                 sections[part.name] = (rows, part.task.page(own[rows], labels, draws[:, rows], own_readout, earlier))
         return _joined(sections)
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from pathology.predict.readout import PageColumn, ReadBar, Readout, Values, percent
+from pathology.predict.readout import PageColumn, ReadBar, Readout, Values, percent, points
 from workflows.tasks.survival.losses import hazard_survival
 
 HIGH, LOW = "high risk", "low risk"
@@ -101,9 +101,17 @@ class SurvivalReadout(Readout):
         """Return the risk."""
         return f"risk {values[0]:.3g}"
 
+    def spread_text(self, spread: float, column: int) -> str:
+        """Return percentage points of a probability to survive, or the spread of the risk itself."""
+        return points(spread) if column else super().spread_text(spread, column)
+
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
         """Return what the numbers mean."""
-        averaged = f"Mean of {models} models, ± their standard deviation. " if models > 1 else ""
+        averaged = (
+            f"Mean of {models} models, ± their standard deviation, of survival in percentage points. "
+            if models > 1
+            else ""
+        )
         kind = (
             "the mean probability of the event up to the times shown"
             if self.edges

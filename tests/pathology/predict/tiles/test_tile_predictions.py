@@ -106,7 +106,7 @@ def test_a_slide_is_predicted_from_all_of_its_tissue_tiles(slide: Path, tmp_path
 def test_attention_is_in_register_with_the_slide(slide: Path, tmp_path: Path, stride_px: int) -> None:
     predict(tmp_path, slide, tile_member(stride_px))
     found, _ = channels(tmp_path)
-    at = HeatmapFile(tmp_path / "one" / "heatmap.tiff").cells.affine
+    at = HeatmapFile(tmp_path / "one" / "heatmap.tiff").grid.affine
     rows, columns = np.nonzero(found["attention"] > 0.9 * np.nanmax(found["attention"]))
     y, x = at @ np.stack([rows + 0.5, columns + 0.5, np.ones(len(rows))])
     assert (y >= FOCUS[0]).all() and (y < FOCUS[1]).all()
@@ -132,24 +132,24 @@ def tiles_at(corners: list[tuple[int, int]], size_px: int, stride_px: int, plane
     return TissueTiles("a", size_px, stride_px, plane, np.array(corners), np.ones(len(corners)), whole)
 
 
-def test_overlapping_tiles_share_cells() -> None:
+def test_overlapping_tiles_share_squares() -> None:
     tiles = tiles_at([(0, 0), (0, 2), (4, 4)], 4, 2, (8, 6))
     attention = np.array([0.2, 0.3, 0.5])
     contributions, scores = np.array([[4.0, 8.0, 2.0]]), np.array([[0.0, 1.0, 0.25]])
     heatmap = place_tiles(tiles, TileValues(np.array([15.0]), scores, contributions, attention), ["a"], False)
     nan = np.nan
-    assert heatmap.cell_px == 2
+    assert heatmap.square_px == 2
     assert np.array_equal(
         heatmap.scores[0], [[0, 0.5, 1], [0, 0.5, 1], [nan, nan, 0.25], [nan, nan, 0.25]], equal_nan=True
     )
     assert np.array_equal(
         heatmap.values[0], [[1, 3, 2], [1, 3, 2], [nan, nan, 1], [nan, nan, 1]], equal_nan=True
-    )  # the last tile has two cells on the slide
+    )  # the last tile has two squares on the slide
     assert heatmap.attention is not None
     assert np.allclose(heatmap.attention[0], [0.6, 0.75, 0.9])
     assert np.nansum(heatmap.values) + heatmap.bias[0] == pytest.approx(15)
     assert np.allclose(at_tiles(tiles, heatmap.scores[0], 2), [0.25, 0.75, 0.25])
-    # The last tile, alone in its cells, has what it contributes; the first two share a column of cells.
+    # The last tile, alone in its squares, has what it contributes; the first two share a column of squares.
     assert np.allclose(contributions_of(tiles, heatmap.values[0], 2), [5, 7, 2])
     both = average([heatmap, heatmap])
     assert both.attention is not None

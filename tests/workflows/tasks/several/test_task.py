@@ -15,6 +15,7 @@ import torch
 from data.samples.labels import Target
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import read_model_json
+from pathology.predict.colors import CLASS_COLORS, NO_CHANNEL, class_color
 from pathology.predict.readout import ClassReadout
 from pathology.predict.slide_report import _spread
 from tests.workflows.archive import SPLITS, make_config, make_store
@@ -24,6 +25,7 @@ from workflows.config.load import load_config
 from workflows.tasks.bootstrap import draw_cases
 from workflows.tasks.by_name import task_of
 from workflows.tasks.multiclass import Multiclass
+from workflows.tasks.multilabel.readout import LabelsReadout
 from workflows.tasks.ordinal.readout import GradeReadout
 from workflows.tasks.regression import Regression
 from workflows.tasks.several.part import parts_of
@@ -215,11 +217,14 @@ def test_bars_have_the_spread_of_their_own_numbers() -> None:
         (several_readout, [0.5, 0.5], ["age.value", "os.survival_5", "os.survival_9"]),
     ):
         values = readout.values(np.array(outputs))
-        spread = np.arange(len(readout.columns)) + 1.0
+        spread = (np.arange(len(readout.columns)) + 1.0) / 100
         result: Any = SimpleNamespace(spread=spread, readout=readout)
         bars = readout.bars(values)
         texts = [_spread(result, bar, place) for place, bar in enumerate(bars)]
-        assert texts == [f"{spread[readout.columns.index(name)]:.3g}" for name in columns]
+        own = [float(spread[readout.columns.index(name)]) for name in columns]
+        assert texts == [
+            f"{100 * one:.1f}" if "survival" in name else f"{one:.3g}" for one, name in zip(own, columns, strict=True)
+        ]
 
 
 def test_the_spread_of_each_target_is_written_in_its_own_unit() -> None:
@@ -234,3 +239,39 @@ def test_the_spread_of_each_target_is_written_in_its_own_unit() -> None:
         result: Any = SimpleNamespace(spread=spread, readout=readout)
         bars = readout.bars(readout.values(np.zeros(3)))
         assert [_spread(result, bar, place) for place, bar in enumerate(bars)] == texts
+
+
+def test_the_spread_of_a_bar_in_percent_is_in_percentage_points() -> None:
+    """A spread of 0.1 beside 45.0 % was 100 times too small to the eye."""
+    labels = LabelsReadout(("a", "b"), (0.5, 0.5))
+    for readout, numbers in (
+        (GradeReadout(("low", "mid", "high")), [0.45, 0.35, 0.2]),
+        (labels, [0.45, 0.2]),
+        (TIMES.readout({"baseline": [0.1, 0.4]}), [0.2, 0.45, 0.4]),
+    ):
+        result: Any = SimpleNamespace(spread=np.full(len(numbers), 0.1), readout=readout)
+        bars = readout.bars(np.array(numbers))
+        assert all(bar.text.endswith(" %") for bar in bars)
+        assert [_spread(result, bar, place) for place, bar in enumerate(bars)] == ["10.0"] * len(bars)
+        assert "percentage points" in readout.note(2, []) and "points" not in readout.note(1, [])
+
+
+def test_the_lowest_grade_has_no_colour_of_another_target() -> None:
+    """It had that of the next target's first channel, or of a channel that the map does not have."""
+    grades, kind = GradeReadout(("low", "mid", "high")), ClassReadout(("a", "b"), 1.0)
+    readout = SeveralReadout(("grade", "kind"), (grades, kind))
+    for one, channels in ((grades, [NO_CHANNEL, 0, 1]), (readout, [NO_CHANNEL, 0, 1, 2, 3])):
+        bars = one.bars(np.full(len(one.columns), 0.2))
+        assert [bar.channel for bar in bars] == channels == [column.channel for column in one.page_columns()]
+    assert class_color(NO_CHANNEL) not in CLASS_COLORS
+
+
+def test_a_target_that_was_never_calibrated_has_no_plot_before_calibration() -> None:
+    other = Multiclass(("other",), ("a", "b"), (1.0, 1.0))
+    task = Several(("grade", "other"), parts_of([("grade", GRADE, 1.0, 1.0), ("other", other, 1.0, 1.0)]))
+    readout = task.readout({"targets": {"grade": {"temperature": 2.0}}})
+    logits = np.random.default_rng(0).normal(size=(8, 4))
+    values, before = (np.stack([read(row) for row in logits]) for read in (readout.values, readout.uncalibrated))
+    section = task.page(values, [(k % 2.0, k % 2.0) for k in range(8)], draw_cases(8).numpy(), readout, before)
+    earlier = [text for text in (*dict(section.metrics), *(plot.title for plot in section.plots)) if "before" in text]
+    assert earlier and all(text.startswith("grade: ") for text in earlier)
