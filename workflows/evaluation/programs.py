@@ -27,6 +27,9 @@ class ModelPrograms:
         config: The run's configuration.
         classes: Number of classes.
 
+    Attributes:
+        last_operator: Name of the operator that computes the outputs, such as ``softmax``; empty before a capture.
+
     Raises:
         RequestError: The model cannot be built, or ``model.freeze`` does not fit it.
     """
@@ -40,6 +43,7 @@ class ModelPrograms:
             freeze(model, config.model)
         self._model = model.to(DTYPES[config.run.precision])
         self._programs: dict[int, Program] = {}
+        self.last_operator = ""
 
     @property
     def autocast_dtype(self) -> str | None:
@@ -56,10 +60,24 @@ class ModelPrograms:
             shape = (images, 3, *self._config.data.image_px)
             program = capture(self._model, shape, DTYPES[self._config.run.precision])
             _check_output(program, images, self._classes, self._config.model.name)
+            self.last_operator = _last_operator(program)
             autocast = self.autocast_dtype
             # Autocast changes dtypes, and so bytes and operations; the CPU's rules are used for all devices.
             self._programs[images] = under_autocast(program, getattr(torch, autocast), "cpu") if autocast else program
         return self._programs[images]
+
+
+def _last_operator(program: Program) -> str:
+    """Return the name of the operator that computes the output, without its overload; casts do not count."""
+    output = program.unflatten(list(program.outputs))
+    wanted = output.name if isinstance(output, Ref) else None
+    for op in reversed(program.operators):
+        if wanted in op.outputs:
+            name = op.text.split(".")[1].strip("_")
+            if name != "to_copy":
+                return name
+            wanted = op.inputs[0]
+    return ""
 
 
 def _check_output(program: Program, images: int, classes: int, name: str) -> None:

@@ -60,9 +60,14 @@ def freeze(model: nn.Module, config: ModelConfig) -> Freezing | None:
     Raises:
         RequestError: A pattern matches no parameter, or nothing is left to train.
     """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise RequestError(
+            f"model {config.name}: none of its {counted(len(named), 'parameter')} is trained (requires_grad); leave "
+            "the head to train"
+        )
     if not config.freeze:
         return None
-    named = dict(model.named_parameters(remove_duplicate=False))
     check_matches("model.freeze", config.freeze, named)
     chosen = [name for name in named if any(matches(name, pattern) for pattern in config.freeze)]
     # What is frozen already is not ours to release.

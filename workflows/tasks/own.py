@@ -39,15 +39,37 @@ def metric_name(name: str) -> str:
 def own_numbers(
     loss: str, metrics: Sequence[str], outputs: torch.Tensor, labels: torch.Tensor
 ) -> dict[str, float | None]:
-    """Return the values of a user's loss (under ``loss``, if there is one) and metrics; None if not finite."""
-    functions = {metric_name(metric): (METRICS_KEY, metric) for metric in metrics}
-    if loss:
-        functions = {"loss": (LOSS_KEY, loss), **functions}
+    """Return the values of a user's loss (under ``loss``, if there is one) and metrics; None if not finite.
+
+    Raises:
+        RequestError: A function returns several numbers, or none.
+    """
     numbers: dict[str, float | None] = {}
-    for name, (key, path) in functions.items():
-        function = load_user_code(key, path, "a function of (outputs, labels)")
-        numbers[name] = finite(_number(function(outputs, labels)))
+    if loss:
+        numbers["loss"] = _one_number(LOSS_KEY, loss, _loss_of(loss, outputs, labels))
+    for name in metrics:
+        function: OwnFunction = load_user_code(METRICS_KEY, name, "a function of (outputs, labels)")
+        numbers[metric_name(name)] = _one_number(METRICS_KEY, name, function(outputs, labels))
     return numbers
+
+
+def _loss_of(name: str, outputs: torch.Tensor, labels: torch.Tensor) -> object:
+    """Return what a user's loss returns for outputs in float64."""
+    function = load_loss(name)
+    try:
+        return function(outputs, labels)
+    except RuntimeError:
+        # In training outputs are float32, and so are a loss's own tensors, such as weights of classes: PyTorch refuses
+        # to use both dtypes together.
+        return function(outputs.float(), labels)
+
+
+def _one_number(key: str, name: str, value: object) -> float | None:
+    """Return what a user's function returned, None if it is undefined; refuse what is no number."""
+    number = _number(value)
+    if number is None and value is not None:
+        raise RequestError(f"{key} {name!r}: returns {_described(value)}; it must return one number")
+    return finite(number)
 
 
 def finite(value: float | None) -> float | None:
@@ -66,7 +88,7 @@ def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tens
         evaluated: Labels of the slides that will be evaluated.
 
     Raises:
-        RequestError: A function cannot be imported, fails, or does not return one number.
+        RequestError: A function cannot be imported, fails, does not return one number, or is a loss without a gradient.
     """
     if loss:
         zeros = torch.zeros(len(batch), outputs, requires_grad=True)
@@ -76,17 +98,31 @@ def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tens
                 f"{LOSS_KEY} {loss!r}: of outputs {tuple(zeros.shape)} and labels {tuple(batch.shape)} it returns "
                 f"{_described(value)}; it must return one number, a tensor computed from the outputs"
             )
+        if torch.autograd.grad(value.sum(), zeros, allow_unused=True)[0] is None:
+            raise RequestError(
+                f"{LOSS_KEY} {loss!r}: does not depend on the outputs, so that nothing would be learnt; compute it "
+                "from them without detach, item or numpy"
+            )
+        # All slides at once, and in float64, as validation calls it.
+        zeros = torch.zeros(len(evaluated), outputs, dtype=torch.float64)
+        _one_number(LOSS_KEY, loss, _tried(LOSS_KEY, loss, zeros, evaluated, _loss_of))
     for name in metrics:
         value = _tried(METRICS_KEY, name, torch.zeros(len(evaluated), outputs, dtype=torch.float64), evaluated)
         if _number(value) is None:
             raise RequestError(f"{METRICS_KEY} {name!r}: returns {_described(value)}; it must return one number")
 
 
-def _tried(key: str, name: str, outputs: torch.Tensor, labels: torch.Tensor) -> object:
-    """Return what a user's function returns for outputs and labels; refuse one that fails."""
+def _tried(
+    key: str,
+    name: str,
+    outputs: torch.Tensor,
+    labels: torch.Tensor,
+    call: Callable[[str, torch.Tensor, torch.Tensor], object] | None = None,
+) -> object:
+    """Return what a user's function returns for outputs and labels; refuse one that fails. ``call``: calls it."""
     function: OwnFunction = load_user_code(key, name, "a function of (outputs, labels)")
     try:
-        return function(outputs, labels)
+        return function(outputs, labels) if call is None else call(name, outputs, labels)
     except Exception as error:
         raise RequestError(
             f"{key} {name!r}: fails for outputs {tuple(outputs.shape)} {outputs.dtype} and labels "

@@ -157,18 +157,17 @@ class TrainingJob:
         if self.config.data.sampling == "balanced" and self.config.data.class_weights == "balanced":
             warnings.append("sampling and class_weights are both balanced: rare classes are weighted twice")
         if self.draw_weights is not None and 0 in self.draw_weights:
-            what = f"training {self.config.data.bag}s"
-            warnings.append(f"{self.draw_weights.count(0)} {what} have weight 0 and are never drawn")
+            warnings.append(f"{self.draw_weights.count(0)} training {self.config.data.bag}s have weight 0: never drawn")
+        if self.step_samples > (known := len(self.train_samples)):
+            warnings.append(f"a step of {self.step_samples} has each of {known} training samples several times")
         unmeasured = [*self.train.as_scanned(), *self.val.as_scanned()]
         warnings += [as_scanned_text(sorted(set(unmeasured)))] if unmeasured else []
         model = self.config.model
         if model.freeze and model.built_in and model.weights is None:
             warnings.append("model.freeze without model.weights: what is frozen keeps random values")
         if not len(self.val):
-            warnings.append(
-                f"no slide in {self.config.validation.split!r}: there is no validation, and best is the "
-                f"latest checkpoint"
-            )
+            split = self.config.validation.split
+            warnings.append(f"no slide in {split!r}: there is no validation, and best is the latest checkpoint")
         return warnings
 
     def model_json(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tests.workflows.archive import make_config
 from tests.workflows.runs import losses, run_here, run_on
 from workflows.commands import validate
 from workflows.config.load import load_config
+from workflows.tasks.own import own_numbers
 from workflows.tasks.regression import Regression
 from workflows.tasks.task import make_loss
 from workflows.training.job import prepare
@@ -41,6 +42,20 @@ def of_each(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def apart(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.tensor(1.0)
+
+
+def constant(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(1.0, requires_grad=True)
+
+
+def squeezed(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """One number for a batch of one slide only."""
+    return torch.nn.functional.cross_entropy(outputs, labels, reduction="none").squeeze()
+
+
+def weighted(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As most losses of one's own are: PyTorch refuses float64 outputs beside its weights, which are float32."""
+    return torch.nn.functional.cross_entropy(outputs, labels, weight=torch.tensor([1.0, 2.0]))
 
 
 def two_numbers(outputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
@@ -80,6 +95,23 @@ def test_a_loss_of_the_whole_batch_is_that_of_one_process(tmp_path: Path, store:
     assert validate.run(validate.EvaluationRequest(best, store, split="val", as_json=True)) == 0
 
 
+def test_a_loss_with_tensors_of_its_own_is_validated(tmp_path: Path, store: Path) -> None:
+    """The run ended at its first validation, which gives outputs in float64."""
+    assert run_here(config_of(tmp_path, store), f"data.loss={HERE}:weighted", "run.precision=float32") == 0
+    (record,) = [one for one in read_metrics(tmp_path / "run/metrics.jsonl") if one["kind"] == "validation"]
+    assert record["loss"] > 0
+    outputs, labels = torch.tensor([[0.0, 2.0], [1.0, 0.0], [0.0, 0.0]]), torch.tensor([1, 1, 0])
+    numbers = own_numbers(f"{HERE}:weighted", (), outputs.double(), labels)
+    assert numbers == {"loss": pytest.approx(float(weighted(outputs, labels)))}
+    with pytest.raises(RequestError, match=r"squeezed': returns a tensor of shape \(3,\) without gradient"):
+        own_numbers(f"{HERE}:squeezed", (), outputs.double(), labels)
+    assert own_numbers("", (f"{HERE}:undefined",), outputs, labels) == {"undefined": None}
+
+
+def undefined(outputs: torch.Tensor, labels: torch.Tensor) -> None:
+    return None
+
+
 def error(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (outputs[:, 0] - labels).abs().mean()
 
@@ -99,6 +131,8 @@ def test_a_predicted_number_is_in_the_units_of_its_labels() -> None:
         (f"data.loss={HERE}:missing", "has no 'missing'"),
         (f"data.loss={HERE}:of_each", r"outputs \(2, 2\) and labels \(2,\) it returns a tensor of shape \(2,\)"),
         (f"data.loss={HERE}:apart", "without gradient; it must return one number"),
+        # It was trained without learning anything.
+        (f"data.loss={HERE}:constant", "constant': does not depend on the outputs"),
         (f"data.loss={HERE}:fails", "fails for outputs .* ValueError: of course"),
         (f"validation.metrics=[{HERE}:two_numbers]", "returns a tuple; it must return one number"),
         (f"validation.metrics=[{HERE}:accuracy]", "accuracy is the name of another metric"),
@@ -113,3 +147,10 @@ def test_what_does_not_fit_is_refused_before_the_run(tmp_path: Path, store: Path
     overrides = [override, *(["validation.metric=auroc"] if "metrics" in override else [])]
     with pytest.raises(RequestError, match=message):
         prepare(load_config(config_of(tmp_path, store), overrides))
+
+
+def test_a_loss_of_one_slide_alone_is_refused(tmp_path: Path, store: Path) -> None:
+    """Batches of one slide gave one number, and the loss of a validation was undefined without a word."""
+    config = load_config(config_of(tmp_path, store), [f"data.loss={HERE}:squeezed", "data.batch_size=1"])
+    with pytest.raises(RequestError, match=r"squeezed': returns a tensor of shape \(4,\) without gradient"):
+        prepare(config)

@@ -205,6 +205,8 @@ def test_sampling_is_as_configured(tmp_path: Path, store: Path) -> None:
 
     assert job().draw_weights is None
     assert job(sampling="balanced").stream.weights == (1 / 3,) * 6
+    assert "a step of 99 has each of 6 training samples several times" in job(batch_size=99).warnings()
+    assert not [line for line in job().warnings() if "several times" in line]
     assert "are weighted twice" in " ".join(job(sampling="balanced", class_weights="balanced").warnings())
     assert job(sampling="weighted", weights_column="tissue_fraction").stream.weights == (0.9,) * 6
     with pytest.raises(RequestError, match="0 for every training slide"):

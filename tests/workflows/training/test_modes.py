@@ -31,6 +31,20 @@ def pretrained(classes: int) -> nn.Module:
     return tiny(classes).eval()
 
 
+def sure(classes: int) -> nn.Module:
+    """Return a network that returns probabilities."""
+    return nn.Sequential(tiny(classes), nn.Softmax(1))
+
+
+def likely(classes: int) -> nn.Module:
+    """Return a network that returns log-probabilities, which are logits, too."""
+    return nn.Sequential(tiny(classes), nn.LogSoftmax(1))
+
+
+def untrained(classes: int) -> nn.Module:
+    return tiny(classes).requires_grad_(False)
+
+
 def statistics(run: Path, step: int) -> torch.Tensor:
     return weights_of(run, step)["norm1.running_mean"]
 
@@ -113,4 +127,21 @@ def test_outputs_that_do_not_fit_the_classes_are_refused_before_anything_is_writ
     assert run_here(config, *cells) == 2
     said = capfd.readouterr().err
     assert words in said and "logits of shape (2, 2), one for each class" in said and "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("factory", "warned"), [("sure", True), ("likely", False)])
+def test_probabilities_in_place_of_logits_are_warned_of(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], factory: str, warned: bool
+) -> None:
+    """Loss and predictions apply a softmax: with two of them, nothing was above 0.73, and nothing was said."""
+    config = make_config(tmp_path, store, model={"name": f"{HERE}:{factory}"}, run={"steps": 1})
+    assert run_here(config) == 0
+    assert ("the model ends in a softmax or sigmoid" in capfd.readouterr().err) == warned
+
+
+def test_a_model_that_trains_nothing_is_refused(tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = make_config(tmp_path, store, model={"name": f"{HERE}:untrained"}, run={"steps": 1})
+    assert run_here(config) == 2
+    assert "untrained: none of its 7 parameters is trained (requires_grad)" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -27,6 +27,11 @@ from workflows.training.memory import check_memory
 from workflows.training.start import Roles, SavedRun
 from workflows.training.throughput import Throughput
 
+_PROBABILITIES = (
+    "the model ends in a softmax or sigmoid, but its outputs are taken for logits, so that loss and predictions apply "
+    "it once more: probabilities stay close to each other, and the model learns little; return the logits"
+)
+
 
 class ImageBatches:
     """The batches of a feed, normalised where the engine reads them.
@@ -65,6 +70,7 @@ class ImageInputs(RunInputs):
         super().__init__(job)
         self._drawn: InitialWeights | None = None
         self._programs: ModelPrograms | None = None
+        self._last_operator = ""
 
     @property
     def outputs_to_place(self) -> int | None:
@@ -75,7 +81,9 @@ class ImageInputs(RunInputs):
         """Return the rows of ``coverage.csv``, see `check_images`."""
         # Kept for `check_memory`, which needs the same captures.
         self._programs = ModelPrograms(self.job.config, self.job.task.outputs)
-        return starting.check_images(self.job, self._programs)
+        rows = starting.check_images(self.job, self._programs)
+        self._last_operator = self._programs.last_operator
+        return rows
 
     def check_memory(self, roles: Roles, device: str) -> list[str]:
         """Return messages about memory; uses, and then releases, the model that ``check`` captured."""
@@ -132,9 +140,15 @@ class ImageInputs(RunInputs):
         switches = isinstance(engine.optimizer, SwitchingOptimizer) and engine.normalises_batches
         return [
             *self.job.warnings(),
+            *([_PROBABILITIES] if self._returns_probabilities() else []),
             *([statistics] if switches else []),
             *([no_heatmap] if engine.pools_a_map is False else []),
         ]
+
+    def _returns_probabilities(self) -> bool:
+        """Whether the model ends in what loss and predictions apply to its outputs again."""
+        kind = self.job.task.facts.name
+        return kind in ("multiclass", "multilabel") and self._last_operator in ("softmax", "sigmoid")
 
     def throughput(self, engine: TrainingEngine, peak: float | None, device: str) -> Throughput:
         """Return the converter of images per second."""
