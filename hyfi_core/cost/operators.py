@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -91,6 +91,7 @@ def operator_costs(
     dtype: str | None = None,
     active: frozenset[str] | None = None,
     known: KnownCosts | None = None,
+    sent: Iterable[str] = (),
 ) -> tuple[OperatorCost, ...]:
     """Return the cost of every operator, in order.
 
@@ -101,12 +102,14 @@ def operator_costs(
         active: values that carry gradients; None: all between parameters and the program's outputs.
         known: costs of the same model's operators on the same machine and with the same dtype, to which these are
             added; None: nothing is known.
+        sent: values that other stages use, once for each: the cotangent that comes back is added to others.
     """
     machine = machine or reference_machine()
     if active is None:
         active = active_values(program, program.outputs, program.parameters)
     # Operators that add to a value's cotangent: those whose results carry gradients.
     users = Counter(name for op in program.operators if set(op.outputs) & active for name in set(op.inputs))
+    users.update(sent)
     known = {} if known is None else known
     costs = []
     for op in program.operators:

@@ -212,7 +212,8 @@ class StageCosts:
         entering = [name for names in piece.entries.values() for name in names if name in active]
         active_here = active_values(program, (piece.outputs, leaving), (*program.parameters, *entering))
         known = self._known.costs(self._program, dtype)
-        cost_list = operator_costs(program, self.machine, dtype, active_here, known)
+        sent = [ref.name for ref in leaving]
+        cost_list = operator_costs(program, self.machine, dtype, active_here, known, sent)
         costs = {op.name: cost for op, cost in zip(program.operators, cost_list, strict=True)}
         return self._computed(divided, operators, costs, ranks)
 

@@ -238,6 +238,30 @@ def test_a_value_that_two_operators_use_has_its_cotangents_added() -> None:
     assert longer_s == pytest.approx(fork.forks * added_s)
 
 
+def test_a_received_cotangent_is_added_to_others() -> None:
+    """That of a value which two later stages use comes back twice."""
+
+    class Skipping(Network):
+        def __init__(self, skips: bool) -> None:
+            super().__init__()
+            self.skips, self.first = skips, nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32))
+            self.second = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            maps = self.first(images)
+            answer: torch.Tensor = self.head((self.second(maps) + (maps if self.skips else 1)).mean((2, 3)))
+            return answer
+
+    machine = replace(reference_machine(), overhead_s={"pool": (1e-9, 1e-9)})
+    plan = ParallelPlan(grids=((1, 1),) * 3, cuts=("first", "second"))
+    skipping, plain = (
+        StageCosts(captured_once(Skipping(skips).train(), (1, 3, PX, PX), torch.float32), plan, machine).stages[0]
+        for skips in (True, False)
+    )
+    added_s = machine.kernel_s + 3 * (32 * PX * PX * 4) / machine.memory_bytes_per_s
+    assert skipping.backward_s - plain.backward_s == pytest.approx(added_s, rel=1e-3)  # beside the statistics
+
+
 def test_backwards_in_two_parts_wait_less_and_compute_the_same() -> None:
     plan: dict[str, Any] = {"grids": ((1, 1), (1, 1)), "cuts": ("first",), "microbatches": 4}
     whole, parts = forecast(**plan), forecast(**plan, schedule="zb_h1")
