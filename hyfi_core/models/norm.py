@@ -41,7 +41,8 @@ def make_norm(norm: str, channels: int) -> nn.Module:
     """Return the normalisation of a map of ``channels`` channels.
 
     ``train`` is batch norm with live statistics, ``frozen`` batch norm with loaded ones, ``group`` group norm with the
-    32 groups of Wu & He (2018), or fewer, so that all groups have the same number of at least two channels.
+    32 groups of Wu & He (2018), or fewer, so that all groups have the same number of at least two channels. An odd
+    number of channels is one group.
 
     Raises:
         RequestError: ``norm`` is not one of ``NORMS``.
@@ -51,4 +52,4 @@ def make_norm(norm: str, channels: int) -> nn.Module:
         return nn.BatchNorm2d(channels)
     if norm == "frozen":
         return FrozenBatchNorm2d(channels)
-    return nn.GroupNorm(math.gcd(32, max(1, channels // 2)), channels)
+    return nn.GroupNorm(max(1, math.gcd(64, channels) // 2), channels)

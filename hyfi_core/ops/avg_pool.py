@@ -1,6 +1,7 @@
 """Average pooling of a part, overlapped with its halo exchange.
 
-A mean is a sum divided by a count for each output. Sums are linear, so only the shape of the map is saved.
+The kernel divides all sums by the same number, and outputs that count fewer pixels are corrected. It is not asked for
+sums: of 16-bit floats, they may exceed what these can hold. Pooling is linear, so only the shape of the map is saved.
 
 CUDA's kernel of the cotangent of a channels-last map forgets the padding, and returns a wrong one in silence, in plain
 PyTorch, too (https://github.com/pytorch/pytorch/issues/188344, mended there in July 2026). Here the cotangent of a
@@ -25,7 +26,8 @@ from hyfi_core.ops.base import Cotangents, NeedsGrad
 from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import like
-from hyfi_core.plan.window import AxisWindow
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.window import AxisWindow, Window
 
 # A side of 1 would make the strides ambiguous.
 _PATTERN = [1, 2, 2, 2]  # the smallest map that shows its memory format
@@ -53,16 +55,16 @@ class AvgPool(Banded):
             # After the exchange: a rank without outputs may own pixels that others need.
             if self.output.empty:
                 return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas.shape, like(own, _PATTERN))
-            result = self._sums(canvas, self.canvas_padding)
-            return (result.div_(self._counts(result)),), (back, canvas.shape, like(own, _PATTERN))
+            result = self._pooled(canvas, self.canvas_padding)
+            return (self._corrected(result),), (back, canvas.shape, like(own, _PATTERN))
         pending_strips = yield from self.halo.start(comm, own)
         with polled(pending_strips.pending):
-            result = self._sums(self.seen(own), self.own.padding)
+            result = self._pooled(self.seen(own), self.own.padding)
         for band, canvas in self.canvases(own, (yield from pending_strips.wait())):
             # The native call has written these outputs too, with zeros for the strips: they are replaced.
-            at(result, band, self.output).copy_(self._sums(canvas, AT_ONCE))
+            at(result, band, self.output).copy_(self._pooled(canvas, AT_ONCE))
         self.halo.give_back(pending_strips.strips)
-        return (result.div_(self._counts(result)),), (None, own.shape, like(own, _PATTERN))
+        return (self._corrected(result),), (None, own.shape, like(own, _PATTERN))
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
@@ -76,7 +78,7 @@ class AvgPool(Banded):
             dy = like(pattern, [*shape[:2], *self.output.shape]).zero_()
         else:
             # A new tensor, which ``_back_of_own`` may therefore change.
-            dy = dy / self._counts(dy)
+            dy = self._corrected(dy.clone())
         if self.own is None:
             d_canvas = form.zero_() if self.output.empty else self._back(dy, form, self.canvas_padding)
             return (yield from self.halo.backward(comm, back, (d_canvas,)))
@@ -104,36 +106,71 @@ class AvgPool(Banded):
         pooled.copy_(self._back(dy, like(into, list(pooled.shape)), self.own.padding))
         return d_own
 
-    def _sums(self, tensor: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
-        # With the divisor 1 the kernel returns sums: it would divide by its own padded window.
-        sums: torch.Tensor = F.avg_pool2d(tensor, *self.steps[:2], padding, divisor_override=1)
-        return sums
+    def _pooled(self, tensor: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+        """Return the sum over each window, divided by the same number for all: see ``_corrected``."""
+        pooled: torch.Tensor = F.avg_pool2d(tensor, *self.steps[:2], padding, divisor_override=self._divisor)
+        return pooled
 
     def _back(self, dy: torch.Tensor, into: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
-        """Return the cotangent of the sums' input, in the memory of ``into``."""
+        """Return the cotangent of the input of ``_pooled``, in the memory of ``into``."""
         call = torch.ops.aten.avg_pool2d_backward.grad_input
         result = into
         if forgets_padding(into, padding):
             result = torch.empty_like(into, memory_format=torch.contiguous_format)
         # The kernel reads only the shape of its input, so that the result's memory stands for it.
-        call(dy, result, *self.steps[:2], padding, False, True, 1, grad_input=result)
+        call(dy, result, *self.steps[:2], padding, False, True, self._divisor, grad_input=result)
         return into if result is into else into.copy_(result)
 
-    def _counts(self, like: torch.Tensor) -> torch.Tensor | int:
-        """Return the divisor of each sum."""
-        if self.divisor is not None:
-            return self.divisor
-        rows, columns = self._counted
-        return rows.like(like)[:, None] * columns.like(like)[None, :]
+    def _corrected(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Multiply each output of ``_pooled``, or its cotangent, by what makes it a mean; in place."""
+        factors = None if self.divisor is not None else self._counts.factors(tensor)
+        return tensor if factors is None else tensor.mul_(factors)
+
+    @property
+    def _divisor(self) -> int:
+        return self._counts.most if self.divisor is None else self.divisor
 
     @cached_property
-    def _counted(self) -> tuple[Constant, Constant]:
-        """Number of rows and columns that each output's window counts."""
-        map_box, out, (y, x) = self.halo.transfer.map, self.output, (self.window.y, self.window.x)
-        return (
-            Constant(counts(y, out.y0, out.y1, map_box.height, self.include_pad)),
-            Constant(counts(x, out.x0, out.x1, map_box.width, self.include_pad)),
+    def _counts(self) -> WindowCounts:
+        return WindowCounts.of(self.window, self.output, self.halo.transfer.map, self.include_pad)
+
+
+class WindowCounts:
+    """How many pixels each window of a part counts.
+
+    Args:
+        rows: of each row of outputs.
+        columns: of each column of outputs.
+
+    Attributes:
+        most: of any window.
+    """
+
+    def __init__(self, rows: Sequence[int], columns: Sequence[int]) -> None:
+        most_rows, most_columns = max(rows, default=1), max(columns, default=1)
+        self.most = most_rows * most_columns
+        self._rows = Constant(torch.tensor([most_rows / count for count in rows], dtype=torch.float64))
+        self._columns = Constant(torch.tensor([most_columns / count for count in columns], dtype=torch.float64))
+        self._same = {*rows} <= {most_rows} and {*columns} <= {most_columns}
+
+    @classmethod
+    def of(cls, window: Window, outputs: Box, map_box: Box, include_pad: bool) -> WindowCounts:
+        """Return the counts of the windows of some outputs.
+
+        Args:
+            window: of the pool.
+            outputs: for which to count.
+            map_box: the whole map.
+            include_pad: whether padding counts.
+        """
+        return cls(
+            counts(window.y, outputs.y0, outputs.y1, map_box.height, include_pad),
+            counts(window.x, outputs.x0, outputs.x1, map_box.width, include_pad),
         )
+
+    def factors(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return ``most`` / count of each window, in the dtype and on the device of ``like``; None if all are 1."""
+        return None if self._same else self._rows.like(like)[:, None] * self._columns.like(like)[None, :]
 
 
 def forgets_padding(tensor: torch.Tensor, padding: int | Sequence[int]) -> bool:

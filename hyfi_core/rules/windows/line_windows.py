@@ -96,14 +96,12 @@ def avg_pool1d(builder: Builder, op: Operator) -> None:
     rows = _rows(builder, op, line, _number(stride or kernel))
     if rows is None:  # no row is divided: it has been emitted as it is
         return
-    covered = Constant(_counts(line, split.layout, builder.rank))
+    factors = Constant(line.kernel / _counts(line, split.layout, builder.rank))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         # The padding counts, so that each window has all of its taps.
-        if include_pad:
-            return F.avg_pool2d(tensor, (1, line.kernel), 1).flatten(2)
-        sums = F.avg_pool2d(tensor, (1, line.kernel), 1, divisor_override=1)
-        return (sums / covered.like(sums)).flatten(2)
+        means = F.avg_pool2d(tensor, (1, line.kernel), 1)
+        return (means if include_pad else means * factors.like(means)).flatten(2)
 
     builder.compute(call, (rows,), op.outputs, split)
 

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.ops.avg_pool import counts
-from hyfi_core.ops.constants import Constant
+from hyfi_core.ops.avg_pool import WindowCounts
 from hyfi_core.ops.reduce import least
 from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
@@ -175,16 +174,14 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
     if try_overlapped_avg_pool(builder, op, sliding.window, plan.split, plan.need, include_pad, divisor):
         return
     canvas = builder.moved(op.args[0].name, plan.need)
-    part = plan.split.held[builder.rank]
-    rows = Constant(counts(y, part.y0, part.y1, map_box.height, include_pad))
-    columns = Constant(counts(x, part.x0, part.x1, map_box.width, include_pad))
+    counts = WindowCounts.of(sliding.window, plan.split.held[builder.rank], map_box, include_pad)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride = (y.kernel, x.kernel), (y.stride, x.stride)
-        # Sums, divided by our counts: the native call counts by its own padding.
-        sums: torch.Tensor = F.avg_pool2d(tensor, kernel, stride, divisor_override=1)
-        counted = rows.like(tensor)[:, None] * columns.like(tensor)[None, :]
-        return sums / (divisor or counted)
+        # With a divisor: the native call would count the canvas, and not the padding of the whole map.
+        pooled: torch.Tensor = F.avg_pool2d(tensor, kernel, stride, divisor_override=divisor or counts.most)
+        factors = None if divisor else counts.factors(tensor)
+        return pooled if factors is None else pooled * factors
 
     builder.compute(call, (canvas,), op.outputs, plan.split, op)
 

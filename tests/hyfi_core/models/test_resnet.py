@@ -128,6 +128,12 @@ def test_group_norm_has_no_statistics_and_at_least_two_channels_a_group() -> Non
     assert resnet18(norm="group").bn1.num_groups == 32
 
 
+def test_an_odd_number_of_channels_is_one_group() -> None:
+    model = resnet18(norm="group", width=5)
+    assert isinstance(model.bn1, nn.GroupNorm) and model.bn1.num_groups == 1
+    assert model.layer2[0].bn1.num_groups == 1  # of 10 channels: two groups would be of an odd number each
+
+
 def test_pool_is_the_mean_or_the_maximum_of_the_last_map() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 3, 70, 90)

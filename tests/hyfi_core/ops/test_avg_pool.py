@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 from unittest import mock
@@ -210,3 +211,31 @@ def test_a_window_far_larger_than_the_map_is_a_mean() -> None:
     pool = nn.AvgPool2d(40_000, ceil_mode=True)  # as a network has it that is meant for any image
     net = nn.Sequential(nn.Conv2d(3, 4, 3), pool, nn.Flatten(), nn.Linear(4, 2))
     assert_equal_to_one_process(net, (2, 3, 12, 9), (2, 2))
+
+
+@pytest.mark.parametrize("overlapped", [True, False])
+@pytest.mark.parametrize("include_pad", [True, False])
+def test_a_mean_of_16_bits_is_finite_where_the_sum_over_a_window_would_not_be(
+    overlapped: bool, include_pad: bool
+) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 2, 1, bias=False),
+        nn.AvgPool2d(12, 4, 2, count_include_pad=include_pad),
+        nn.Flatten(2),
+        nn.AvgPool1d(99, 1, 49, count_include_pad=include_pad),
+    ).requires_grad_(False)
+    model[0].weight.fill_(1.0)
+    images = torch.linspace(390, 400, 256 * 256).view(1, 1, 256, 256).repeat(1, 3, 1, 1)
+    with torch.autocast("cpu", torch.float16):
+        wanted = model(images)
+    assert wanted.dtype == torch.float16 and wanted.isfinite().all()
+
+    def body(comm: Communicator) -> Any:
+        plan = hyfi_core.ParallelPlan(grids=((2, 2),))
+        engine = hyfi_core.parallelize(copy.deepcopy(model), images.shape, plan, comm, autocast=torch.float16)
+        return engine.predict(images)
+
+    path = "hyfi_core.rules.windows.sliding.try_overlapped_avg_pool"
+    with contextlib.nullcontext() if overlapped else mock.patch(path, lambda *_: False):
+        for found in run_ranks(4, body):
+            torch.testing.assert_close(found, wanted, rtol=4e-3, atol=0)
