@@ -77,7 +77,7 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
 def _compare(
     model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, mode: str, stored: StoredTensors
 ) -> str | None:
-    """Compare in the current mode of the modules; result and error are those of ``verify_capture``.
+    """Compare in the current mode of the modules; return None if equal, else why they could not be compared.
 
     Args:
         model: in the mode to compare.
@@ -86,6 +86,9 @@ def _compare(
         pick: selects the logits from the output.
         mode: for the message, such as ", in evaluation mode".
         stored: collects the tensors that the model may have stored.
+
+    Raises:
+        RequestError: they differ.
     """
     of_image = OfImage()
 
@@ -109,7 +112,8 @@ def _compare(
     # Rounding is that of the weights: images of bytes are converted by the model.
     computed = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
     difference = equal(expected, _of_program(model, program, small, dtype, pick), _TOLERANCE.get(computed, _COARSE))
-    # Before a refusal: in float32, a norm over few values can amplify rounding beyond the tolerance.
+    # A difference alone is no reason to refuse: in float32, a norm over few values can amplify rounding beyond the
+    # tolerance.
     if difference is None or not _exceeds_rounding(model, small, dtype, pick, expected, program):
         return None
     with undisturbed(model):

@@ -142,7 +142,8 @@ class _Requests:
     def test(self) -> bool:
         # One by one, so that a slice goes to the device while the next ones still arrive.
         while self._landing and MPI.Request.Testall([self._landing[0][0]]):
-            with torch.cuda.stream(self._stream):  # of the exchange: this may be the thread that makes progress
+            # The stream on which the exchange began: a helper thread that polls has another current stream.
+            with torch.cuda.stream(self._stream):
                 self._landing.popleft()[1].copy_to_device()
         if self._keep is not None and not self._landing and MPI.Request.Testall(self._requests):
             if self._finish is not None:

@@ -75,7 +75,13 @@ def _is_sum(program: Program, op: Operator) -> bool:
 
 
 def _tree(root: Operator, maker: dict[str, Operator], inner: set[str]) -> tuple[list[Operator], list[str]]:
-    """Return (the sums within a sum, itself last; the terms of all of them, in order)."""
+    """Return (the sums within a sum, itself last; the terms of all of them, in order).
+
+    Args:
+        root: the outermost sum.
+        maker: value -> the operator that computes it.
+        inner: names of the sums that only another sum reads.
+    """
     tree: list[Operator] = []
     terms: list[str] = []
     for name in (item.name for item in root.args):

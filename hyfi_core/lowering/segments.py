@@ -154,8 +154,8 @@ def _drops(index: int, instruction: Instruction, last_use: dict[str, int]) -> tu
 def _active(ranked: RankProgram, chosen: tuple[Instruction, ...], sources: set[str]) -> set[str]:
     """Return values that depend on a source and on which the output depends: the same on every rank.
 
-    Both through floating-point values only, and not through ``detach``: a parameter that decides only which position
-    is taken has no gradient, and a gradient of zeros would let weight decay change it.
+    A dependence counts if all values on its way are floating-point and none is a result of ``detach``: a parameter
+    that only decides which position is taken has no gradient, and a gradient of zeros would let weight decay change it.
     """
     passing = tuple(instruction for instruction in chosen if not _detaches(instruction))
     reached = set(sources)

@@ -52,7 +52,7 @@ def boundary(
         target: index of the receiving stage.
         have: how values are split in the sending stage.
         need: how they are split in the receiving stage.
-        grids: rows and columns of both.
+        grids: (rows, columns) of the sending stage's ranks, and of the receiving stage's.
         active: values whose cotangents are sent back.
         channels_last: whether maps are received in this format.
         device: of values.
@@ -61,7 +61,7 @@ def boundary(
     for name in source.exits[target]:
         info, split, entry = source.program.values[name], have.get(name), need[name]
         gradient = name in active
-        # Replicated on one side: every rank there needs or has the whole value.
+        # A value that is replicated on either side is sent whole: all ranks of that side have it, or need it, whole.
         if split is None or entry is None:
             carried.append(BoundaryValue(name, info.shape, info.dtype, gradient))
         else:

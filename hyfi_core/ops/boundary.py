@@ -203,7 +203,15 @@ class BoundaryTransfer:
         return result
 
     def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_ReceivedPiece]) -> torch.Tensor | None:
-        """Return the value if it is a single piece, in the format of values; a copy unless its memory stays."""
+        """Return a value that arrived as one piece, in the format of values; None if it did not.
+
+        The result is a copy unless the piece has memory that others no longer use.
+
+        Args:
+            value: to be returned.
+            box: this rank's part of it; None for a replicated value.
+            parts: the pieces of it that have arrived.
+        """
         if len(parts) != 1:
             return None
         (part,) = parts

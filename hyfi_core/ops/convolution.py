@@ -155,7 +155,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         """Return the convolved part once more, from what is saved; see ``ops.base.Recomputable``."""
         conv_input, kernel = saved.conv_input, saved.weight.to(saved.conv_input.dtype)
         offset = None if inputs[2] is None else inputs[2].to(conv_input.dtype)
-        if self.own is None:
+        if self.own is None:  # own part and strips were convolved on one canvas
             return self._convolve(self._conv_input(saved), kernel, offset, self.canvas_padding)
         result = self._convolve(conv_input, kernel, offset, self.own.padding)
         self._add_reached(result, kernel, conv_input, saved.strips)

@@ -332,7 +332,7 @@ class Builder:
         return result
 
     def gather(self, op: Operator, name: str, problem: str = "cannot be computed part by part") -> str:
-        """Gather a value for an operator that needs all of it, if it is small enough; return its name.
+        """Gather a value that an operator needs whole, if it is small enough; return the name of the whole value.
 
         Raises:
             GatherError: it is larger than ``gather_bytes``.

@@ -139,7 +139,7 @@ def extreme(builder: Builder, op: Operator) -> None:
     elif op.args[1] % len(builder.shape(name)) in builder.splits[name].dims:
         first_extreme(builder, op)
     else:
-        along(1, 2)(builder, op)
+        along(at=1, keepdim_at=2)(builder, op)
 
 
 def _reduced(split: Split, dim: int, keep: bool) -> Split:

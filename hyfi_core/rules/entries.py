@@ -85,9 +85,9 @@ def index_put(builder: Builder, op: Operator) -> None:
     inner = _indexed(builder, op, split)
     values = op.args[2].name
     # Dims of ``y[indices]``: all indexed ones go, and those that the indices broadcast to come.
-    rank = len(builder.shape(name)) - sum(item is not None for item in op.args[1])
-    rank += len(torch.broadcast_shapes(*(builder.shape(item.name) for item in op.args[1] if item is not None)))
-    names = {name: builder.part(name, split), values: _fitted(builder, op, values, inner, rank)}
+    dims = len(builder.shape(name)) - sum(item is not None for item in op.args[1])
+    dims += len(torch.broadcast_shapes(*(builder.shape(item.name) for item in op.args[1] if item is not None)))
+    names = {name: builder.part(name, split), values: _fitted(builder, op, values, inner, dims)}
     emit(builder, op, names, split)
 
 

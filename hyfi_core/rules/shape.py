@@ -113,7 +113,10 @@ def squeeze(builder: Builder, op: Operator) -> None:
 
 
 def select(builder: Builder, op: Operator) -> None:
-    """One index of a dim (``select``) or all (``unbind``); one row or column is gathered, for all of them the map."""
+    """One index of a dim (``select``), or each of them (``unbind``).
+
+    A row or column that is selected is gathered alone; to unbind height or width, the whole map is gathered.
+    """
     name = op.args[0].name
     split = builder.same_pixels(op, name)
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))

@@ -144,12 +144,12 @@ def attention(builder: Builder, op: Operator) -> None:
 
 
 def _try_attention_within_windows(builder: Builder, op: Operator, arguments: dict[str, Any]) -> bool:
-    """Emit attention within windows that each lie on one rank; return whether it is of this kind."""
+    """Emit attention within windows that each lie on one rank; return whether the operator is that."""
     splits = [builder.split_of(arguments[key]) for key in ("query", "key", "value")]
-    rank = len(builder.shape(arguments["query"].name))
+    dims = len(builder.shape(arguments["query"].name))
     first = splits[0]
-    # Attention multiplies the last two dims: if space is neither, each window has its own.
-    if first is None or max(first.dims) >= rank - 2 or arguments.get("dropout_p"):
+    # Attention multiplies the last two dims: if height and width are among the others, each window has its own.
+    if first is None or max(first.dims) >= dims - 2 or arguments.get("dropout_p"):
         return False
     if any(split is None or split.dims != first.dims or split.space != first.space for split in splits):
         return False

@@ -104,13 +104,12 @@ def lays_channels_last(
 
 
 def _uses_of_weights(program: Program) -> float:
-    """Return at how many positions of all images a weight of a dense convolution is used, the mean over weights."""
+    """Return at how many positions of all images a weight is used: the mean over dense kernels larger than 1 × 1."""
     weights, uses = 0, 0
     for op in program.operators:
         if not facts_of(op).kind.endswith("convolution"):
             continue
         image, weight, output = (program.values[name].shape for name in (*op.inputs[:2], op.first_output))
-        # Without groups, and larger than 1 × 1.
         if weight[1] == image[1] and prod(weight[2:]) > 1:
             weights += prod(weight)
             uses += prod(weight) * output[0] * prod(output[2:])
@@ -153,7 +152,7 @@ def check_labels(labels: torch.Tensor, batch: int) -> None:
 
 
 def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``(samples, C, h, w)`` of a batch in any form.
+    """Return ``(samples, C, h, w)`` of a batch in any form; one floating-point dtype may stand for another.
 
     Raises:
         RequestError: a reader returned something else than a tensor of this shape, or the dtype is none that the model

@@ -110,11 +110,11 @@ class StepGradients:
         self._mirror.expect_gradients(stage)
 
     def finish(self, hooks: ParameterHooks) -> None:
-        """Wait for all reductions, run hooks, and add the gradients set aside."""
+        """Wait for all reductions, run hooks, and add the gradients that ``begin`` has set aside."""
         self._land(wait=True)
         for group in self._groups:
             group.finish()
-        # Before earlier gradients are added: those have been through the hooks in their own call.
+        # Hooks change the new gradients alone: earlier ones have been through the hooks in their own call.
         hooks.change()
         self._earlier.add()
         hooks.end()

@@ -140,7 +140,7 @@ class ParameterOwnership:
         for name, parameter in self._model.named_parameters():
             sizes.setdefault(self._holders[name], {})[name] = parameter.numel() * parameter.element_size()
             first_names[id(parameter)] = name
-        # Of all replicas, which have the same weights: each rank writes a part.
+        # Holders in all planes and replicas have the same weights, so all of them share the writing.
         planes = range(0, self._groups.all.size, self._groups.placement.size)
         writers: dict[str, int] = {}
         for holders, bytes_of in sizes.items():

@@ -146,7 +146,12 @@ class _Lowering:
             yield act(Verb.SEND_G, stage, 1, None, 0)
 
     def reduces(self, rank: int, overlap: bool) -> list[tuple[int, int]]:
-        """Return (stage, slot) of the reductions of a rank, in the same order on all ranks."""
+        """Return (stage, slot) of the reductions of a rank, in the same order on all ranks.
+
+        Args:
+            rank: for which to return them.
+            overlap: whether a reduction starts as soon as its gradients are complete; else after all computations.
+        """
         row = self._actions_of_rank[rank]
         slots, slot = [], 0
         for stage in self._reduce_order:

@@ -183,7 +183,13 @@ def _check_size(schedule: Schedule, placement: Placement) -> None:
 
 
 def _split(schedule: Schedule, placement: Placement, microbatches: int | None) -> Sequence[Sequence[int]]:
-    """Return the micro-batches of each direction."""
+    """Return the micro-batches of each direction.
+
+    Args:
+        schedule: its actions.
+        placement: has the number of directions.
+        microbatches: of all directions together, divided equally; None: those that the actions name.
+    """
     if microbatches is not None:
         count = microbatches // placement.directions
         return [range(direction * count, (direction + 1) * count) for direction in range(placement.directions)]

@@ -314,7 +314,7 @@ class TilesEngine(EngineState):
 
     def _pass(self, trials: TriedModel, slides: list[TileSource], parts: SlideParts, train: bool) -> EncoderPass:
         """Return the passes over the encoder for these slides, in chunks that fit the plan's memory."""
-        # Exact norms wait for the sums of all ranks once for each slide, so a rank encodes its tiles in one call.
+        # Exact norms wait for all ranks' sums once for each slide, so a chunk (size None) is all of a rank's tiles.
         whole = train and self._call.exact and bool(self._call.live_norms)
         size = None if whole else chunk_size(trials.facts, self.plan.memory_bytes, self._settings.chunk)
         self._chunk = size if train else self._chunk

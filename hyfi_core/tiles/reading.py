@@ -89,9 +89,10 @@ def read_ahead(
     Raises:
         RequestError: a source returned something other than tiles.
     """
-    reading: list[int] = []  # the slide whose chunks are read
+    reading: list[int] = []  # index of the slide whose chunks are read; empty before the first
 
     def read(chunk: TileChunk) -> torch.Tensor:
+        """Return the tiles of a chunk; let the slide before free its memory when another slide begins."""
         if not len(chunk):
             return torch.empty((0, *like[0]), dtype=like[1])
         if reading != [chunk.slide]:

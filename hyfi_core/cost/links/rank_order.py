@@ -48,7 +48,11 @@ def rank_order(traffic: LinkTraffic, nodes: Sequence[Hashable]) -> tuple[int, ..
 
 
 def _chains(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]]:
-    """Yield ranks node by node: all of each node, or first as many as fill whole replicas."""
+    """Yield two orders of the ranks, both node by node.
+
+    The first order takes all ranks of each node. The second takes as many of each node as fill whole replicas, and then
+    those that are left of each node.
+    """
     by_node: dict[Hashable, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)

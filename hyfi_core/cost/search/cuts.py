@@ -118,7 +118,8 @@ class _Search:
         best = [0.0 if end == 0 else float("inf") for end in range(places)]
         choices: list[list[int]] = []
         for stage in range(stages):
-            row, choice = [float("inf")] * places, [0] * places  # with this stage; where it begins then
+            # By the place where this stage ends: ``best`` with it, and the place where it then begins.
+            row, choice = [float("inf")] * places, [0] * places
             for end in range(stage + 1, places - (stages - 1 - stage)):
                 for start in range(end - 1, stage - 1, -1):  # the stage grows
                     own_s = self._stage_s(stage, start, end)

@@ -152,7 +152,7 @@ def _run(op: Operator, values: dict[str, torch.Tensor], single: Mapping[str, Val
         longer = [(a, b) for a, b in zip(single[name].shape, result.shape, strict=True) if a != b]
         if longer and (len(longer) > 1 or longer[0][1] != 2 * longer[0][0]):
             raise _UnclearError
-        # As the others, see ``_empty``.
+        # float32 stands for all floating-point dtypes, see ``_empty``.
         values[name] = result.float() if result.is_floating_point() else result
 
 

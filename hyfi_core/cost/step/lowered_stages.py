@@ -183,7 +183,7 @@ class LoweredPlans:
             cache.clear()
 
     def layouts(self, program: Program, target: Target) -> WholeLayouts | None:
-        """Return the layouts of a whole model on a grid, None if it cannot be lowered so; kept as by ``active``.
+        """Return the layouts of a whole model on a grid, computed once; None if it cannot be lowered for the grid.
 
         Layouts of another program, such as that for other micro-batches, are used again where they hold for this one.
         """

@@ -29,7 +29,7 @@ def on_shared_cores(run: Simulation, weights: Sequence[float], cores: SharedCore
 
     Args:
         run: the dry run, each rank with a core of its own.
-        weights: for each of its ranks, the number of ranks that it stands for.
+        weights: for each of its ranks, the number of a node's ranks that it stands for.
         cores: of the node.
     """
     times_s, stretched_s = _stretched(_changes(run, weights, cores), run.makespan_s, cores)
@@ -49,7 +49,13 @@ def on_shared_cores(run: Simulation, weights: Sequence[float], cores: SharedCore
 
 
 def _changes(run: Simulation, weights: Sequence[float], cores: SharedCores) -> dict[float, float]:
-    """Return time -> by how many cores the ranks of a node need more from then on; fewer: negative."""
+    """Return time -> how many more cores the ranks of a node need from then on; negative where they need fewer.
+
+    Args:
+        run: the dry run, each rank with a core of its own.
+        weights: for each of its ranks, the number of a node's ranks that it stands for.
+        cores: of the node.
+    """
     changes: dict[float, float] = {}
     for rank, weight in enumerate(weights):
         for start_s, end_s, share in _shares(_busy(run, rank), run.makespan_s, cores.waiting):

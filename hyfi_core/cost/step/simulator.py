@@ -206,6 +206,7 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
     """
     small, edges = _collapsed(plan), tuple(costs.edges)
     copied_s = dict.fromkeys(edges, 0.0) if free_messages else _copied_s(plan, costs)
+    # Copying needs a core at both ends of an edge, so it is a part of both stages' computation.
     at_ends_s = [sum(s for edge, s in copied_s.items() if stage in edge) for stage in range(len(costs.stages))]
     durations = Costs(
         forward_s=lambda stage: costs.stages[stage].forward_s + at_ends_s[stage],

@@ -133,8 +133,11 @@ class SegmentCompiler:
         return instruction
 
     def function(self, wish: _Wish) -> CompiledFunction:
-        """Return what runs these calls now: compiled, or the joined calls, until compiled code is ready or for good."""
-        # Only noted: this call is in the middle of a step.
+        """Return what runs these calls now: compiled code, or the joined calls as they are.
+
+        Joined calls stay for good if they cannot be compiled, else until child processes have compiled them.
+        """
+        # In the background, the wish is only noted: this call is in the middle of a step.
         if self._background:
             self._wishes.append(wish)
             return wish.calls.joined

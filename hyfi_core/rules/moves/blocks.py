@@ -111,11 +111,18 @@ def _with_unit(
 
 
 def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], along: list[list[int]]) -> list[bool]:
-    """Return, for height and width, whether ranks share the second of two factors."""
+    """Return, for height and for width, whether it has two factors of which ranks share the second.
+
+    Args:
+        builder: of the rank's program.
+        op: the view.
+        factors: all factors of the view, in order.
+        along: the positions in ``factors`` of the factors of height, and of those of width.
+    """
     sizes = [factor.size for factor in factors]
     if all(len(members) == 2 for members in along):
-        rank = len(builder.shape(op.first_output))
-        groups = [tuple(at for at, factor in enumerate(factors) if factor.after == dim) for dim in range(rank)]
+        dims = range(len(builder.shape(op.first_output)))
+        groups = [tuple(at for at, factor in enumerate(factors) if factor.after == dim) for dim in dims]
         pairs = [(along[0][factor], along[1][factor]) for factor in (0, 1)]
         # Factors of dim 0.
         batch = [at for at, factor in enumerate(factors) if not factor.before]

@@ -71,23 +71,23 @@ def _is_row(split: Split) -> bool:
     return split.in_batch and split.leads == (1, 1) and split.layout.rows == (0, 1)
 
 
-def _joined(rows: list[Split]) -> tuple[int, ...] | None:
-    """Return the cuts of consecutive groups as one; None if some rank's parts are not consecutive, in rank order."""
-    ranks = {len(split.layout.parts) for split in rows}
+def _joined(groups: list[Split]) -> tuple[int, ...] | None:
+    """Return the cuts of consecutive groups, joined into one; None if some rank's tiles are not consecutive in it."""
+    ranks = {len(split.layout.parts) for split in groups}
     if len(ranks) != 1:
         return None
     cuts = [0]
     for rank in range(ranks.pop()):
         # Along the groups in order, this rank's tiles must continue where its last ones ended.
         end, offset = cuts[-1], 0
-        for split in rows:
+        for split in groups:
             start, stop = (offset + cut for cut in split.layout.columns[rank : rank + 2])
             if stop > start and start != end:
                 return None
             end = stop if stop > start else end
             offset += split.layout.width
         cuts.append(end)
-    return tuple(cuts) if cuts[-1] == sum(split.layout.width for split in rows) else None
+    return tuple(cuts) if cuts[-1] == sum(split.layout.width for split in groups) else None
 
 
 def _in_order(builder: Builder, name: str) -> str:

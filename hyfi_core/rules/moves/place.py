@@ -38,7 +38,7 @@ def pad(builder: Builder, op: Operator) -> None:
     shape, dims = builder.shape(name), builder.splits[name].dims
     # Widths come in pairs, the last dim first.
     padded = {len(shape) - 1 - at // 2 for at, width in enumerate(widths) if width}
-    if not builder.splits[name].plain and not padded & set(dims):  # each tile, say
+    if not builder.splits[name].plain and not padded & set(dims):  # for example, within each tile
         split = builder.splits[name].owned
         emit_on_part(builder, op, split, split)
         return

@@ -139,9 +139,10 @@ class EngineState:
         save_engine(Path(folder), self._groups.all, part, self.random, extra, model_json)
 
     def load(self, folder: str | PathLike[str]) -> Any:
-        """Load what ``save`` wrote, under any plan, and return its ``extra``; gradients accumulated so far are cleared.
+        """Load what ``save`` wrote, under any plan, and return its ``extra``.
 
-        An engine without optimizer loads weights and buffers only.
+        Gradients accumulated so far are cleared. An engine without optimizer loads weights and buffers only; it returns
+        None.
 
         Raises:
             RequestError: it is no checkpoint, is damaged or of another model, or lacks the optimizer of this engine.

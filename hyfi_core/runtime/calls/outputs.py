@@ -22,7 +22,13 @@ def described(leaves: list[Any]) -> list[Any]:
 
 
 def undescribed(descriptions: list[Any], leaves: list[Any] | None, device: torch.device) -> list[Any]:
-    """Return the leaves, contiguous; without them, empty tensors on ``device`` to receive what was ``described``."""
+    """Return the leaves, contiguous; on a rank without them, empty tensors in which to receive them.
+
+    Args:
+        descriptions: from ``described``, of all leaves.
+        leaves: None on ranks that receive.
+        device: of the empty tensors.
+    """
     if leaves is not None:
         return [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return [

@@ -82,7 +82,7 @@ class TrainingLoss:
         if mean is None or output is None or not mean.fits(output, labels):
             return True
         if not mean.by_index(output, labels):
-            return False
+            return False  # only indices of classes can be ignored: otherwise every sample counts
         if forwards_first and labels.device.type != "cpu":
             return True  # reading labels would make every step wait for the device
         ignored = torch.tensor([int(mean.ignores(output, labels))])

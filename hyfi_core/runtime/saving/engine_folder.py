@@ -116,7 +116,14 @@ def _check_request(folder: Path, extra: Mapping[str, Any] | None, model_json: Ma
 def _opened(
     folder: Path, share: tuple[int, int], own: Mapping[str, torch.Tensor], with_optimizer: bool
 ) -> tuple[Checkpoint, TrainingState | None]:
-    """Return a checkpoint and, if asked for, its training state; refuse one that does not fit the model."""
+    """Return a checkpoint and, if asked for, its training state; refuse one that does not fit the model.
+
+    Args:
+        folder: of the checkpoint.
+        share: (rank, ranks): the part of the files whose digests this rank checks.
+        own: this rank's ``state_dict`` of the model.
+        with_optimizer: whether the training state is needed.
+    """
     checkpoint = load_checkpoint(folder, share)
     check_names(folder, checkpoint.weights, own)
     saved = OPTIMIZER_FILE in checkpoint.model["files"]
