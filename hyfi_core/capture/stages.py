@@ -111,9 +111,9 @@ class ProgramCutter:
         return tuple(
             Stage(
                 _part_of(self._program, pieces[stage], self._ordinals),
-                {a: names for (a, b), names in travels.items() if b == stage},
-                {b: names for (a, b), names in travels.items() if a == stage},
-                self._results if stage == stages - 1 else (),
+                entries={a: names for (a, b), names in travels.items() if b == stage},
+                exits={b: names for (a, b), names in travels.items() if a == stage},
+                outputs=self._results if stage == stages - 1 else (),
             )
             for stage in range(stages)
         )

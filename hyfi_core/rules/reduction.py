@@ -35,14 +35,14 @@ def _reduced_dims(
 ) -> tuple[str, tuple[int, ...], bool]:
     """Return (input, reduced dims, keepdim) of a reduction, from its arguments with these indices."""
     name = op.args[0].name
-    rank = len(builder.shape(name))
+    count = len(builder.shape(name))
     argument = op.args[dims_at] if len(op.args) > dims_at else None
     dims = [argument] if isinstance(argument, int) else argument
     # As PyTorch: no dims are all dims, but ``any(dim=())`` and ``all(dim=())`` reduce none.
     if dims is None or (not dims and not op.text.startswith(("aten.any", "aten.all"))):
-        dims = range(rank)
+        dims = range(count)
     keepdim = op.args[keepdim_at] if len(op.args) > keepdim_at else op.kwargs.get("keepdim", False)
-    return name, tuple(sorted(dim % rank for dim in dims)), bool(keepdim)
+    return name, tuple(sorted(dim % count for dim in dims)), bool(keepdim)
 
 
 def _pointwise(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> None:
@@ -289,7 +289,11 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     shares = Constant(torch.tensor(counts, dtype=torch.float64).div_(count))
 
     def moments(tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of the sums; or its row among zeros for others, whose sum has all rows exactly."""
+        """Return this rank's term of the sum over ranks.
+
+        It is its share of Σ x and Σ x², or (``apart``) its own mean and variance in a row among zeros for other ranks:
+        the sum then has the rows of all ranks, exactly.
+        """
         tensor = tensor.to(accumulator(tensor))
         # Sums of nothing tie the result to the input, so that all ranks have the same backward.
         if not own_count:

@@ -65,8 +65,7 @@ def parallelize(
         image_dtype: of images, if not that of the parameters: ``torch.uint8`` for a model that scales bytes itself.
         memory_format: of feature maps, see ``MemoryFormat``; outputs and gradients have that of one process.
         verify: whether rank 0 first compares module and capture on small images, in both modes; refuses a difference.
-        release: whether to move to the meta device what this rank's stages do not use of ``model``, which no other rank
-            of this process may have, too.
+        release: whether to move to the meta device what this rank's stages do not use of its own copy of ``model``.
         weights: for a model on the meta device: a safetensors file, a folder of them, a state, or a function of a name,
             from which tensors are read to torch's default device, with ``release`` only those of this rank's stages.
         compile: "on": ``torch.compile`` fuses what is between messages, which changes rounding; "auto": on GPUs only.

@@ -117,7 +117,7 @@ class PlanBounds:
     ) -> None:
         self._programs, self._batch = programs, batch
         self._machine, self._dtype = machine, dtype
-        # Without starts: the difference is what every rank of a stage does.
+        # Operators start at once on this machine: what they take longer on the other one, every rank of a stage takes.
         self._bare = replace(machine, kernel_s=0.0)
         self._crowded = ranks > 1 and machine.devices_per_node > 1
         # Results so far; each key begins with the number of images of a micro-batch.

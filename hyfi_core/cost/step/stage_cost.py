@@ -254,7 +254,7 @@ class StageCosts:
                 if name in gradients:
                     clock.gradients.append((max(loads[plane] for plane in planes), gradients[name]))
             clock.backward_s = max(loads)
-        # Planes make theirs at the same time: buckets go by time.
+        # Planes compute at the same time, so the gradients of a region are not in order of time yet, as buckets are.
         clock.gradients.sort(key=lambda gradient: gradient[0])
         of_weights_s = sum(costs[name].of_weights * seconds for name, seconds in backward.items())
         clock.weight_s = clock.backward_s * of_weights_s / (sum(backward.values()) or 1.0)

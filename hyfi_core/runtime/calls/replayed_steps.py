@@ -120,7 +120,10 @@ class ReplayedSteps:
     def _try_to_record(
         self, make: Callable[[], list[Step]], train: Train
     ) -> tuple[StepGraph, list[Step], list[Event]] | str:
-        """Record and run a step; return it, what it read and did, or why it failed, without holding its memory."""
+        """Record and run a step; return its graph, what it read and its events, or why it failed.
+
+        Of an error only the text is returned: its traceback would keep the memory of the step.
+        """
         events: list[Event] = []
         trained = self._subject.bindings.parameters_once.values()
         with self._recording() as new_graph:

@@ -110,7 +110,7 @@ class TrainingLoss:
         return total if over_batch else total / self._plan.mean_over
 
     def _known(self) -> KnownMean | None:
-        """Return what is known of the loss now: its settings may change between steps."""
+        """Return what is known of the loss, if a trial confirms it; its settings may change between steps."""
         mean = known_mean(self._settings.loss) if self._settings.loss_over == "auto" else None
         if mean is not None and mean not in self._tried:
             labels, like = mean.trial_labels(_TRIED), torch.empty((1, mean.classes), device="meta")
