@@ -289,11 +289,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     shares = Constant(torch.tensor(counts, dtype=torch.float64).div_(count))
 
     def moments(tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's term of the sum over ranks.
-
-        It is its share of Σ x and Σ x², or (``apart``) its own mean and variance in a row among zeros for other ranks:
-        the sum then has the rows of all ranks, exactly.
-        """
+        """Return this rank's term of the sum over ranks: its sums, or its own row of moments and zeros for others."""
         tensor = tensor.to(accumulator(tensor))
         # Sums of nothing tie the result to the input, so that all ranks have the same backward.
         if not own_count:
