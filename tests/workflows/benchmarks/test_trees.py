@@ -30,6 +30,11 @@ def test_the_interval_holds_what_the_median_of_noisy_ratios_may_be() -> None:
     }
 
 
+def test_shortest_steps_are_those_of_each_process() -> None:
+    rounds = [[(9.0, 9.0), (1.0 + slower, 8.0), (8.0, 2.0)] for slower in (0.0, 0.2, 0.1)]
+    assert summary([(pairs, (1, 1)) for pairs in rounds])["shortest_ratio"] == 0.55
+
+
 def test_a_process_takes_a_step_for_each_line_until_the_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
