@@ -101,6 +101,19 @@ class Heatmap:
         return above.clip(0.0, 1.0)
 
     @property
+    def color_weights(self) -> NDArray[np.float32]:
+        """(classes, rows, columns): parts of the classes' colours in that of a square; 0 where not seen.
+
+        They sum to 1, as scores of exclusive classes do. So of other classes the colour says which, and ``certainty``
+        how high, also where several have a high score.
+        """
+        weights: NDArray[np.float32] = np.nan_to_num(self.scores)
+        if not self.exclusive:
+            total = weights.sum(axis=0)
+            np.divide(weights, total, out=weights, where=total > 0)
+        return weights
+
+    @property
     def seen_squares(self) -> NDArray[np.bool_]:
         """(rows, columns): the squares that the model has seen."""
         finite: NDArray[np.bool_] = ~np.isnan(self.values[0])

@@ -176,7 +176,7 @@ def write_score_picture(path: Path, heatmap: Heatmap) -> None:
     import tifffile
 
     colors = np.array([class_color(index) for index in range(len(heatmap.class_names))], dtype=np.float64)
-    mixed = np.einsum("khw,kc->hwc", np.nan_to_num(heatmap.scores), colors)
+    mixed = np.einsum("khw,kc->hwc", heatmap.color_weights, colors)
     drawn = 255 + (mixed - 255) * heatmap.certainty[..., None]
     levels = pyramid(drawn.transpose(2, 0, 1).astype(np.float32))
     with replacing(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=True) as file:

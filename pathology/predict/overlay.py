@@ -101,16 +101,19 @@ def _shows(weights: Plane, least: float = 0.5) -> bool:
 
 
 def score_colors(heatmap: Heatmap, shape: Sequence[int]) -> tuple[Plane, Plane]:
-    """Return the mean of the class colours weighted by score, (h, w, 3) from 0 to 255, and the certainty, (h, w).
+    """Return the mean of the class colours weighted by score, (h, w, 3), 0 to 255; and ``Heatmap.certainty``, (h, w).
+
+    Both are of the heatmap's squares, interpolated; those that were not seen count as 0.
 
     Args:
         heatmap: Heatmap of the slide.
         shape: (h, w) of a picture of the whole slide.
     """
+    # (height, width) of the slide in squares, not rounded: the last row and column may reach beyond the slide.
     extent = _squares_extent(heatmap)
     colors = np.zeros((*shape[:2], 3), np.float32)
-    for index, score in enumerate(heatmap.scores):
-        part = _resize(np.nan_to_num(score).astype(np.float32), shape, extent)
+    for index, weights in enumerate(heatmap.color_weights):
+        part = _resize(weights.astype(np.float32), shape, extent)
         for channel, value in enumerate(class_color(index)):
             colors[..., channel] += part * np.float32(value)
     return colors, _resize(heatmap.certainty.astype(np.float32), shape, extent)

@@ -219,3 +219,9 @@ def test_the_score_picture_opens_as_a_slide_at_all_levels(tmp_path: Path) -> Non
             pixel = slide.read_region(place_px, level, (1, 1)).getpixel((0, 0))
             assert pixel[:3] == class_color(1)
             assert slide.read_region((700, 600), level, (1, 1)).getpixel((0, 0))[:3] == (255, 255, 255)
+    # Both of two labels: their mean, not a sum that is brighter than either.
+    both = replace(heatmap, scores=np.where(np.isnan(heatmap.scores), np.nan, 1.0).astype(np.float32), exclusive=False)
+    write_score_picture(tmp_path / "scores.tiff", both)
+    with openslide.OpenSlide(tmp_path / "scores.tiff") as slide:
+        pixel = slide.read_region((264, 200), 0, (1, 1)).getpixel((0, 0))
+        np.testing.assert_allclose(pixel[:3], np.mean([class_color(0), class_color(1)], axis=0), atol=1)

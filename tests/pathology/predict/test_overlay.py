@@ -40,6 +40,20 @@ def test_colours_lie_where_the_classes_score() -> None:
     assert certainty[10 * 16, 12 * 16] > 0.99 and certainty[15 * 16, 5 * 16] == 0
 
 
+def test_classes_that_do_not_exclude_each_other_mix_to_a_colour_of_the_legend_not_a_brighter_or_darker_one() -> None:
+    overlay = overlay_of()
+    unseen = np.isnan(overlay.heatmap.values)
+    for high in ([0.9, 0.9], [0.5, 0.0], [0.0, 0.0]):
+        scores = np.where(unseen, np.nan, np.array(high)[:, None, None]).astype(np.float32)
+        heatmap = replace(overlay.heatmap, scores=scores, exclusive=False)
+        colors, certainty = score_colors(heatmap, overlay.thumbnail.shape)
+        total = sum(high)
+        mean = sum(weight * np.array(class_color(index)) for index, weight in enumerate(high)) / (total or 1.0)
+        np.testing.assert_allclose(colors[160, 160], mean, atol=1)
+        np.testing.assert_allclose(certainty[160, 160], max(high), atol=1e-6)
+        assert np.isfinite(colors).all() and colors.max() <= 255.5
+
+
 def test_picture_changes_where_a_class_scores_and_not_on_glass() -> None:
     overlay = overlay_of()
     image = np.asarray(draw_overlay(overlay))
