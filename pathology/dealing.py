@@ -167,7 +167,7 @@ def shared_folder(path: Path, comm: Communicator) -> Iterator[Path]:
 
 
 def _make_empty(path: Path, folder: Path) -> None:
-    """Create a folder anew, without what an earlier run has left in it."""
+    """Create ``folder`` anew, and remove the folders that earlier runs have left under ``path`` and a suffix."""
     try:
         remove_leftovers(path)
         remove_tree(folder)

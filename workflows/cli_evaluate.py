@@ -75,7 +75,7 @@ def validate(
     calibrate: Calibrate = False,
     merge_alike: MergeAlike = False,
     features: Features = None,
-    resume: Resume = False,
+    resume: Resume = False,  # changes nothing: accepted as in `hyfi train`
     as_json: Json = False,
 ) -> None:
     """Compute the metrics of a checkpoint on labelled slides."""
@@ -132,7 +132,7 @@ def predict(
     features: Features = None,
     evidence: Evidence = "map",
     evidence_blocks: EvidenceBlocks = None,
-    resume: Resume = False,
+    resume: Resume = False,  # changes nothing: finished slides are always kept
     as_json: Json = False,
 ) -> None:
     """Predict slides: probabilities, heatmaps, overlays, annotations and reports."""

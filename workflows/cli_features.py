@@ -95,7 +95,7 @@ def features(
     allow_download: AllowDownload = False,
     overwrite: Overwrite = False,
     part: Part = "1/1",
-    resume: Resume = False,
+    resume: Resume = False,  # changes nothing: finished slides are always kept
     as_json: Json = False,
 ) -> None:
     """Compute the features of every tissue tile with an encoder, as TRIDENT, CLAM, STAMP or zarr files."""

@@ -64,7 +64,7 @@ def message_of(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and is_full_disk(error):
         return describe_full_disk(error, file_of(error))
-    full_disk = _full_disk(error)
+    full_disk = _full_disk(error)  # of ``plan.spill``
     # Before memory: the error of a full disk may have one of memory in its context.
     if full_disk is not None:
         return full_disk

@@ -63,7 +63,7 @@ class CellFeed:
         self._turn, self._next = spec.turns[0] - 1, (spec.turns[0], 0)  # (turn, index of the part) to request next
         samples = max((part.stop - part.first for part in self._parts), default=0)
         hello = {
-            "parts": [],
+            "parts": [],  # each request names its box
             "replica": spec.replica,
             # One more: a box that is read out of order is requested beside those ahead.
             "ahead": (self._ahead + 1) * samples,

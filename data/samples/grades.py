@@ -51,7 +51,10 @@ def _order_of(names: Sequence[str]) -> list[int] | None:
 
 
 def _numbered(name: str) -> tuple[str, float] | None:
-    """Return the text before the number of a grade, and the number; None if it has no number."""
+    """Return the kind of a grade, which is the text before its number, and the number; None if it has no number.
+
+    The kind of a Roman number ends with ``roman``: ``G II`` and ``G2`` have no common order.
+    """
     try:
         return "", float(name)
     except ValueError:

@@ -78,10 +78,11 @@ def event_of(text: str) -> float | None:
 
 
 def _events_by_key(table: Table, column: str) -> dict[str, float | None]:
-    """Return the event of each slide or case by its name; None: empty.
+    """Return the event of each slide or case by its name, 1.0 or 0.0 (see `event_of`); None if its cell is empty.
 
     Raises:
-        RequestError: A value is neither, a slide or case has two, or a row has an event but no key.
+        RequestError: A value is neither an event nor a censored time, a slide or case has two, or a row has an event
+            but no key.
     """
     cells = [(line, row[column]) for line, row in zip(table.lines, table.rows, strict=True)]
     wrong = [(line, shown(text)) for line, text in cells if text and event_of(text) is None]

@@ -36,7 +36,7 @@ from pathology.ingest.slide import ingest_slide
 from pathology.ingest.work import Outcome, is_of_another, refuse_another_file, sweep_claims, sweep_unfinished
 from pathology.memory import worker_count
 from pathology.readers.file_check import UNREADABLE_FOLDER, folder_error
-from pathology.readers.mpp import AGREE_TOLERANCE, parse_mpp
+from pathology.readers.mpp import AGREE_TOLERANCE, parse_number
 from pathology.tissue.given import GivenTissue
 
 __all__ = ["IngestOptions", "IngestReport", "IngestWork", "Request", "compare_with_store", "ingest", "ingest_slide"]
@@ -296,7 +296,7 @@ def _other_parameters(record: SlideRecord, job: SlideJob, options: IngestOptions
         if requested_mpp is not None and not math.isclose(requested_mpp, compared_mpp, rel_tol=1e-6):
             stored["slide_mpp"], requested["slide_mpp"] = compared_mpp, requested_mpp
     elif _contradicts(job, record.source_mpp):
-        stored["source_mpp"], requested["source_mpp"] = record.source_mpp, parse_mpp(job.row["source_mpp"])
+        stored["source_mpp"], requested["source_mpp"] = record.source_mpp, parse_number(job.row["source_mpp"])
     if (record.bad_share or 0.0) > options.max_bad:
         stored["bad tiles"], requested["bad tiles"] = f"{record.bad_share:.4g} of all", f"--max-bad {options.max_bad:g}"
     return differences(stored, requested)
@@ -305,14 +305,15 @@ def _other_parameters(record: SlideRecord, job: SlideJob, options: IngestOptions
 def _contradicts(job: SlideJob, file_mpp: float | None) -> bool:
     """Whether the manifest's mpp contradicts the one that the slide was ingested with."""
     with suppress(ValueError):
-        return file_mpp is not None and abs(parse_mpp(job.row.get("source_mpp", "")) / file_mpp - 1) > AGREE_TOLERANCE
+        requested = parse_number(job.row.get("source_mpp", ""))
+        return file_mpp is not None and abs(requested / file_mpp - 1) > AGREE_TOLERANCE
     return False
 
 
 def _given_mpp(job: SlideJob, options: IngestOptions) -> float | None:
     """Return the microns per pixel from the manifest, else from the options; None if neither has them."""
     with suppress(ValueError):
-        return parse_mpp(job.row.get("source_mpp", ""))
+        return parse_number(job.row.get("source_mpp", ""))
     return options.slide_mpp
 
 

@@ -27,7 +27,7 @@ from data.files import replacing
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim
 from pathology.ingest.discover import SlideJob
-from pathology.readers.mpp import is_sensible, parse_mpp
+from pathology.readers.mpp import is_sensible, parse_number
 from pathology.readers.sources import largest_scene
 from pathology.search import is_gone
 
@@ -189,7 +189,7 @@ def _may_be_mpp(text: str) -> bool:
     if not text:
         return True
     with suppress(ValueError):
-        value = parse_mpp(text)
+        value = parse_number(text)
         return is_sensible((value, value))
     return False
 
@@ -208,7 +208,11 @@ def scrubbed(reason: str, source: Path, name: str) -> str:
 
 
 def _load(path: Path) -> dict[str, KeyRow]:
-    """Return the rows by source path; empty if there is no file yet."""
+    """Return the rows by source path; empty if there is no file yet.
+
+    Raises:
+        RequestError: It cannot be read, is no key, or its rows have not one secret.
+    """
     try:
         columns, rows = read_own(path.read_bytes())
     except FileNotFoundError:
@@ -222,7 +226,13 @@ def _load(path: Path) -> dict[str, KeyRow]:
             f"--pseudonyms {path}: exists and is not a key of an earlier ingest (with the columns "
             f"{', '.join(_COLUMNS)}); choose another file"
         )
-    key_rows = (KeyRow(**{k: row.pop(k) for k in _COLUMNS}, others=row) for row in rows)
+    key_rows = [KeyRow(**{k: row.pop(k) for k in _COLUMNS}, others=row) for row in rows]
+    # Without a secret, anybody could compute the pseudonyms; of several, `commit` would never have the right one.
+    if key_rows and (len({row.secret for row in key_rows}) > 1 or not key_rows[0].secret):
+        raise RequestError(
+            f"--pseudonyms {path}: the column secret is empty, or differs between rows; restore the file as an ingest "
+            "wrote it, and use one key for each store"
+        )
     return {row.source_path: row for row in key_rows}
 
 

@@ -314,11 +314,11 @@ class SlideImage:
         return self._dataset.read_view(self._index, self._view, box)
 
     def _normalised(self, pixels: NDArray[np.uint8], box: Box, covered: Sequence[Box]) -> torch.Tensor:
-        """Return pixels of ``box`` as the member takes them; ``pixels`` are not changed."""
-        shown = [inside for cover in covered if not (inside := cover.intersect(box)).empty]
-        if shown:
+        """Return ``pixels`` of ``box`` as the member takes them, the ``covered`` boxes white, in new memory."""
+        hidden = [inside for cover in covered if not (inside := cover.intersect(box)).empty]
+        if hidden:
             pixels = pixels.copy()
-        for inside in shown:
+        for inside in hidden:
             rows, columns = inside.relative_to(box).slices()
             pixels[:, rows, columns] = BACKGROUND
         return self._member.normalisation(torch.from_numpy(pixels)[None])

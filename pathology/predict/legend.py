@@ -10,6 +10,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 TEXT_RGB = (31, 41, 55)
 STRIP_RGB = (255, 255, 255)
+_GAP = 1.8
+"""Space between two items, in heights of the text."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def add_legend(image: Image.Image, items: list[LegendItem]) -> Image.Image:
         y = image.height + unit / 2 + row_px * (index + 0.5)
         for item in row:
             _draw_item(draw, item, x, y, unit, image.width)
-            x += _width(item, unit, image.width) + round(unit * 1.8)
+            x += _width(item, unit, image.width) + round(_GAP * unit)
     return result
 
 
@@ -97,7 +99,7 @@ def _rows(items: list[LegendItem], width_px: int, unit: int) -> list[list[Legend
     rows: list[list[LegendItem]] = [[]]
     used = unit
     for item in items:
-        width = _width(item, unit, width_px) + round(unit * 1.8)
+        width = _width(item, unit, width_px) + round(_GAP * unit)
         if rows[-1] and used + width > width_px:
             rows.append([])
             used = unit

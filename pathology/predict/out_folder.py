@@ -95,7 +95,8 @@ class OutFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             restore_replaced(self.path)
             with Claim.wait(self.path, CLAIM):
-                if self._made_by_others() is not None:  # False if another process of this run was first
+                # Asked again: another process of this run may have been first.
+                if self._made_by_others() is not None:
                     (self.path / FILE_NAME).unlink(missing_ok=True)
                 write_json_atomically(self.path / RUN_FILE, self._made_by)
         except OSError as error:

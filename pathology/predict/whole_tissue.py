@@ -120,7 +120,10 @@ class SizedEngines:
         return hyfi_core.parallelize(self._module, shape, plan, self._comm, autocast=self._autocast, verify=verify)
 
     def _cells_of(self, size_px: ImageSize) -> tuple[int, int] | None:
-        """Return the cells of each rank's part of an image of another size; None if the part is no larger than one."""
+        """Return the cells of each rank's part of an image of another size; None if the part is no larger than one.
+
+        Without tags of messages, which cells need, it is None, too.
+        """
         if self._comm.size > 1 and self._comm.in_order:
             return None
         rows, columns = (

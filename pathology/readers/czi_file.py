@@ -28,7 +28,7 @@ from pathlib import Path
 
 from pathology.errors import SlideError
 from pathology.readers.facts.pictures import HOW_TO_PICK, WHOLE, Pick, PlanesError, check_plane
-from pathology.readers.mpp import parse_mpp
+from pathology.readers.mpp import parse_number
 from pathology.readers.slide_file import SlideFile
 
 _HEAD = struct.Struct("<16sqq")
@@ -251,7 +251,7 @@ def _mpp(root: ElementTree.Element) -> tuple[float, float] | None:
     texts = [root.findtext(f"./Metadata/Scaling/Items/Distance[@Id='{axis}']/Value") for axis in "YX"]
     try:
         # Metres. A missing axis leaves one value, and unpacking it raises ValueError, too.
-        y, x = (parse_mpp(text) * 1e6 for text in texts if text is not None)
+        y, x = (parse_number(text) * 1e6 for text in texts if text is not None)
     except ValueError:
         return None
     return y, x
@@ -263,7 +263,7 @@ def _power(root: ElementTree.Element) -> float | None:
     for objective in root.iterfind("./Metadata/Information/Instrument/Objectives/Objective"):
         if name is not None and objective.get("Id") == name.get("Id"):
             try:
-                return parse_mpp(objective.findtext("NominalMagnification") or "")
+                return parse_number(objective.findtext("NominalMagnification") or "")
             except ValueError:
                 return None
     return None

@@ -145,7 +145,7 @@ class CziSource:
             return cached
         try:
             pixels = _decode(block, self._data(block))
-        except SlideError:
+        except SlideError:  # the whole file cannot be read
             raise
         except Exception as error:
             area = self._areas[level][index]

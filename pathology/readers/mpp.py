@@ -34,7 +34,7 @@ class SourceMpp:
     origin: str
 
 
-def parse_mpp(text: str) -> float:
+def parse_number(text: str) -> float:
     """Parse a number that may have a decimal comma, and then points between thousands, as in ``1.000,5``.
 
     Raises:
@@ -140,7 +140,7 @@ def _magnification(power: float | None, objective: str) -> float | None:
         stated = None
     else:
         match = re.fullmatch(r"\s*(\d+(?:[.,]\d+)?)\s*[x×X]?\s*", objective)
-        stated = parse_mpp(match[1]) if match else 0.0
+        stated = parse_number(match[1]) if match else 0.0
         if not _POWERS[0] <= stated <= _POWERS[1]:
             raise SlideError(f"the column objective is {objective!r}; expected a magnification such as 20 or 40x")
     if power and stated and power != stated:
@@ -176,7 +176,7 @@ def _manifest_value(text: str) -> float | None:
     if not text.strip():
         return None
     try:
-        value = parse_mpp(text)
+        value = parse_number(text)
     except ValueError as error:
         raise SlideError(f"the column source_mpp is {text!r}; expected a number of microns per pixel") from error
     if not is_sensible((value, value)):

@@ -20,7 +20,7 @@ from pathology.readers.facts.levels import StatedLevel, believed_levels, fitted_
 from pathology.readers.facts.pixel_size import checked_mpp
 from pathology.readers.facts.slide_facts import APERIO, StatedMpp, merged
 from pathology.readers.facts.stated_mpp import TAGS
-from pathology.readers.mpp import mpp_of_resolution, parse_mpp
+from pathology.readers.mpp import mpp_of_resolution, parse_number
 from pathology.readers.per_thread import PerThread
 from pathology.readers.source_level import (
     RGB,
@@ -259,7 +259,7 @@ def _mpp_of_tag(pixels_per_unit: float | None, unit: str) -> float | None:
 
 def _number(text: str | None) -> float | None:
     try:
-        return None if text is None else parse_mpp(text)
+        return None if text is None else parse_number(text)
     except ValueError:
         return None
 

@@ -266,7 +266,8 @@ def _check_codestream(data: bytes) -> None:
     """Refuse JPEG 2000 that is cut off, or has bytes that packets cannot have."""
     if data.rfind(b"\xff\xd9") < 0:
         raise ValueError("its JPEG 2000 is cut off: it has no end marker")
-    packets = data.find(b"\xff\x93")
+    packets = data.find(b"\xff\x93")  # SOD, the start of data
+    # Another SOT, the start of a tile-part.
     several_parts = data.find(b"\xff\x90", packets) >= 0  # headers of further tile-parts may have any bytes
     if packets >= 0 and not several_parts and _NOT_IN_PACKETS.search(data, packets):
         raise ValueError("its JPEG 2000 packets have invalid bytes")

@@ -76,9 +76,10 @@ class _Raster:
         self.n = max(1, int(np.ceil(spec.size_um / _CELL_UM)))
         centres = (np.arange(self.n) + 0.5) * _CELL_UM
         # In parts of rows: the coordinates of pieces take several floats for each cell.
-        self.depth = np.concatenate([tissue.grid(rows, centres) for rows in np.array_split(centres, self.n // 256 + 1)])
+        parts = np.array_split(centres, self.n // 256 + 1)
+        self.depth_um = np.concatenate([tissue.grid(rows, centres) for rows in parts])
         self.taken = np.zeros((self.n, self.n), bool)
-        self.tissue_mm2 = float((self.depth > 0).sum()) * _CELL_UM**2 / 1e6
+        self.tissue_mm2 = float((self.depth_um > 0).sum()) * _CELL_UM**2 / 1e6
 
     def count(self, rng: np.random.Generator, per_mm2: float) -> int:
         """Return a random number of objects for a density, from a Poisson distribution."""
@@ -86,7 +87,7 @@ class _Raster:
 
     def points(self, rng: np.random.Generator, count: int, depth_um: float) -> Field:
         """Return ``count`` random points (y, x) in µm at least ``depth_um`` deep in the tissue."""
-        inside = np.flatnonzero(self.depth > depth_um)
+        inside = np.flatnonzero(self.depth_um > depth_um)
         if not len(inside):
             return np.zeros((0, 2))
         cell = rng.choice(inside, count)
@@ -100,7 +101,7 @@ class _Raster:
         y = (np.arange(low[0], high[0]) + 0.5)[:, None] * _CELL_UM - y_um
         x = (np.arange(low[1], high[1]) + 0.5)[None, :] * _CELL_UM - x_um
         disc = y * y + x * x <= radius_um**2
-        if (self.taken[window] & disc).any() or (self.depth[window][disc] < 3).any():
+        if (self.taken[window] & disc).any() or (self.depth_um[window][disc] < 3).any():
             return False
         self.taken[window] |= disc
         return True
@@ -221,7 +222,7 @@ WOBBLE = 0.11
 def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Field:
     """Fill each nest with large nuclei on a jittered lattice; in foci of a positive slide their chromatin is coarse."""
     parts = [np.zeros((0, 4))]
-    step = 12.5
+    step = 12.5  # µm between neighbouring nuclei
     lattice = np.array([(i * step * 0.87, (j + i % 2 / 2) * step) for i in range(-4, 5) for j in range(-4, 5)])
     foci = set(anatomy.foci.tolist()) if anatomy.spec.positive else set()
     for number, (y, x, radius) in enumerate(anatomy.nests):
@@ -246,7 +247,7 @@ def _aggregates(rng: np.random.Generator, raster: _Raster) -> Field:
         cell = (points / _CELL_UM).astype(np.int64)
         keep = (points >= 0).all(1) & (cell < raster.n).all(1)
         points, cell = points[keep], cell[keep]
-        points = points[raster.free(points) & (raster.depth[cell[:, 0], cell[:, 1]] > 2)]
+        points = points[raster.free(points) & (raster.depth_um[cell[:, 0], cell[:, 1]] > 2)]
         parts.append(_rows(points, LYMPHOCYTE, rng.integers(0, VARIANTS[LYMPHOCYTE], len(points))))
     return np.concatenate(parts)
 

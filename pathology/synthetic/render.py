@@ -48,7 +48,7 @@ class Renderer:
         self.pigment = pigment_light(self.library.dust)
         self.artefacts = artefacts.Artefacts(anatomy.spec)
         # Twice the reach of a sprite: those centred outside the block may extend into it, and only those that are
-        # wholly inside the margin can be stamped.
+        # wholly inside the margin can be stamped. Rounded up to whole steps between the nodes of smooth fields.
         reach = 2 * self.library.reach_px + (artefacts.BLUR_REACH_PX if anatomy.spec.blur else 0)
         self.margin_px = -(-reach // _NODE_PX) * _NODE_PX
 

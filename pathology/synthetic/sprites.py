@@ -85,7 +85,9 @@ def library(mpp_um: float) -> Library:
     stamps = [
         _elongated(rng, mpp_um, length_um=(10, 17), width_um=(2.3, 3.4), density=(0.5, 0.72), count=VARIANTS[SPINDLE]),
         _elongated(rng, mpp_um, length_um=(9.0, 11.5), width_um=(5.4, 7.2), density=(0.5, 0.78), count=VARIANTS[OVAL]),
-        tuple(_nucleus(rng, mpp_um, rng.uniform(5.6, 7), 1.1, 0, 0.74, 0.10) for _ in range(VARIANTS[LYMPHOCYTE])),
+        tuple(
+            _nucleus(rng, mpp_um, rng.uniform(5.6, 7), 1.1, 0, 0.74, grain=0.10) for _ in range(VARIANTS[LYMPHOCYTE])
+        ),
     ]
     pairs = [_pair(rng, mpp_um) for _ in range(VARIANTS[DUSTY])]
     dust, fine, coarse = _match_colours(pairs)
@@ -111,7 +113,7 @@ def _elongated(
     """
     shapes = [(rng.uniform(*length_um), rng.uniform(*width_um), rng.uniform(*density)) for _ in range(count)]
     return tuple(
-        _nucleus(rng, mpp_um, width, length / width, np.pi * angle / ANGLES, dark, 0.16)
+        _nucleus(rng, mpp_um, width, length / width, np.pi * angle / ANGLES, dark, grain=0.16)
         for angle in range(ANGLES)
         for length, width, dark in shapes
     )

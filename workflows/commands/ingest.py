@@ -181,6 +181,7 @@ def _unread_manifest_note(path: Path) -> str:
     from data.location import is_remote
 
     manifest = path / "manifest.csv"
+    # A folder with records is a store, whose manifest an ingest wrote.
     if path.suffix == ".csv" or is_remote(path) or not manifest.is_file() or (path / ".records").is_dir():
         return ""
     return (
@@ -197,12 +198,12 @@ def _progress(jobs: Sequence[SlideJob]) -> Iterator[_ByteProgress]:
 
 def _mpp_fields(text: str) -> dict[str, Any]:
     """Return the fields of `IngestOptions` that ``--mpp`` sets."""
-    from pathology.readers.mpp import parse_mpp
+    from pathology.readers.mpp import parse_number
 
     if text == "native":
         return {"native": True}
     try:
-        return {"mpp": parse_mpp(text)}
+        return {"mpp": parse_number(text)}
     except ValueError as error:
         raise RequestError(f"--mpp {text}: expected a number of microns per pixel, or native") from error
 

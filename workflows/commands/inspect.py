@@ -256,7 +256,7 @@ def _resolved(source: SlideSource, slide_mpp: float | None) -> tuple[SourceMpp |
     from pathology.ingest.options import IngestOptions
 
     try:
-        return IngestOptions(slide_mpp=slide_mpp).mpp_of(source, {}), ""
+        return IngestOptions(slide_mpp=slide_mpp).mpp_of(source, row={}), ""  # there is no manifest
     except SlideError as error:
         return None, str(error)
 

@@ -196,7 +196,15 @@ def _without_options(words: list[str], names: tuple[str, ...]) -> tuple[list[str
 
 
 def _write_array(words: list[str], array: str, part: str, about: str, options: ScriptOptions) -> int:
-    """Write the script of an array; ``part``: what each job adds to the command."""
+    """Write the script of a Slurm array, whose jobs have one rank each.
+
+    Args:
+        words: Arguments of ``hyfi``, the same in each job.
+        array: Numbers of the jobs, as ``sbatch --array`` takes them.
+        part: What each job adds to the command, with its number.
+        about: What the jobs do, for a comment of the script.
+        options: The script's options.
+    """
     if options.resources.nodes != 1:
         raise RequestError(
             f"slurm-array: each job of the array runs on one node; given --nodes {options.resources.nodes}"

@@ -228,8 +228,10 @@ def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: b
     if settings.data.kind != "images":
         from workflows.tile_plans.report import plan_bags
 
-        return _as_overrides(plan_bags(settings, machine, trainers, settings.data.batch_size, 1, as_json=False).plan)
-    search = _search(settings, machine, trainers, settings.data.batch_size, 1)
+        return _as_overrides(
+            plan_bags(settings, machine, trainers, settings.data.batch_size, top=1, as_json=False).plan
+        )
+    search = _search(settings, machine, trainers, settings.data.batch_size, top=1)
     _print_plans(search, settings, settings.data.batch_size, machine)
     return _as_overrides(search.plans[0].plan)
 

@@ -276,7 +276,9 @@ def _ungrouped(table: Table, group: str) -> list[str]:
 def _with_same_content(
     table: Table, groups: Sequence[str], rows: Sequence[Mapping[str, str]]
 ) -> tuple[list[str], list[str]]:
-    """Return each row's group, joined where slides have the same content, and a sentence for each such content.
+    """Return each row's group, joined where slides have the same content, and a sentence for each content of two files.
+
+    Scenes of one file are joined without a sentence.
 
     Args:
         table: The labels, a row for each slide or case.

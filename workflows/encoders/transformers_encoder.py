@@ -22,7 +22,9 @@ _BYTE = 1 / 255
 def transformers_module(
     name: str, options: Mapping[str, Any], with_weights: bool, allow_download: bool
 ) -> tuple[nn.Module, str, tuple[str, ...]]:
-    """Return a module of transformers, the source of its weights as text, and the tensors that its files lack.
+    """Return a module of transformers, the source of its weights, and the tensors that its files lack.
+
+    The source is ``name``, or an empty text if no weights were loaded.
 
     Args:
         name: A folder with ``config.json`` and weights; or a name of the Hub, if downloads are allowed.

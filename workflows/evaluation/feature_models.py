@@ -77,8 +77,8 @@ def feature_bags_of(model: Mapping[str, Any], dataset: SlideDataset, folder: Pat
     """
     features = features_for(model, folder)
     bags = features.bags(dataset)
-    features.check([bags])
-    bags.check()
+    features.check([bags])  # against the sidecars of `hyfi features`
+    bags.check()  # against the slides
     features.check_like(model["features"], bags.sides_um())
     return bags
 

@@ -38,7 +38,7 @@ def join() -> Communicator:
     try:
         world = hyfi_core.init(supervised=False, interrupted=signals.requested)
     except KeyboardInterrupt:
-        _still_waits = True
+        _still_waits = True  # a thread may wait for the others even now
         warn("hyfi: stopped on request, while it waited for other ranks; nothing was started")
         raise
     except RendezvousError:

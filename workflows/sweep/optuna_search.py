@@ -54,8 +54,8 @@ def requested_settings(
 
     Args:
         path: The YAML of settings.
-        search: ``grid``, ``random``, ``optuna``, or None.
-        trials: Number of settings.
+        search: ``grid``, ``random``, ``optuna``; None: ``random`` with ``trials``, else ``grid``.
+        trials: Number of random or searched settings; None: every combination.
         seed: Seed of random or searched settings.
         prune: Whether settings may be given up.
 

@@ -61,7 +61,7 @@ def simulate_bags(config: Config, plan: ParallelPlan, slides: int, machine: Mach
 
 def describe_bags(forecast: BagForecast, machine: MachineModel) -> list[str]:
     """Return a forecast as lines of text."""
-    # Parts of less than 1 % are left out.
+    # Parts that would show as 0 % are left out.
     shares = {name: seconds / forecast.step_s for name, seconds in forecast.parts_s.items()}
     parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
     kept = "no tile is encoded twice"

@@ -125,6 +125,7 @@ class TrainingLoop:
         """
         stopped = self._validating.catch_up() if self._resumed else False
         step = self._start
+        # `last` is the step with which early stopping ends the run; None before.
         while step < self._job.steps and not stopped and self._validating.last is None:
             step += 1
             # Before the forward: what is released takes part in this step's backward.

@@ -81,6 +81,7 @@ def stragglers(spent: Sequence[Mapping[str, float]], places: Sequence[TrainerPla
         # seconds − median, since over = seconds / median.
         delay_s = entry["seconds"] * (1 - 1 / over) if over is not None else entry["seconds"]
         late = delay_s >= MIN_DELAY * whole_s and (over is None or over >= MIN_OVER_MEDIAN)
+        # Rank 0 writes checkpoints, and is not slow because of that.
         writes_for_all = kind == "save" and (over is None or over > _WRITES_FOR_ALL)
         if late and kind not in MESSAGES and not writes_for_all:
             delays.append((delay_s, {"kind": kind, **entry, "delay_seconds": delay_s}))

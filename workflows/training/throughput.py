@@ -104,11 +104,16 @@ def peak_flops_per_s(config: Config, trainers: int, device: str) -> float | None
 
 
 def describe_loading(report: Mapping[str, Any], of_tiles: bool = False) -> str:
-    """Return the report of all loaders as one line of text, see ``loading_report``."""
+    """Return the report of all loaders as one line of text.
+
+    Args:
+        report: From ``loading_report``.
+        of_tiles: Whether loaders read tiles. All loaders read tiles of each slide, so no number of images is stated.
+    """
     stored, shared, replaced = (report[key] for key in ("store_bytes", "shared_bytes", "replaced"))
     node = f" ({stored / 1e6:.1f} MB of chunks from the store, {shared / 1e6:.1f} MB from the nodes' caches)"
     read = f"{report['read_bytes'] / 1e6:.1f} MB"
-    if not of_tiles:  # a slide of tiles is read by all loaders
+    if not of_tiles:
         read = f"{report['samples']} images, {report['cached']} of them from memory, {read} of pixels"
     return (
         f"{report['loaders']} loader{'s' * (report['loaders'] > 1)}: {read} read"

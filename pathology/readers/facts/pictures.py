@@ -150,6 +150,7 @@ def pages_of_ome(tiff: tifffile.TiffFile, name: str, pick: Pick) -> tuple[list[A
     if index >= len(tiff.pages):
         return None
     page = keyframe(tiff.pages[index])
+    # The coarser levels are in the page's SubIFDs.
     return [page, *map(keyframe, page.pages or ())], notes
 
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import tifffile
 
 from pathology.readers.facts.slide_facts import APERIO, StatedMpp
-from pathology.readers.mpp import agree, mpp_of_resolution, parse_mpp
+from pathology.readers.mpp import agree, mpp_of_resolution, parse_number
 
 TAGS = "the resolution tags"
 _FEWEST_LEVELS = 2
@@ -87,7 +87,7 @@ def power_of_ome(xml: str) -> float | None:
         return None
     powers = {element.get("NominalMagnification", "") for element in elements(root, "Objective")}
     try:
-        return parse_mpp(powers.pop()) if len(powers) == 1 else None
+        return parse_number(powers.pop()) if len(powers) == 1 else None
     except ValueError:
         return None
 
@@ -113,7 +113,7 @@ def _of_aperio(description: str) -> StatedMpp | None:
     """Return the MPP in a page's description; None if there is none, or it is no number."""
     match = re.search(r"\|\s*MPP\s*=\s*([0-9.,]+)", description)
     try:
-        return None if match is None else StatedMpp((parse_mpp(match[1]),) * 2, APERIO)
+        return None if match is None else StatedMpp((parse_number(match[1]),) * 2, APERIO)
     except ValueError:
         return None
 
@@ -165,7 +165,7 @@ def stated_by_pixels(pixels: ElementTree.Element) -> StatedMpp | None:
     for axis in "YX":
         unit = um_of_unit(pixels.get(f"PhysicalSize{axis}Unit", "µm"))
         try:
-            size = parse_mpp(pixels.get(f"PhysicalSize{axis}", ""))
+            size = parse_number(pixels.get(f"PhysicalSize{axis}", ""))
         except ValueError:
             return None
         if unit is None:

@@ -85,6 +85,7 @@ class OmeZarrSource:
             raise SlideError(str(error)) from error
         self.vendor = "hyfi"
         source = slide.attributes.get("source", {})
+        # `--icc apply` converted the pixels to sRGB when the slide was ingested.
         if slide.attributes.get("icc") != "apply" and source.get("icc_profile"):
             self.icc = base64.b64decode(source["icc_profile"])
         stated = (StatedMpp(slide.levels[0].mpp, "the store"),)

@@ -31,13 +31,13 @@ def picture_of(image: NgffImage, shape: Sequence[int]) -> Picture:
     stated, _ = stated_mpp(image)
     xml_name = "" if image.xml is None else image.xml.get("Name", "")
     return Picture(
-        (sizes["y"], sizes["x"]),
-        (depths, sizes.get("t", 1)),
-        channels,
-        channels == 1 or (channels == 3 and not _stains(image)),
-        f"{stated[0].um[1]}" if stated else "",
-        bool(NAMES_OF_OTHERS.search(f"{image.name} {xml_name}")),
-        tuple(range(depths)),
+        size_px=(sizes["y"], sizes["x"]),
+        planes=(depths, sizes.get("t", 1)),
+        channels=channels,
+        colour=channels == 1 or (channels == 3 and not _stains(image)),
+        um=f"{stated[0].um[1]}" if stated else "",
+        named_other=bool(NAMES_OF_OTHERS.search(f"{image.name} {xml_name}")),
+        directories=tuple(range(depths)),
     )
 
 

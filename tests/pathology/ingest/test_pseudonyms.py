@@ -157,6 +157,17 @@ def test_what_is_no_key_is_left_alone(tmp_path: Path, make_slide: MakeSlide) -> 
     assert key.read_text() == "a,b\n1,2\n"
 
 
+@pytest.mark.parametrize("secrets", [("one", "another"), ("one", ""), ("",)])
+def test_a_key_without_one_secret_in_all_rows_is_refused(
+    tmp_path: Path, make_slide: MakeSlide, secrets: tuple[str, ...]
+) -> None:
+    key = tmp_path / "key.csv"
+    rows = [f"s-{k},,{secret},/a/{k}.svs,{k}," for k, secret in enumerate(secrets)]
+    key.write_text("slide_id,case_id,secret,source_path,real_slide_id,real_case_id\n" + "\n".join(rows) + "\n")
+    with pytest.raises(RequestError, match="the column secret is empty, or differs"):
+        compare_with_store(Request([make_slide()], tmp_path / "store", AT_HALF, pseudonyms=key))
+
+
 def test_of_two_runs_that_begin_together_the_slower_takes_the_fasters_names(tmp_path: Path) -> None:
     jobs = [SlideJob(tmp_path / f"{k}.svs", str(k), {"case_id": "one"}) for k in range(3)]
     fast, slow = (KeyFile(tmp_path / "key.csv", tmp_path / "store") for _ in range(2))

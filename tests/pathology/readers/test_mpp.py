@@ -9,7 +9,7 @@ import pytest
 import tifffile
 
 from pathology.errors import SlideError
-from pathology.readers.mpp import is_sensible, mpp_of_resolution, parse_mpp, resolve_mpp
+from pathology.readers.mpp import is_sensible, mpp_of_resolution, parse_number, resolve_mpp
 from pathology.readers.sources import open_source
 
 
@@ -17,13 +17,13 @@ from pathology.readers.sources import open_source
     ("text", "value"), [("0.25", 0.25), ("0,25", 0.25), (" 1 ", 1.0), ("2.5e-1", 0.25), ("1.000,5", 1000.5)]
 )
 def test_numbers_as_people_write_them(text: str, value: float) -> None:
-    assert parse_mpp(text) == value
+    assert parse_number(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "nan", "inf", "about 0.5", "0.25,5", "1,000,5"])
 def test_what_is_no_number(text: str) -> None:
     with pytest.raises(ValueError):
-        parse_mpp(text)
+        parse_number(text)
 
 
 @pytest.mark.parametrize(

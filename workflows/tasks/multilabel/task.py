@@ -199,7 +199,10 @@ class Multilabel(Task):
         return label_set_text(_states(target), self.labels)
 
     def target_of(self, text: str) -> Target | None:
-        """Return the target of a text of `Task.text`, or of cells of all columns with ``;`` between: ``1;0;1``."""
+        """Return the target of a text of `text`, ``a;c?``, or of the cells of all columns, ``1;0;``; None: of neither.
+
+        A label that is not named is absent; ``c?`` and an empty cell are unknown.
+        """
         parts = [part.strip() for part in text.replace("|", ";").split(";")]
         if len(self.columns) > 1 and len(parts) == len(self.labels) and all(map(_is_entry, parts)):
             states = [UNKNOWN if (state := state_of(part)) is None else state for part in parts]

@@ -74,7 +74,7 @@ class TargetPart:
             return (outputs[:, slice(*self.outputs)] * 0).sum()
         loss = self._loss(mine, labels)
         if self.over_batch:
-            return loss
+            return loss  # it compares slides, and is no sum over them
         return loss * (len(labels) / (len(targets) * self.labelled))
 
     @property

@@ -117,7 +117,12 @@ class SeveralReadout(Readout):
         )
 
     def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:
-        """Return the entries of each target in ``prediction.json``, under ``targets`` and its name."""
+        """Return the entries of each target in ``prediction.json``, under ``targets`` and its name.
+
+        Args:
+            values: From `values`: the numbers of all targets.
+            uncalibrated: From `uncalibrated`: the same ones without calibration.
+        """
         pairs = zip(self.of_each(values), self.of_each(uncalibrated), strict=True)
         each = {
             name: {"prediction": part.prediction(one), **part.metadata(one, other)}

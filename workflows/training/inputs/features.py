@@ -52,7 +52,7 @@ class FeatureInputs(BagInputs):
         )
 
     def make_model(self, device: str, loads: bool, tell: Tell) -> tuple[nn.Module, Freezing | None]:
-        """Return the aggregator, whose names are ``aggregator.*``."""
+        """Return the aggregator, whose parameters are named ``aggregator.*``, and what is frozen in it."""
         run, config = self.job.config.run, self.job.config.model
         # Before building: initial weights depend on the seed alone, not on what ran before.
         torch.manual_seed(run.seed)

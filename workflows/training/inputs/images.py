@@ -142,7 +142,7 @@ class ImageInputs(RunInputs):
             *self.job.warnings(),
             *([_PROBABILITIES] if self._returns_probabilities() else []),
             *([statistics] if switches else []),
-            *([no_heatmap] if engine.pools_a_map is False else []),
+            *([no_heatmap] if engine.pools_a_map is False else []),  # None: unknown
         ]
 
     def _returns_probabilities(self) -> bool:

@@ -61,7 +61,7 @@ class TileInputs(BagInputs):
         )
 
     def make_model(self, device: str, loads: bool, tell: Tell) -> tuple[nn.Module, Freezing | None]:
-        """Return encoder and aggregator, whose names are ``encoder.*`` and ``aggregator.*``."""
+        """Return encoder and aggregator, with parameters ``encoder.*`` and ``aggregator.*``, and what is frozen."""
         run, config = self.job.config.run, self.job.config.model
         assert config.encoder is not None
         torch.manual_seed(run.seed)
