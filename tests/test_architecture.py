@@ -58,7 +58,7 @@ ARROWS = {
         "features": {"encoders", "finetuning", "config"},
         "tasks": {"config"},
         "evaluation": {"features", "encoders", "finetuning", "tasks", "launch", "config"},
-        "export_model": {"evaluation", "features", "encoders", "finetuning", "tasks", "launch", "config"},
+        "export_model": {"training", "evaluation", "features", "encoders", "finetuning", "tasks", "launch", "config"},
     },
 }
 # Each of these may import all of those before it.

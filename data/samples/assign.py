@@ -99,6 +99,12 @@ def _allowed_parts(without: NDArray[np.bool_], c: int, groups_left: int, left_of
     - If there are as many groups left as empty parts: the empty parts.
     - Else, if there are at most as many groups of the class left as parts without it: the parts without it.
     - Else: all parts.
+
+    Args:
+        without: ``(parts, classes)``: whether a part has no group of a class.
+        c: Index of the class.
+        groups_left: Number of groups to assign, with the next one.
+        left_of_class: Number of these that are of the class.
     """
     # Before the classes: a part without any group is worse than one without a class.
     empty = np.asarray(without.all(axis=1), dtype=bool)

@@ -54,6 +54,7 @@ def column_of_classes(
 def _numbers_in_one_way(named: NamedTable, column: str, classes: Sequence[str]) -> NamedTable:
     """Return the table with one spelling of each whole number: that of ``classes``, else the shortest."""
     table = named.table
+    # `match[1]` is the number without a fraction of zeros, which all of its spellings have in common.
     numbers = {value: match for value in {row[column] for row in table.rows} if (match := _INTEGER.fullmatch(value))}
     of_class = {match[1]: name for name in classes if (match := _INTEGER.fullmatch(name))}
     shortest: dict[str, str] = {}

@@ -185,7 +185,7 @@ class SlideWriter:
             for y, x in np.ndindex(-(-mask.shape[0] // SHARD_PX), -(-mask.shape[1] // SHARD_PX)):
                 y, x = y * SHARD_PX, x * SHARD_PX
                 block = pixels[y : y + SHARD_PX, x : x + SHARD_PX]
-                self._write_block(f"labels/tissue/{k}", layout, y, x, block, None)
+                self._write_block(f"labels/tissue/{k}", layout, y, x, block, tissue=None)
             self._label_mpp.append((mpp_um * 2**k, mpp_um * 2**k))
             mask = halve_mask(mask)
 

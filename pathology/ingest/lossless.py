@@ -191,13 +191,13 @@ class LosslessSlide:
                 continue
             block, start, end = encoded
             try:
-                header, coded = join(block, start, end)
+                header, coded_start = join(block, start, end)
             except TileError as error:
                 copied.bad.append(f"tile {index} of level {k}: {error}")
                 _refuse_too_many(copied, max_bad)
                 yield None
             else:
-                yield header, np.frombuffer(block, np.uint8, end - coded, coded)
+                yield header, np.frombuffer(block, np.uint8, end - coded_start, coded_start)
 
     def _tiles(self, level: TiffLevel, indices: Sequence[int]) -> Iterator[tuple[int, _TileBytes | None]]:
         """Yield (index, bytes) in the order of ``indices``, with None for omitted tiles; few, large reads."""

@@ -139,6 +139,7 @@ class OutFolder:
         """
         assert self._table is not None, "open comes first"
         row = self._table.row(slide.slide_id)
+        # A stored slide and a file cannot be compared.
         if row is None or row["path"] == str(slide.path) or row["path"].endswith(".zarr") != slide.stored:
             return
         key = read_json_object(self.path / slide.slide_id / PREDICTION_FILE).get("key") or {}

@@ -80,7 +80,7 @@ def parse_level(page: Any) -> TiffLevel:
     lengths = np.asarray(page.databytecounts, np.int64)
     colour, note = believed_colour(page, *tile)
     decode = make_decoder(page, *tile, colour)
-    if page.compression == 1 and not page.is_tiled:
+    if page.compression == 1 and not page.is_tiled:  # 1: not compressed
         tile, offsets, lengths = _split_strips(tile, height, int(page.samplesperpixel) * width, offsets, lengths)
     level = TiffLevel(height, width, *tile, offsets, lengths, decode, compression_name(page), note)
     if tile[0] * tile[1] > _LARGEST_TILE_PX:

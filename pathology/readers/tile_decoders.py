@@ -62,6 +62,7 @@ def believed_colour(page: Any, height_px: int, width_px: int) -> tuple[str, Note
         width_px: Columns of a tile.
     """
     declared = _declared(page)
+    # Tiles of one long JPEG (`RestartDecoder`) have no headers that could say anything.
     if page.samplesperpixel != 3 or page.compression not in _MAY_BE_YCBCR or page.jpegheader:
         return declared, None
     tiles = _sample_of(page)

@@ -160,7 +160,7 @@ def _plan_predictions(
 
 
 def _search(settings: Config, machine: MachineModel, ranks: int, images: int, top: int) -> PlanSearch:
-    """Return the best plans for the model, batch and machine."""
+    """Return the ``top`` best plans of a number of ranks for a batch of ``images``."""
     from hyfi_core.cells.spill_forecast import SpillForecast
     from hyfi_core.cost.search.branch_plans import best_of_all_plans
     from hyfi_core.cost.search.plan_family import PlanRequest

@@ -48,7 +48,7 @@ def bag_flops(aggregator: nn.Module, tiles: int, features: int) -> float:
     with evaluating(aggregator, like.device), torch.enable_grad(), FlopCounterMode(display=False) as counter:
         try:
             returned = aggregator(bag)
-        except Exception:  # of the user's own; it may take (1, N, D)
+        except Exception:  # an aggregator of the user may take (1, N, D)
             returned = aggregator(bag[None])
         logits = returned[0] if isinstance(returned, tuple) else returned
         if logits.requires_grad:
