@@ -54,7 +54,7 @@ class TiffSource:
         by_openslide: The same slide opened with OpenSlide. If given, the levels are the pages with the sizes of its
             levels, and its metadata is used.
         fill_missing: Fills in tiles that the scanner left out; by default they show the next finer level or, at the
-            finest one, white. Not called for a file of several focal planes, of which it would show another.
+            finest one, white. Not called for a file of several focal planes: it would show another plane.
         stored: Indices of the levels of ``by_openslide`` that are stored in the file; default: all.
         pick: Which picture of the file is the slide.
         reopen: Opens the file again when the source is unpickled; default: this class, without the other arguments.

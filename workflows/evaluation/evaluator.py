@@ -135,7 +135,6 @@ class Evaluator:
         else:
             return_what_is_freed()  # else freed maps stay in the heap, as much memory again as a cell needs
             one_rank = ParallelPlan(((1, 1),), cells=cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
-            # Each rank alone: with cells, an image is never divided among ranks.
             in_cells = parallelize(module.eval(), shape, one_rank, AloneCommunicator(), autocast=autocast)
             in_cells.reserve(trains=False)  # refused now, not with the first weights
             engine = in_cells

@@ -207,8 +207,7 @@ class _LaunchMonitor:
         if late:
             warn(f"hyfi: no rank has begun within {limit_s:g} s ({LIMIT_VARIABLE}); all are stopped", "ERROR")
         if late or self._stops:
-            # At the time limit alone, the run failed; after a request, it was stopped.
-            self._given_up = bool(self._stops)
+            self._given_up = bool(self._stops)  # on request; at the time limit alone, the run failed
             kill_session(self._process.pid)
 
     def _starter_text(self) -> str:

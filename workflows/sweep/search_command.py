@@ -46,6 +46,7 @@ def check_search(sweep: SweepRuns, options: SearchOptions) -> None:
     # Number −1 gives a folder that no setting has, so that settings that are trained already do not matter.
     fold = None if sweep.folds is None else -1
     replace(sweep, settings=tuple(replace(one, number=-1, fold=fold) for one in corners(options.space))).check()
+    # A journal of another search is refused now.
     if exists:
         _search(sweep, options, None if sweep.folds is None else sweep.fold_runs_of(SweptSetting(0, {})).chosen[0])
 

@@ -388,12 +388,9 @@ def _in_target(title: str) -> Iterator[None]:
 
 def _labels_of_each(labels: Labels, targets: Sequence[Target]) -> list[list[Target]]:
     """Return the labels of each target, of the slides that have one."""
-    of_parts: list[list[Target]] = [[] for _ in labels.parts]  # type: ignore[attr-defined]
-    for target in targets:
-        for of_part, label in zip(of_parts, labels.each(target), strict=True):  # type: ignore[attr-defined]
-            if label is not None:
-                of_part.append(label)
-    return of_parts
+    rows = [labels.each(target) for target in targets]  # type: ignore[attr-defined]
+    count = len(labels.parts)  # type: ignore[attr-defined]
+    return [[label for row in rows if (label := row[k]) is not None] for k in range(count)]
 
 
 def _numbers_of(labels: Labels) -> int:
