@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, settings
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
+PROGRAM_PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'startup'}"
+"""PYTHONPATH of programs that are not commands of ``hyfi``: they start a quarter faster."""
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 # A test must not fail because the machine is busy.

@@ -21,7 +21,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import lowered_operators
 from hyfi_core.models.amoebanet import AmoebaCell
 from hyfi_core.plan.branches import Branches
-from tests.conftest import MPIEXEC, ROOT
+from tests.conftest import MPIEXEC, PROGRAM_PATH
 from tests.harness import Result, compare, identity, one_process, parallel, run_copies
 from tests.patience import PATIENCE_S
 from tests.steps import (
@@ -336,7 +336,7 @@ for plan in (ParallelPlan(((1, 1),), replicas=2, branches=2), ParallelPlan(((2, 
 @pytest.mark.soak
 @pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")
 def test_processes_train_as_one() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"}
     command = [str(MPIEXEC), "-n", "4", sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.conftest import MPIEXEC, ROOT
+from tests.conftest import MPIEXEC, PROGRAM_PATH
 from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")]
@@ -55,7 +55,7 @@ for plan in (first, second):
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.soak)])
 def test_processes_train_as_one(ranks: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"}
     command = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MPIEXEC, ROOT
+from tests.conftest import MPIEXEC, PROGRAM_PATH, ROOT
 from tests.patience import PATIENCE_S
 
 HEADING = "Bring your own model"
@@ -55,7 +55,7 @@ def test_bring_your_own_model_runs(block: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")
 def test_bring_your_own_model_runs_on_two_ranks(block: Path) -> None:
     command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "doctest", block.name]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=block.parent, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MPIEXEC, ROOT
+from tests.conftest import MPIEXEC, PROGRAM_PATH
 from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")]
@@ -118,7 +118,7 @@ def mpiexec(
     assert MPIEXEC is not None
     return subprocess.run(
         [MPIEXEC, "-n", "2", sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=timeout,

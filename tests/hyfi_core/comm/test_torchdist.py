@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import PROGRAM_PATH
 from tests.patience import PATIENCE_S
-
-ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
 import copy, torch, torch.nn.functional as F, hyfi_core
@@ -82,12 +81,12 @@ def run_two(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script = folder / "program.py"
     script.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_a_rank_that_is_gone_is_an_error_of_its_own(tmp_path: Path) -> None:
-    command, environment = [sys.executable, "-c", LOST], os.environ | {"PYTHONPATH": str(ROOT)}
+    command, environment = [sys.executable, "-c", LOST], os.environ | {"PYTHONPATH": PROGRAM_PATH}
     words = [[*command, str(rank), str(tmp_path / "store")] for rank in (1, 0)]
     gone = subprocess.Popen(words[0], env=environment)
     left = subprocess.run(words[1], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)

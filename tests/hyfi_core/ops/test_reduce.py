@@ -17,7 +17,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.comm.base import Communicator
-from tests.conftest import ROOT
+from tests.conftest import PROGRAM_PATH
 from tests.harness import run_copies
 from tests.hyfi_core.comm.supervision.failing_ranks import launchers
 from tests.patience import PATIENCE_S
@@ -134,7 +134,7 @@ def test_nan_and_types_on_processes(launcher: str, ranks: int, tmp_path: Path) -
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     words, settings = launchers()[launcher]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | settings
+    environment = os.environ | {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"} | settings
     command = [*words, str(ranks), sys.executable, str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PROGRAM_PATH
 from tests.patience import PATIENCE_S
 
-ROOT = Path(__file__).parents[3]
 BOTH = {"TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "4", "PMI_RANK": "1", "PMI_SIZE": "2"}
 RANK = "from workflows.launch.launch import inside_launcher, own_rank; print(inside_launcher(), own_rank())"
 
@@ -34,6 +34,6 @@ def test_the_nearest_launcher_counts(tmp_path: Path, ancestors: list[str], expec
         agent = tmp_path / name
         agent.write_text("import subprocess, sys\nsys.exit(subprocess.run(sys.argv[1:]).returncode)\n")
         command = [sys.executable, str(agent), *command]
-    environment = os.environ | BOTH | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | BOTH | {"PYTHONPATH": PROGRAM_PATH}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout.strip() == expected, done.stderr

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from data.cores import usable_cores
-from tests.conftest import MPIEXEC, ROOT
+from tests.conftest import MPIEXEC, PROGRAM_PATH
 from tests.patience import PATIENCE_S
 
 PROGRAM = """
@@ -27,7 +27,7 @@ def threads_of(ranks: int, **environment: str) -> tuple[list[int], str]:
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
         [str(MPIEXEC), "-n", str(ranks), sys.executable, "-c", PROGRAM],
-        env=env | {"PYTHONPATH": str(ROOT)} | environment,
+        env=env | {"PYTHONPATH": PROGRAM_PATH} | environment,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.conftest import MPIEXEC, ROOT
+from tests.conftest import MPIEXEC, PROGRAM_PATH
 from tests.patience import PATIENCE_S, SOON_S
 
 START = """
@@ -81,7 +81,7 @@ def run(command: list[str], program: str, folder: Path, **environment: str) -> t
     script.write_text(START + program)
     done = subprocess.run(
         [*command, str(script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

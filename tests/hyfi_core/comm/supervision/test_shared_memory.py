@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hyfi_core.comm.supervision.shared_memory import ranks_here
+from tests.conftest import PROGRAM_PATH
 from tests.patience import PATIENCE_S
 from tests.workflows.archive import make_config, make_store
 
-ROOT = Path(__file__).parents[4]
 HYFI = [sys.executable, "-m", "workflows.cli"]
 MPIEXEC = str(Path(sys.executable).parent / "mpiexec")
 EXCHANGES = """
@@ -32,7 +32,7 @@ def under_shared_memory(size: str, folder: Path, words: list[str], **more: str) 
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("only root mounts file systems")
     mount = f"mount -t tmpfs -o size={size} none /dev/shm || exit 77; head -c 300000 /dev/zero > /dev/shm/left; exec "
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+    environment = os.environ | {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"} | more
     words = ["unshare", "-m", "bash", "-c", f'{mount}"$@"', "bash", *words]
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     if done.returncode == 77 or "unshare failed" in done.stderr:

@@ -17,7 +17,7 @@ from hyfi_core.comm.supervision.board import RankState, RankStatus
 from hyfi_core.comm.supervision.supervisor import RankSupervisor
 from hyfi_core.comm.supervision.time_limit import time_limit_s
 from hyfi_core.errors import RequestError
-from tests.conftest import MPIEXEC, ROOT
+from tests.conftest import MPIEXEC, PROGRAM_PATH
 from tests.hyfi_core.comm.supervision.failing_ranks import (
     FAILURES,
     NOT_TRIED,
@@ -101,7 +101,7 @@ def test_a_child_that_outlives_its_rank_does_not_hide_its_end(tmp_path: Path) ->
     script.write_text(f"{START}if odd:\n    {child}\n    os.kill(os.getpid(), signal.SIGKILL)\nstep()")
     with subprocess.Popen(
         [str(MPIEXEC), "-n", "2", sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -24,7 +24,7 @@ from hyfi_core.runtime.checkpoint import load_checkpoint, load_training_state
 from hyfi_core.runtime.saving import checkpoint_writer
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, CheckpointWriter
 from hyfi_core.runtime.saving.kept_checkpoints import saved_steps, step_folder
-from tests.conftest import ROOT
+from tests.conftest import PROGRAM_PATH
 from tests.patience import PATIENCE_S
 
 
@@ -168,7 +168,7 @@ def kill_while_saving(folder: Path, after_s: Callable[[], float], first: int) ->
     """Save on three ranks until the process is killed; return the step of the latest checkpoint, all of it checked."""
     child = subprocess.Popen(
         [sys.executable, "-c", SAVES_FOR_EVER, str(folder), str(first)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -14,7 +14,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.tiles.sharding.shard_encoder import check_shardable, units_of
-from tests.conftest import MPIEXEC, ROOT
+from tests.conftest import MPIEXEC, PROGRAM_PATH
 from tests.hyfi_core.tiles.bags import Attention, SmallViT, token
 from workflows.encoders.lora import add_lora
 
@@ -22,7 +22,7 @@ PROGRAM = "tests.hyfi_core.tiles.sharding.sharded_ranks"
 
 
 def start(command: list[str], argument: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, "-m", PROGRAM, argument], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
