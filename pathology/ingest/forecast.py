@@ -134,7 +134,8 @@ def size_note(store: Path, slide_ids: Sequence[str], options: IngestOptions) -> 
             slide = SlideStore.open(slide_path(store, slide_id), check_files=False)
         except StoreError:
             continue
-        stored_bytes += sum(int(shard["size"]) for shard in slide.attributes.get("shards", {}).values())
+        # Files of glass alone are listed without a size: they were not written.
+        stored_bytes += sum(int(shard.get("size", 0)) for shard in slide.attributes.get("shards", {}).values())
         source_bytes += int(slide.attributes.get("size_bytes", 0))
     if not source_bytes or stored_bytes < _MANY_TIMES * source_bytes:
         return ""

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.store.slide_store import SlideStore
 from pathology.ingest.forecast import size_note
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from tests.pathology.slides import write_slide
+from tests.pathology.tiffs import stained
 
 
 def test_a_store_many_times_its_slides_is_named_with_what_would_take_less(tmp_path: Path) -> None:
@@ -30,3 +32,13 @@ def test_a_store_many_times_its_slides_is_named_with_what_would_take_less(tmp_pa
     assert jpeg == pytest.approx(stored / 7, abs=0.1) and "for files with JPEG tiles" in note
     assert size_note(store, ["one"], IngestOptions(mpp=0.5, lossless=True)) == ""
     assert size_note(store, ["other"], IngestOptions(mpp=0.5)) == ""
+
+
+def test_files_of_glass_that_were_left_out_take_nothing(tmp_path: Path) -> None:
+    store, image = tmp_path / "store", np.full((1024, 4096, 3), 245, np.uint8)
+    image[:, :1024] = stained(1024, 1024)
+    path, options = write_slide(tmp_path / "one.tiff", image), IngestOptions(mpp=0.5, glass="blank", sharded=False)
+    assert ingest_slide(path, store, options, {"source_path": str(path)}).status == "done"
+    shards = SlideStore.open(store / "one.zarr").attributes["shards"]
+    assert any("size" not in entry for entry in shards.values())
+    assert size_note(store, ["one"], options) == ""
