@@ -54,7 +54,7 @@ def read_areas(path: Path, data: bytes) -> Areas:
     """
     try:
         content = json.loads(data.decode("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not GeoJSON ({error}); export annotations from QuPath as GeoJSON") from error
     of_class: dict[str, list[Polygon]] = {}
     left_out: Counter[str] = Counter()

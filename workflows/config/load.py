@@ -254,9 +254,9 @@ def _describe(fault: Any, tree: Mapping[str, Any]) -> str:
     key = ".".join(names)
     if fault["type"] == "extra_forbidden":
         near = difflib.get_close_matches(names[-1], _names(model), n=1, cutoff=0.5)
-        hint = f"; did you mean {'.'.join([*names[:-1], near[0]])}?" if near else ""
+        hint = f"; did you mean {'.'.join([*names[:-1], near[0]])}? Allowed" if near else "; allowed"
         where = f"in {'.'.join(names[:-1])}" if len(names) > 1 else "sections"
-        return f"{key}: unknown (given: {_given(tree, names)!r}){hint} Allowed {where}: {', '.join(_names(model))}"
+        return f"{key}: unknown (given: {_given(tree, names)!r}){hint} {where}: {', '.join(_names(model))}"
     if fault["type"] == "value_error":
         reason = str(fault["ctx"]["error"])
         return f"{key}: {reason}" if key else reason

@@ -83,9 +83,10 @@ def test_polygons_of_the_class_tissue_count_or_all_where_there_is_none(tmp_path:
 def test_what_holds_no_polygon_is_refused(content: object, why: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=why):
         imported(tmp_path, content)
-    (tmp_path / "b.geojson").write_text("not json")
-    with pytest.raises(RequestError, match="not GeoJSON"):
-        mask_of_geojson(tmp_path / "b.geojson", GRID, (5, 5))
+    for text in ("not json", "[" * 100_000):
+        (tmp_path / "b.geojson").write_text(text)
+        with pytest.raises(RequestError, match="not GeoJSON"):
+            mask_of_geojson(tmp_path / "b.geojson", GRID, (5, 5))
 
 
 def test_prediction_opens_a_slide_with_the_tissue_that_is_given(tmp_path: Path, make_slide: MakeSlide) -> None:

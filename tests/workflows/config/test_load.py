@@ -99,6 +99,7 @@ def test_config_cannot_be_changed(path: Path) -> None:
     [
         ("data.stor=x", ["data.stor", "did you mean data.store?", "size_px"]),
         ("datta.store=x", ["datta", "did you mean data?"]),
+        ("zzz.store=x", ["zzz: unknown (given: {'store': 'x'}); allowed sections: data"]),
         ("data.augment.flip=1", ["data.augment.flip", "did you mean data.augment.flips?", "stain"]),
         ("data.size_px=big", ["data.size_px", "'big'", "whole number of pixels"]),
         ("data.view=tiles", ["data.view", "'tiles'", "pack or crop"]),
