@@ -273,6 +273,7 @@ class CellCommunicator:
         same_color = sorted((k, rank) for c, k, rank in votes if c == color)
 
         def last(call: CollectiveOfCells) -> None:
+            """Split the group of processes, and give all cells of this one their group; None without color."""
             comm = self.group.comm.split(color, process_key)
             if comm is None:
                 return

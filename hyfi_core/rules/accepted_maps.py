@@ -57,11 +57,11 @@ def on_maps(rule: Rule, tiles: Rule = on_tiles) -> Rule:
     @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
         """Lower by the rule for tiles or for maps; refuse any other first argument."""
-        split, rank = builder.split_of(op.args[0]), len(builder.shape(op.args[0].name))
-        if split is not None and split.in_batch and rank == 4:
+        split, dim_count = builder.split_of(op.args[0]), len(builder.shape(op.args[0].name))
+        if split is not None and split.in_batch and dim_count == 4:
             one_map(tiles)(builder, op)
             return
-        if split is not None and (not split.plain or split.dims != (2, 3) or rank != 4):
+        if split is not None and (not split.plain or split.dims != (2, 3) or dim_count != 4):
             shape = builder.shape(op.args[0].name)
             builder.refuse(
                 op,

@@ -42,11 +42,11 @@ def _per_pixel(builder: Builder, op: Operator, split: Split) -> None:
 def channel_norm(builder: Builder, op: Operator) -> None:
     """Layer norm and RMS norm over trailing dims without height and width; layer norm also over (C, H, W)."""
     name, normalised = op.args[0].name, op.args[1]
-    split, rank = builder.splits[name], len(builder.shape(name))
-    over = set(range(rank - len(normalised), rank))
+    split, dim_count = builder.splits[name], len(builder.shape(name))
+    over = set(range(dim_count - len(normalised), dim_count))
     if not over & set(split.dims):
         _per_pixel(builder, op, _split_outside_space(builder, op))
-    elif op.text == "aten.layer_norm.default" and over == {1, 2, 3} and split.dims == (2, 3) and rank == 4:
+    elif op.text == "aten.layer_norm.default" and over == {1, 2, 3} and split.dims == (2, 3) and dim_count == 4:
         _layer_norm_of_maps(builder, op, name)
     else:
         builder.refuse(
@@ -81,8 +81,8 @@ def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
 
 def linear(builder: Builder, op: Operator) -> None:
     """A linear layer over the last dim, which must be neither height nor width."""
-    split, rank = _split_outside_space(builder, op), len(builder.shape(op.args[0].name))
-    if rank - 1 in split.dims:
+    split, dim_count = _split_outside_space(builder, op), len(builder.shape(op.args[0].name))
+    if dim_count - 1 in split.dims:
         builder.refuse(op, "mixes the pixels of a row", "a linear layer over channels in the last dim, (B, H, W, C)")
     _per_pixel(builder, op, split)
 
@@ -181,8 +181,8 @@ def channelwise(at: int, over_space: AlongSpace) -> Rule:
     def rule(builder: Builder, op: Operator) -> None:
         """An operator along one dim (cat, split, slice, softmax): pointwise, unless that dim is height or width."""
         name = next(name for name in op.inputs if name in builder.splits)
-        dims, rank = builder.splits[name].dims, len(builder.shape(name))
-        dim = (op.args[at] if len(op.args) > at else op.kwargs.get("dim", 0)) % rank
+        dims, dim_count = builder.splits[name].dims, len(builder.shape(name))
+        dim = (op.args[at] if len(op.args) > at else op.kwargs.get("dim", 0)) % dim_count
         if dim in dims:
             over_space(builder, op, dim)
         else:

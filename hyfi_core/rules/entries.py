@@ -91,10 +91,18 @@ def index_put(builder: Builder, op: Operator) -> None:
     emit(builder, op, names, split)
 
 
-def _fitted(builder: Builder, op: Operator, name: str, split: Split, rank: int) -> str:
-    """Return the name of this rank's part of a value that broadcasts to ``rank`` dims, which are split as ``split``."""
+def _fitted(builder: Builder, op: Operator, name: str, split: Split, dim_count: int) -> str:
+    """Return the name of this rank's part of a value.
+
+    Args:
+        builder: of the rank's program.
+        op: the operator that takes the value.
+        name: of the value.
+        split: of what the value broadcasts to.
+        dim_count: dims of what the value broadcasts to.
+    """
     shape = builder.shape(name)
-    fewer = rank - len(shape)
+    fewer = dim_count - len(shape)
     dims = (split.dims[0] - fewer, split.dims[1] - fewer)
     own = builder.splits.get(name)
     if own is not None:
@@ -105,7 +113,7 @@ def _fitted(builder: Builder, op: Operator, name: str, split: Split, rank: int) 
                 "maps of equal size in the same dims",
             )
         return builder.part(name, replace(split, dims=dims))
-    # Broadcast along height and width: the same on every rank.
+    # Broadcast along height and width: the same on every dim_count.
     if not any(dim >= 0 and shape[dim] > 1 for dim in dims):
         return name
     result = builder.fresh(name)
@@ -253,9 +261,9 @@ def repeat(builder: Builder, op: Operator) -> None:
 def diagonal(builder: Builder, op: Operator) -> None:
     """A diagonal of two dims other than height and width; it becomes the last dim."""
     name = op.args[0].name
-    split, rank = builder.same_pixels(op, name), len(builder.shape(name))
+    split, dim_count = builder.same_pixels(op, name), len(builder.shape(name))
     _, _, first, second = arguments(op.args, (0, 0, 1), 1)
-    gone = [first % rank, second % rank]
+    gone = [first % dim_count, second % dim_count]
     if set(gone) & set(split.dims):
         builder.refuse(
             op, f"takes the diagonal of dims {gone}, which include height or width (dims {split.dims})", _CHANNELS

@@ -65,10 +65,10 @@ def operands(builder: Builder, op: Operator, sizes: Sequence[int]) -> tuple[dict
     return names, anchor
 
 
-def _from_right(builder: Builder, name: str, rank: int) -> Split:
-    """Return how a map is split, with its dims numbered as after broadcasting to ``rank`` dims."""
+def _from_right(builder: Builder, name: str, dim_count: int) -> Split:
+    """Return how a map is split, with its dims numbered as after broadcasting to ``dim_count`` dims."""
     split = builder.splits[name]
-    more = rank - len(builder.shape(name))
+    more = dim_count - len(builder.shape(name))
     if not more and split.boxes is None:
         return split
     return replace(split, dims=(split.dims[0] + more, split.dims[1] + more), boxes=None)

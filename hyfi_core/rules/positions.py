@@ -29,12 +29,12 @@ def over_positions(builder: Builder, op: Operator, dim: int) -> bool:
     """
     name = op.args[0].name
     split = builder.splits.get(name)
-    rank = len(builder.shape(name))
+    dim_count = len(builder.shape(name))
     return (
         split is not None
         and split.flat
         and split.leads == (1, 1)
-        and dim % rank == split.dims[0]
+        and dim % dim_count == split.dims[0]
         and builder.values[name].dtype.is_floating_point
     )
 

@@ -43,12 +43,12 @@ class Letters:
 def matmul(builder: Builder, op: Operator) -> None:
     """``matmul``, ``bmm`` and ``mm``."""
     first, second = op.args[0].name, op.args[1].name
-    ranks = len(builder.shape(first)), len(builder.shape(second))
-    batch = _LETTERS[: max(0, max(ranks) - 2)]
+    dims = len(builder.shape(first)), len(builder.shape(second))
+    batch = _LETTERS[: max(0, max(dims) - 2)]
     # Batch dims are aligned at their ends, as in broadcasting.
-    left = batch[len(batch) - max(0, ranks[0] - 2) :] + ("yk" if ranks[0] > 1 else "k")
-    right = batch[len(batch) - max(0, ranks[1] - 2) :] + ("kz" if ranks[1] > 1 else "k")
-    result = batch + ("y" if ranks[0] > 1 else "") + ("z" if ranks[1] > 1 else "")
+    left = batch[len(batch) - max(0, dims[0] - 2) :] + ("yk" if dims[0] > 1 else "k")
+    right = batch[len(batch) - max(0, dims[1] - 2) :] + ("kz" if dims[1] > 1 else "k")
+    result = batch + ("y" if dims[0] > 1 else "") + ("z" if dims[1] > 1 else "")
     _product(builder, op, Letters(((first, left), (second, right)), result))
 
 
@@ -66,7 +66,7 @@ def einsum(builder: Builder, op: Operator) -> None:
     _product(builder, op, Letters(tuple(zip(names, terms, strict=True)), result))
 
 
-def _spelled(equation: str, ranks: list[int]) -> str:
+def _spelled(equation: str, dim_counts: list[int]) -> str:
     """Return an equation with capital letters instead of ellipses; unchanged if that is not possible.
 
     ``"...nk,...km"`` for operands of 4 and 3 dims becomes ``"ABnk,Bkm->ABmn"``: ellipses are aligned at their ends.
@@ -75,14 +75,14 @@ def _spelled(equation: str, ranks: list[int]) -> str:
         return equation
     operands, arrow, result = equation.partition("->")
     terms = operands.split(",")
-    counts = [rank - len(term) + 3 for term, rank in zip(terms, ranks, strict=True) if "..." in term]
+    counts = [dim_count - len(term) + 3 for term, dim_count in zip(terms, dim_counts, strict=True) if "..." in term]
     dots = "ABCDEFGH"[: max(counts)]
     # The letters for the ellipsis must be new ones.
     if set(dots) & set(equation) or max(counts) > 8:
         return equation
     spelled = []
-    for term, rank in zip(terms, ranks, strict=True):
-        count = rank - len(term) + 3
+    for term, dim_count in zip(terms, dim_counts, strict=True):
+        count = dim_count - len(term) + 3
         spelled.append(term.replace("...", dots[len(dots) - count :]))
     if not arrow:
         letters = {letter for letter in operands if letter.isalpha()}

@@ -35,14 +35,14 @@ def _reduced_dims(
 ) -> tuple[str, tuple[int, ...], bool]:
     """Return (input, reduced dims, keepdim) of a reduction, from its arguments with these indices."""
     name = op.args[0].name
-    count = len(builder.shape(name))
+    dim_count = len(builder.shape(name))
     argument = op.args[dims_at] if len(op.args) > dims_at else None
     dims = [argument] if isinstance(argument, int) else argument
     # As PyTorch: no dims are all dims, but ``any(dim=())`` and ``all(dim=())`` reduce none.
     if dims is None or (not dims and not op.text.startswith(("aten.any", "aten.all"))):
-        dims = range(count)
+        dims = range(dim_count)
     keepdim = op.args[keepdim_at] if len(op.args) > keepdim_at else op.kwargs.get("keepdim", False)
-    return name, tuple(sorted(dim % count for dim in dims)), bool(keepdim)
+    return name, tuple(sorted(dim % dim_count for dim in dims)), bool(keepdim)
 
 
 def _pointwise(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> None:
@@ -84,12 +84,12 @@ def _in_profile(builder: Builder, name: str, dims: tuple[int, ...], keepdim: boo
     along_y = split.dims[1] in dims
     left = split.dims[0] if along_y else split.dims[1]
     before, behind = (box.y0, map_box.height - box.y1) if along_y else (box.x0, map_box.width - box.x1)
-    rank = len(builder.shape(name))
+    dim_count = len(builder.shape(name))
     if not keepdim:
         left -= sum(dim < left for dim in dims)
-        rank -= len(dims)
+        dim_count -= len(dims)
     # ``F.pad`` counts dims from the last one.
-    widths = (0, 0) * (rank - 1 - left) + (before, behind)
+    widths = (0, 0) * (dim_count - 1 - left) + (before, behind)
     return lambda sums: F.pad(sums, widths)
 
 

@@ -131,6 +131,7 @@ def best_plans(
     """
     studies = ModelStudies(programs) if studies is None else studies
     resized = studies.resized
+    # First with derived programs. If one differs from the capture of its size, the search starts anew, with captures.
     try:
         result = _searched(studies.derived, request, top, below_s)
     except RequestError:
