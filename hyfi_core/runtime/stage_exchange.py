@@ -98,6 +98,7 @@ class StageExchange:
 
     def expect(self, edge: Edge, direction: int, microbatch: int, back: bool) -> None:
         """Post the receives of messages from the other stage."""
+        # Values arrive at the target of an edge, cotangents (``back``) at its source.
         _, pieces, peers = self._side(edge, direction, back, at_source=back)
         boundary = self._boundaries[edge]
         buffers = {

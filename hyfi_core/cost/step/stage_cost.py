@@ -274,6 +274,7 @@ class StageCosts:
         split = next((ranked.splits[name] for name in names if name in ranked.splits), None)
         if split is None or not split.layout.map.area:
             return 1.0
+        # The cells of a rank are computed one after the other: their mean counts, not the largest.
         most = split.held.largest if self._cells == 1 else split.held.area / ranks
         return most / split.layout.map.area
 
