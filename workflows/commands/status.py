@@ -211,7 +211,7 @@ def _logs_text(folder: Path, state: str, logs: list[dict[str, Any]]) -> list[str
 def _json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
 

@@ -132,7 +132,7 @@ def _metrics(checkpoint: Path, config: Mapping[str, Any]) -> list[str]:
     """Return the metrics of the checkpoint's step, from the run in which it lies."""
     path = checkpoint.resolve().parent.parent / "metrics.jsonl"
     records: list[MetricsLine] = []
-    with suppress(OSError, UnicodeDecodeError):  # the file may be another's, or damaged; a card is written all the same
+    with suppress(OSError):  # a card is written all the same
         records = read_metrics(path)
     validations = [one for one in records if one.get("kind") == "validation" and one.get("step") == config.get("step")]
     if not validations:

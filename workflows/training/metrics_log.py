@@ -16,16 +16,19 @@ MetricsLine = dict[str, Any]
 
 
 def read_metrics(path: Path) -> list[MetricsLine]:
-    """Return the records of a log; truncated lines are skipped, and a log that does not exist is empty."""
+    """Return the records of a log; truncated and damaged lines are skipped, and a log that does not exist is empty."""
     if not path.is_file():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    # "replace": one damaged byte must not hide the other lines.
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         # A killed process may leave half a line.
         except json.JSONDecodeError:
             continue
+        if isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int):
+            records.append(record)
     return records
 
 

@@ -312,11 +312,17 @@ class SavedRun:
         """Open the checkpoint of step ``start``; None for a new run (0). Each trainer checks a share of its digests.
 
         Raises:
-            RequestError: The checkpoint is damaged (the message names the file, and checkpoints that are whole), or the
-                labels have changed, such as the classes.
+            RequestError: The checkpoint is damaged (the message names the file, and checkpoints that are whole), the
+                run is longer than what is asked for, or the labels have changed, such as the classes.
         """
         if start == 0:
             return None
+        if start > job.steps:
+            # Its files would say that it is done after fewer steps than its weights have.
+            raise RequestError(
+                f"run.steps, run.epochs: given {job.steps} steps, but run {job.config.run.dir} has {start} already; "
+                "give more, go back to an earlier checkpoint (--resume-from), or use another run.dir"
+            )
         # By its step, not by the link ``latest``, because a network disk may show a node an earlier target of the link.
         folder, share = job.config.run.dir, (trainers.rank, trainers.size)
         path, before = step_folder(folder / "checkpoints", start), load_config(folder / "config.yaml")

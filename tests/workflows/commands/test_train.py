@@ -186,6 +186,17 @@ def test_an_existing_run_is_left_alone(
     assert everything_in(tmp_path / "run") == before
 
 
+def test_fewer_steps_than_a_run_has_are_refused(tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run then said that it was done after 2 steps, with the weights of 3."""
+    config = make_config(tmp_path, store, run={"steps": 3}, validation={"every_steps": 1})
+    assert run_here(config) == 0
+    before = everything_in(tmp_path / "run")
+    assert run_here(config, "run.steps=2", resume=True) == 2
+    assert "given 2 steps, but run" in (said := capfd.readouterr().err) and "has 3 already" in said
+    assert everything_in(tmp_path / "run") == before
+    assert run_here(config, "run.steps=2", resume=True, source="step-2") == 0
+
+
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, store: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "letter.txt").write_text("dear all")

@@ -19,6 +19,6 @@ def test_metrics_are_known_after_a_run_that_was_killed_while_it_wrote(tmp_path: 
 
 
 def test_metrics_are_unknown_beside_a_file_that_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "validation", "step": 4, "auroc": 0.75}\n\xff\n')
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "validation", "step": 4, "auroc": 0.75\xff\n\xff\n[4]\n')
     card = _metrics(tmp_path / "checkpoints" / "step-00000004", {"step": 4})
     assert "Not known: the checkpoint does not lie in its run, or its step was not validated." in card
