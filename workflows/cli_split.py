@@ -58,7 +58,7 @@ def split(
     fractions: Fractions = None,
     fixed_test: FixedTest = None,
     repeats: Repeats = 1,
-    resume: Resume = False,
+    resume: Resume = False,  # changes nothing: accepted as in `hyfi train`
     as_json: Json = False,
 ) -> None:
     """Divide slides into train, val and test, or into folds; no case in two of them."""

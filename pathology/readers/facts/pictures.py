@@ -28,6 +28,8 @@ HOW_TO_PICK = "`hyfi ingest --plane N` takes one of them"
 SCENES_FLAG = "several_scenes"
 NAMES_OF_OTHERS = re.compile(r"label|macro|overview|thumbnail|preview|barcode", re.IGNORECASE)
 _SAME_MPP = 1.05
+_MOST_PLANES = 100_000
+"""More focal planes than any file has: their number is damaged."""
 _OME_SUFFIXES = {".tif", ".tiff", ".btf", ".qptiff", ".tf2", ".tf8"}
 
 
@@ -260,7 +262,7 @@ def _is_alike(picture: Picture, largest: Picture) -> bool:
 
 
 def _picture(image: ElementTree.Element, pixels: ElementTree.Element, uuid: str, name: str) -> Picture | None:
-    """Return an Image of OME-XML; None if its sizes are not numbers.
+    """Return an Image of OME-XML; None if its sizes and the indices of its pages are not numbers that can be.
 
     Args:
         image: The element.
@@ -271,17 +273,20 @@ def _picture(image: ElementTree.Element, pixels: ElementTree.Element, uuid: str,
     try:
         height, width, channels, depths, times = (int(pixels.get(f"Size{axis}", "1")) for axis in "YXCZT")
         samples = [int(channel.get("SamplesPerPixel", "1")) for channel in elements(pixels, "Channel")]
+        if not 0 <= depths <= _MOST_PLANES:
+            return None
+        directories = _directories(pixels, depths, uuid, name)
     except ValueError:
         return None
     colour = channels == 1 or samples == [channels] or (len(samples) == 0 and channels == 3)
     return Picture(
-        (height, width),
-        (depths, times),
-        channels,
-        colour,
-        pixels.get("PhysicalSizeX", ""),
-        bool(NAMES_OF_OTHERS.search(image.get("Name", ""))),
-        _directories(pixels, depths, uuid, name),
+        size_px=(height, width),
+        planes=(depths, times),
+        channels=channels,
+        colour=colour,
+        um=pixels.get("PhysicalSizeX", ""),
+        named_other=bool(NAMES_OF_OTHERS.search(image.get("Name", ""))),
+        directories=directories,
     )
 
 
@@ -295,9 +300,12 @@ def _directories(pixels: ElementTree.Element, depths: int, uuid: str, name: str)
         first, index = int(data.get("FirstZ", "0")), int(data.get("IFD", "0"))
         # Without PlaneCount, the only TiffData is taken for all planes, one of several for its own.
         count = int(data.get("PlaneCount", str(depths) if len(all_data) == 1 else "1"))
-        for k in range(count):
+        if first < 0 or int(data.get("FirstC", "0")):
+            continue
+        # No further than there are planes: a damaged count would go on for hours.
+        for k in range(min(count, len(pages) - first)):
             # The first element that names a plane counts.
-            if first + k < len(pages) and pages[first + k] is None and not int(data.get("FirstC", "0")):
+            if pages[first + k] is None:
                 pages[first + k] = index + k
     return tuple(pages)
 

@@ -20,7 +20,7 @@ from pathology.ingest.discover import find_jobs
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.predict.inputs import find_inputs
-from pathology.readers.facts.pictures import Pick
+from pathology.readers.facts.pictures import Pick, pictures_of_ome
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.sources import open_source, scene_count
 from tests.pathology.readers.czi_files import write_czi
@@ -326,3 +326,22 @@ def test_what_is_no_file_has_no_scenes_and_is_not_waited_for(tmp_path: Path) -> 
     os.mkfifo(tmp_path / "pipe.tiff")
     (tmp_path / "text.tiff").write_text("II*")
     assert [scene_count(tmp_path / name) for name in ("pipe.tiff", "text.tiff", "none.tiff")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("size_z", "data", "directories"),
+    [
+        ("2", 'IFD="3" PlaneCount="1000000000000"', (3, 4)),
+        ("1", 'IFD="none"', None),
+        ("1", 'IFD="3" FirstZ="-2" PlaneCount="9"', None),
+        ("1000000000000", 'IFD="0"', None),
+    ],
+)
+def test_damaged_numbers_of_ome_xml_take_neither_time_nor_memory(
+    size_z: str, data: str, directories: tuple[int, ...] | None
+) -> None:
+    xml = f"""<OME><Image><Pixels SizeX="9" SizeY="9" SizeC="3" SizeT="1" SizeZ="{size_z}">
+        <Channel SamplesPerPixel="3"/><TiffData {data}/></Pixels></Image></OME>"""
+    assert [picture.directories for picture in pictures_of_ome(xml, "a.ome.tiff")] == (
+        [] if directories is None else [directories]
+    )
