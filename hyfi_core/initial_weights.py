@@ -148,8 +148,8 @@ class _Order:
         self._thread = threading.get_ident()
         self.shapes: list[tuple[torch.Size, torch.dtype] | None] = []
         self.tensors: list[torch.Tensor | None] = []
-        self._forgettable: set[int] = set()
-        self._freed_bytes = 0
+        self._forgettable: set[int] = set()  # ids of tensors that are not wanted
+        self._freed_bytes = 0  # since memory was last returned to the system
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -119,7 +119,7 @@ class ProgramCutter:
         )
 
     def _serving_mutations_only(self) -> dict[int, tuple[int, ...]]:
-        """Return operator -> operators that compute its inputs, of those that no result needs, only a changed buffer.
+        """Return, for each operator that serves only new values of buffers, the operators that compute its inputs.
 
         Operators whose inputs are all weights, buffers or the image are left out.
         """

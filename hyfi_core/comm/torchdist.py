@@ -119,7 +119,7 @@ class TorchCommunicator:
         self._store = dist.distributed_c10d._get_default_store()
         # Tag -> how many values this rank has taken: the next one has the number after it (see ``send_object``).
         self._taken: dict[int, int] = {}
-        self._aside: dict[int, deque[tuple[int, Any]]] = {}
+        self._aside: dict[int, deque[tuple[int, Any]]] = {}  # tag -> (peer, value) taken and not asked for yet
         self._splits = 0
         self._in_order = "nccl" in str(dist.get_backend_config(group))
 

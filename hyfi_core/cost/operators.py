@@ -113,6 +113,7 @@ def operator_costs(
     known = {} if known is None else known
     costs = []
     for op in program.operators:
+        # -1: without a cotangent.
         used = tuple(users.get(name, 0) if name in active else -1 for name in op.outputs if name is not None)
         # All that differs between stages of one model: which values are used there, and carry gradients.
         key = op.name, op.outputs, op.inputs, used, tuple(name in active for name in op.inputs)

@@ -142,7 +142,7 @@ def _where(ranked: RankProgram, branches: Branches) -> tuple[list[_PlaneSet], di
 def _exchange(
     ranked: RankProgram, plane: Plane, rank: int, owner_of: Mapping[str, int], used: Mapping[str, _PlaneSet]
 ) -> PlaneExchange:
-    """Return the exchange of these values."""
+    """Return the exchange of the values in ``owner_of``, each from its plane to the others in ``used``."""
     values = []
     for name, owner in owner_of.items():
         # Ranks at one position of all planes exchange, so that their parts have the same shape.

@@ -111,7 +111,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         apart = comm.size <= MOST_ROWS
         # As PyTorch's own norms: statistics of 16-bit maps stay in float32.
         dtype = torch.promote_types(own.dtype, torch.float32)
-        shape = (comm.size if apart else 1, 3, channels)
+        shape = (comm.size if apart else 1, 3, channels)  # 3: pixels and two moments
 
         def pack(moments: Mapping[int, Moments]) -> torch.Tensor:
             return packed_rows(moments, comm.size) if apart else packed_totals(moments)

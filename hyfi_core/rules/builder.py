@@ -104,10 +104,10 @@ class Builder:
         self._made: list[str] = []  # names that `fresh` gave
         self._gathered: list[str] = []  # a line about each value that was gathered
         self._drawn: list[Operator] = []  # operators that draw random numbers
-        self._fusible: list[str] = []
+        self._fusible: list[str] = []  # names of operators whose rules can compute margins
         self.ahead: set[str] = set()
-        self._shared: dict[str, str] = {}
-        self._cuts: dict[tuple[str, Boxes, float], str] = {}
+        self._shared: dict[str, str] = {}  # value -> its wide form, see `_covering`
+        self._cuts: dict[tuple[str, Boxes, float], str] = {}  # (value, boxes, fill) -> name of the cut
 
     # -- queries
 

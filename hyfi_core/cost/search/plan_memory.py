@@ -110,6 +110,7 @@ class PlanMemory:
         for bound, plan in sorted(self._refused.values(), key=lambda refusal: refusal[0]):
             if self._smallest is not None and bound >= self._smallest:
                 break
+            # Nothing fits without room: then the bytes are the least of any cuts.
             _, plan_bytes = FittingCuts(self._anywhere(plan), self._seconds(plan), room_bytes=0).fastest()
             self.counted(self._request.held_bytes + plan_bytes)
         return self._smallest

@@ -239,7 +239,7 @@ class _PlanTrials:
         queue: list[_Examined] = []
         for number, plan in enumerate(plans):
             try:
-                queue.append(_Examined(self.bound_s(plan), (number, 0), plan))
+                queue.append(_Examined(self.bound_s(plan), (number, 0), plan))  # 0: no way in which it fits yet
             except RequestError as error:  # this micro-batch size cannot be captured
                 self._last_refusal = str(error)
         heapq.heapify(queue)

@@ -255,7 +255,7 @@ def _publish(current: _Open, parts: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def _merged(parts: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[dict[str, Any]] | None:
-    """Return the optimiser's groups with the parameters of all parts."""
+    """Return the optimizer's groups with the parameters of all parts."""
     states = [groups for groups in parts if groups is not None]
     if not states:
         return None
