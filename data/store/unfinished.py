@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -23,9 +24,13 @@ from typing import Any
 
 from data.files import private_folder, remove_leftovers, sha256_of, temporary_path
 from data.location import is_remote
+from data.store.manifest import record_path
 from data.store.shard import TEMPORARY, FileEntry
+from data.store.slide_store import slide_path
 
 JOURNAL = "journal.jsonl"
+_UNFINISHED = re.compile(r"\.(.+)\.zarr\.(?:part|tmp)-.+")
+_MOST_NAMED = 5
 
 
 def working_folder(store: Path, base: Path | None = None) -> Path:
@@ -80,6 +85,35 @@ def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:
     for path in folder.rglob(f".*{TEMPORARY}*"):  # files that were incomplete when a writer was killed
         path.unlink(missing_ok=True)
     return folder
+
+
+def unfinished_slides(store: Path) -> list[str]:
+    """Return the names of slides that a store in a folder lacks so far: being written now, or left by a stopped ingest.
+
+    Of a store on object storage nothing is known here: its slides are written on other machines.
+    """
+    if is_remote(store):
+        return []
+    try:
+        names = [match[1] for path in store.iterdir() if (match := _UNFINISHED.fullmatch(path.name))]
+    except OSError:
+        return []  # its reader reports it
+    # A slide that is being replaced is there; one that failed has a record, which says so.
+    return sorted(
+        {name for name in names if not (slide_path(store, name).exists() or record_path(store, name).exists())}
+    )
+
+
+def unfinished_note(store: Path) -> str:
+    """Return a note about the slides of `unfinished_slides`; empty if there are none."""
+    names = unfinished_slides(store)
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return (
+        f"note: {store}: not finished, as an ingest is writing them now or was stopped: "
+        f"{', '.join(names[:_MOST_NAMED])}{more}; they are left out. The ingest's command, given again, finishes them"
+    )
 
 
 class Journal:

@@ -35,12 +35,15 @@ def run(request: FeatureRequest, as_json: bool) -> int:
         KeyboardInterrupt: Stopped on request; the same command continues.
     """
     from data.location import location
+    from data.store.unfinished import unfinished_note
     from pathology.tissue.stain_reference import stain_normalisation
     from workflows.features.compute import EncodingRun, FeatureReport, encode_slides
     from workflows.features.feature_folder import FeatureFolder
     from workflows.launch.owner import FolderOwner
 
     store = location(request.store)
+    if note := unfinished_note(store):
+        console.warn(note)
     sources = _sources(store, request)
     encoder = _encoder(request)
     stain = stain_normalisation(request.stain, request.stain_reference, store, "--stain-reference")  # type: ignore[arg-type]

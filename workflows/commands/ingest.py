@@ -166,11 +166,16 @@ def _planned(request: Request, arguments: IngestArguments) -> IngestWork:
         RequestError: See `compare_with_store`; or the disk is too small.
     """
     from pathology.ingest.archive import compare_with_store
+    from pathology.readers.mpp import not_used_note
 
     work = compare_with_store(request)
     for note in (work.note, *map(_unread_manifest_note, request.paths)):
         if note:
             console.warn(f"note: {note}")
+    # Of slides of this run, the report says so.
+    finished = {} if request.options.force_mpp else {name: record.source_mpp for name, record in work.finished.items()}
+    if note := not_used_note(request.options.slide_mpp, finished):
+        console.warn(note)
     if not arguments.dry_run:
         _refuse_too_little_room(work, request)
     return work

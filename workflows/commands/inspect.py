@@ -283,6 +283,7 @@ def _store(path: Path, png: Path | None) -> dict[str, Any]:
     """Return the facts about a store and the lines to print, and write a sheet of pictures."""
     from data.store.manifest import DONE, load_manifest
     from data.store.slide_store import SlideStore, StoreError, slide_path
+    from data.store.unfinished import unfinished_note
     from pathology.ingest.thumbnail import contact_sheet, thumbnail_of_store
 
     rows = load_manifest(path)
@@ -304,6 +305,8 @@ def _store(path: Path, png: Path | None) -> dict[str, Any]:
         _save(contact_sheet(pictures), png)
     bad = [s for s in slides if s["status"] != DONE]
     lines.insert(0, f"{path}: {console.counted(len(slides), 'slide')}, {len(slides) - len(bad)} usable, {len(bad)} not")
+    if note := unfinished_note(path):
+        lines.append(note)
     # A failed slide was reported when it was ingested; a damaged one is news, and decides the exit code.
     status = "damaged" if any(s["status"] == "damaged" for s in slides) else "done"
     return {"kind_of_path": "store", "status": status, "store": str(path), "slides": slides, "lines": lines}

@@ -140,6 +140,8 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     Raises:
         RequestError: The request is not valid.
     """
+    from data.location import location
+    from data.store.unfinished import unfinished_note
     from hyfi_core.runtime.checkpoint import read_model_json
     from pathology.ingest.discover import part_of_names
     from pathology.ingest.options import IngestOptions
@@ -173,6 +175,9 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     for note in (options.check_tissue(names), alone_note(slides) if of_cases else ""):
         if note and own_rank() == 0:
             console.warn(f"note: {note}")
+    for note in map(unfinished_note, map(location, request.inputs)):
+        if note and own_rank() == 0:
+            console.warn(note)
     require_writable(out)
     # Parts are made of all slides, also of finished ones: else the parts of several processes would overlap.
     names_of_part = part_of_names(names, *request.part)
@@ -319,7 +324,10 @@ def _report(report: PredictionReport, request: PredictionRequest, page: Path, re
             continue
         partial = ", incomplete" if one in report.incomplete else ""
         verdict = f"{readout.brief(np.array(one.values)) or 'no interval'}{partial}"
-        console.say(f"{one.slide_id}: {one.prediction} ({verdict})  {out / one.slide_id / 'report.html'}")
+        # The others are told below, or above.
+        flags = [flag for flag in one.flags if flag not in ("outside_training", "trained_on", "incomplete")]
+        shown = f", flags: {', '.join(flags)}" if flags else ""
+        console.say(f"{one.slide_id}: {one.prediction} ({verdict}){shown}  {out / one.slide_id / 'report.html'}")
     used = (
         {}
         if request.options.force_mpp

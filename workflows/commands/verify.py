@@ -27,6 +27,7 @@ def run(store: Path, as_json: bool) -> int:
     """
     from data.cores import usable_cores
     from data.location import is_remote, location
+    from data.store.unfinished import unfinished_note, unfinished_slides
     from data.store.verify import size_of_store, slides_in, verify_slide, verify_store
 
     store = location(store)
@@ -48,6 +49,9 @@ def run(store: Path, as_json: bool) -> int:
         _write_list(store, report.faults)
     if not report.slides and not report.faults:
         console.warn(f"{store}: no slide is finished, so nothing was checked; manifest.csv says why")
+    unfinished = [] if single else unfinished_slides(store)
+    if unfinished:
+        console.warn(unfinished_note(store))
     damaged = len({fault.slide_id for fault in report.faults})
     console.say(
         f"{console.counted(report.slides, 'slide')}, {console.counted(report.files, 'file')}, "
@@ -61,7 +65,7 @@ def run(store: Path, as_json: bool) -> int:
     if as_json:
         faults = [{"slide_id": f.slide_id, "path": str(f.path), "reason": f.reason} for f in report.faults]
         counts = {"slides": report.slides, "files": report.files, "bytes": report.size_bytes}
-        console.emit_json({"store": str(store), **counts, "faults": faults})
+        console.emit_json({"store": str(store), **counts, "faults": faults, "unfinished": unfinished})
     return 1 if report.faults else 0
 
 

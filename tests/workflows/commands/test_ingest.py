@@ -61,9 +61,10 @@ def test_an_mpp_that_is_not_used_is_named(
     monkeypatch.setattr("workflows.cli.exit_with", lambda command, **how: command())
     command = typer.main.get_command(app).commands["ingest"]  # type: ignore[attr-defined]
     words = [str(archive), "--out", "store", "--slide-mpp", "0.25", "--workers", "1"]
-    command.main(words, standalone_mode=False)
-    said = capsys.readouterr().err
-    assert "--slide-mpp 0.25 was not used for 2 slides" in said and "(a: 0.5); --force-mpp" in said
+    for _ in range(2):  # also of slides that an earlier run has finished
+        command.main(words, standalone_mode=False)
+        said = capsys.readouterr().err
+        assert said.count("--slide-mpp 0.25 was not used for 2 slides") == 1 and "(a: 0.5); --force-mpp" in said
     command.main([*words, "--overwrite", "--force-mpp"], standalone_mode=False)
     assert "was not used" not in capsys.readouterr().err
 

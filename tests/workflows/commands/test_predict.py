@@ -168,7 +168,8 @@ def test_an_mpp_that_is_not_used_is_named(
     page = (tmp_path / "out" / "index.html").read_text()
     assert f"<h1>Predictions of 1 slide: {tmp_path / 'out'}</h1>" in page
     assert run(replace(arguments, options={"slide_mpp": 0.4, "force_mpp": True})) == 0
-    assert "was not used" not in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "was not used" not in said.err and "), flags: mpp_assumed, mpp_replaced  " in said.out, said.out
 
 
 def test_labels_of_an_external_test_set(hyfi_here: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path) -> None:

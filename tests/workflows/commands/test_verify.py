@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.store.manifest import merge_manifest
+from data.store.manifest import SlideRecord, merge_manifest
 from tests.conftest import Hyfi
 from tests.data.store.test_verify import make_slide
 
@@ -36,6 +36,22 @@ def test_faults_are_named_on_standard_error_and_in_a_file(hyfi_here: Hyfi, store
     assert "0 bytes" in (store / "verify.csv").read_text()
     one = hyfi_here("verify", store / "a.zarr")
     assert one.returncode == 0 and "1 slide, " in one.stdout
+
+
+def test_slides_that_are_still_written_are_named(hyfi_here: Hyfi, store: Path) -> None:
+    """An ingest that runs, or was killed, leaves slides under hidden names: a store that lacks them looked whole."""
+    for name in ("c d", "a"):  # of `a`, a new version is written beside the old one
+        (store / f".{name}.zarr.part-0123456789abcdef").mkdir()
+    (store / ".failed.zarr.tmp-host-1").mkdir()
+    for name, status in (("a", "done"), ("b", "done"), ("failed", "failed")):
+        sizes = {"store_mpp": 1.0, "height_px": 9, "width_px": 9, "tissue_fraction": 0.5}
+        SlideRecord(name, f"/slides/{name}.svs", status, **sizes).save(store)  # type: ignore[arg-type]
+    merge_manifest(store)
+    done = hyfi_here("verify", store, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["unfinished"] == ["c d"]
+    for said in (done.stderr, hyfi_here("inspect", store).stdout):
+        assert "not finished" in said and "stopped: c d; they are left out" in said
 
 
 def test_what_is_no_store_is_a_wrong_request(hyfi_here: Hyfi, tmp_path: Path) -> None:
