@@ -191,10 +191,9 @@ def _rings(cells: set[tuple[int, int]]) -> Iterator[Ring]:
                 steps_from.setdefault(start, []).append(step)
     # Each edge once: four edges of a cell, without those between two cells.
     unused = {(start, step) for start, steps in steps_from.items() for step in steps}
-    while unused:
-        # The first of those left, so that rings have the same order every time.
-        edge = min(unused)
-        ring: Ring = []
+    # Sorted, so that rings have the same order every time.
+    for first in sorted(unused):
+        edge, ring = first, Ring()
         while edge in unused:
             unused.remove(edge)
             start, step = edge
@@ -204,7 +203,8 @@ def _rings(cells: set[tuple[int, int]]) -> Iterator[Ring]:
             if next_step != step:
                 ring.append((float(end[0]), float(end[1])))
             edge = (end, next_step)
-        yield [*ring, ring[0]]
+        if ring:  # else the ring of this edge was followed before
+            yield [*ring, ring[0]]
 
 
 def _leftmost_step(step: tuple[int, int], choices: Sequence[tuple[int, int]]) -> tuple[int, int]:
