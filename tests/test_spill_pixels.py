@@ -16,7 +16,7 @@ from hyfi_core import ParallelPlan
 from hyfi_core.cells import pager, paging
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
-from hyfi_core.models.resnet import resnet10
+from hyfi_core.models.resnet import resnet6
 from hyfi_core.ops.max_pool import MaxPool
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.batch_reader import PixelParts
@@ -69,7 +69,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paging, "page_limit", lambda *given: 30_000)
 
 
-MODELS = {"resnet": lambda: resnet10(2, width=4), "ties": Ties, "mixed": Mixed}
+MODELS = {"resnet": lambda: resnet6(2, width=4), "ties": Ties, "mixed": Mixed}
 
 
 def step(name: str, images: Any, plan: ParallelPlan, dtype: torch.dtype, **more: Any) -> tuple[Any, ...]:
@@ -119,7 +119,7 @@ def test_what_is_computed_again_is_the_same(
 def test_a_step_of_pixels_is_that_of_one_process() -> None:
     images = Pixels(torch.float64)
     torch.manual_seed(7)
-    model = resnet10(2, width=4).double()
+    model = resnet6(2, width=4).double()
     cross_entropy(model(images.read(Box(0, 67, 0, 53), 0, 2)), torch.tensor([0, 1])).backward()
     wanted = [p.grad for p in model.parameters()]
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill="memory")
@@ -154,7 +154,7 @@ def test_a_model_that_takes_bytes_spills_the_same_bits() -> None:
     images, found = Pixels(torch.float32), []
     for spill in (None, "memory"):
         torch.manual_seed(7)
-        model = nn.Sequential(Bytes(), resnet10(2, width=4))
+        model = nn.Sequential(Bytes(), resnet6(2, width=4))
         plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=spill)
         engine = hyfi_core.parallelize(model, SHAPE, plan, AloneCommunicator(), image_dtype=torch.uint8)
         loss = engine.accumulate(images.bytes, torch.tensor([0, 1]))
@@ -166,7 +166,7 @@ def test_a_model_that_takes_bytes_spills_the_same_bits() -> None:
 def test_no_map_outlives_the_backward_that_needs_it() -> None:
     torch.manual_seed(7)
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill="memory")
-    engine = hyfi_core.parallelize(resnet10(2, width=4), SHAPE, plan, AloneCommunicator())
+    engine = hyfi_core.parallelize(resnet6(2, width=4), SHAPE, plan, AloneCommunicator())
     engine.accumulate(Pixels(torch.float32), torch.tensor([0, 1]))
     assert engine._paging is not None
     engine._paging.pager._forget_freed()

@@ -21,6 +21,7 @@ from data.cores import usable_cores
 from data.files import remove_leftovers
 from data.store.manifest import FAILED, SlideRecord
 from data.store.slide_store import slide_path
+from hyfi_core.collection import start_quickly
 from hyfi_core.process_memory import return_what_is_freed
 from pathology.claims import is_held, remove_ended
 from pathology.ingest.discover import SlideJob, user_columns
@@ -197,6 +198,7 @@ def _interrupts_blocked() -> Iterator[None]:
 def _start_worker(fractions: Any, threads: int) -> None:
     """Prepare a worker process, before its first slide."""
     global _fractions
+    start_quickly()  # and end quickly: what it has imported is not garbage
     _fractions = fractions
     # Before the first slide is opened: the pool of decoding threads has this size for the process's life.
     set_decode_threads(threads)

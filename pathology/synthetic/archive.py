@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data.files import write_atomically
+from hyfi_core.collection import start_quickly
 from hyfi_core.errors import RequestError
 from pathology.synthetic.anatomy import SlideSpec, focus_boxes
 from pathology.synthetic.placing import make_anatomy
@@ -208,7 +209,7 @@ def _render_in_processes(
     from concurrent.futures import ProcessPoolExecutor, as_completed
 
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=start_quickly) as pool:
         try:
             for future in as_completed([pool.submit(write_archive_slide, s, folder, truth=truth) for s in slides]):
                 finished(future.result())

@@ -20,12 +20,12 @@ PROGRAM = """
 import copy, torch, torch.nn.functional as F, hyfi_core
 from hyfi_core.comm import mpi
 from hyfi_core.comm.base import Message
-from hyfi_core.models.resnet import resnet10
+from hyfi_core.models.resnet import resnet6
 from tests.hyfi_core.ops.test_reduce import Maxima, check, check_counts
 torch.manual_seed(0)
 comm = hyfi_core.init()
 assert comm.size == 2
-model = resnet10(2, width=4).double()
+model = resnet6(2, width=4).double()
 reference = copy.deepcopy(model)
 images, labels = torch.randn(1, 3, 63, 70, dtype=torch.float64), torch.tensor([1])
 engine = hyfi_core.parallelize(model, (1, 3, 63, 70), hyfi_core.ParallelPlan(grids=((1, 2),)), comm, verify=False)

@@ -78,7 +78,7 @@ def test_no_message_takes_new_memory_after_the_first_step(plan: ParallelPlan, mo
 
     def body(comm: Communicator) -> Any:
         torch.manual_seed(0)
-        engine = parallelize(resnet.resnet10(2), (2, 3, 96, 96), plan, comm)
+        engine = parallelize(resnet.resnet6(2), (2, 3, 96, 96), plan, comm)
         after = []
         for _ in range(3):
             engine.accumulate(torch.ones(2, 3, 96, 96), torch.tensor([0, 1]))
@@ -147,7 +147,7 @@ def test_no_map_stays_between_steps_where_buffers_are_not_kept(
 
     def body(comm: Communicator) -> int:
         torch.manual_seed(0)
-        model = resnet.resnet10(2)
+        model = resnet.resnet6(2)
         engine = parallelize(model, (2, 3, 96, 96), plan, comm)
         engine.accumulate(images, labels)  # makes constants of operators
         gc.disable()

@@ -20,7 +20,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import OperatorStep
 from hyfi_core.models.amoebanet import amoebanet_d
-from hyfi_core.models.resnet import resnet10, resnet18
+from hyfi_core.models.resnet import resnet6, resnet10, resnet18
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.instructions import CollectiveCall
 from hyfi_core.runtime.engine import Engine
@@ -182,7 +182,7 @@ def test_slices_and_padding_stand_inside_runs_of_any_length(depth: int, monkeypa
 
 
 def test_each_cell_reads_its_box_once_and_never_the_whole() -> None:
-    model, shape = settled(resnet10(2, width=4)), (1, 3, 512, 384)
+    model, shape = settled(resnet6(2, width=4)), (1, 3, 512, 384)
     images, asked = images_of(shape), []
 
     def read(box: Box) -> torch.Tensor:
@@ -261,7 +261,7 @@ def test_weights_are_shared_and_loaded_in_place() -> None:
 
 def test_what_makes_no_sense_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match=r"cells is \(0, 2\)"):
-        by_cells(resnet10(2), (1, 3, 64, 64), (0, 2))
+        by_cells(resnet6(2), (1, 3, 64, 64), (0, 2))
     engine = by_cells(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(2)), (1, 3, 16, 16), (2, 2))
     with pytest.raises(RequestError, match="images have shape"):
         engine.predict(torch.zeros(3, 16, 16))

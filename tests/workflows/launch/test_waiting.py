@@ -15,10 +15,10 @@ import pytest
 
 from hyfi_core.comm.supervision.rendezvous import Expected, joined
 from hyfi_core.errors import RendezvousError
+from tests.conftest import PROGRAM_PATH
 from tests.patience import PATIENCE_S
 from tests.workflows.archive import make_config, make_store
 
-ROOT = Path(__file__).parents[3]
 HYFI = [sys.executable, "-m", "workflows.cli"]
 _INIT = """
 import signal
@@ -38,7 +38,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     started: list[subprocess.Popen[str]] = []
 
     def start(words: list[str], **variables: str) -> subprocess.Popen[str]:
-        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HYFI_NOTICE_S": "0.3", **variables}
+        environment = {"PYTHONPATH": PROGRAM_PATH, "OMP_NUM_THREADS": "1", "HYFI_NOTICE_S": "0.3", **variables}
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         started.append(subprocess.Popen(words, cwd=tmp_path, env=os.environ | environment, text=True, **pipes))  # type: ignore[call-overload]
         return started[-1]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hyfi_core.comm.agreement.described import describe_function
+from tests.conftest import PROGRAM_PATH
 
 
 class Focal:
@@ -55,7 +56,7 @@ def test_the_order_of_a_set_in_code_does_not_count() -> None:
     )
     said = {
         subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONPATH": PROGRAM_PATH},
             capture_output=True, text=True, check=True,
         ).stdout
         for seed in ("1", "2")

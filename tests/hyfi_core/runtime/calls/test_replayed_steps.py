@@ -13,7 +13,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
-from hyfi_core.models.resnet import resnet10
+from hyfi_core.models.resnet import resnet6
 from hyfi_core.runtime.engine import Engine
 from tests.fake_graph import FakeGraph, fake_graphs
 
@@ -29,7 +29,7 @@ PLANS = {
 
 def model_of() -> nn.Module:
     torch.manual_seed(0)
-    return resnet10(3, norm="train", width=8).double().train()
+    return resnet6(3, norm="train", width=8).double().train()
 
 
 def engine_of(model: nn.Module, plan: dict[str, Any], **more: Any) -> Engine:
