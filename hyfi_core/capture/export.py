@@ -250,7 +250,7 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
     else:
         names = [node.name]
         _declare(values, node.name, result, node.meta.get("stack_trace"))
-    _refuse_numbers(node)
+    _refuse_wrong(node)
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     function = function_of(node.target, node.args)
     return Operator(
@@ -264,8 +264,12 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
     )
 
 
-def _refuse_numbers(node: torch.fx.Node) -> None:
-    """Refuse computation with a Python number read from a tensor."""
+def _refuse_wrong(node: torch.fx.Node) -> None:
+    """Refuse computation with a Python number read from a tensor, and what torch.export traces wrongly."""
+    # Of a tensor whose unfolded view changes, torch.export keeps what the windows cover, and twice where they overlap.
+    if node.target is torch.ops.aten.unfold_backward.default:
+        line = traced_line(node.meta.get("stack_trace") or "")
+        raise RequestError(f"it changes a view made by Tensor.unfold in place ({line}); change the tensor by an index")
     for source in node.all_input_nodes:
         # A number that was read from a fake tensor is symbolic: it has no value.
         if isinstance(source.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):

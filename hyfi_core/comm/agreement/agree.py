@@ -32,6 +32,7 @@ _LARGEST_FACTOR = 2.0**20
 _NO_FACTOR = -(2**61)
 """The word of an unknown factor: less than any other."""
 _AUTOCAST = "torch.autocast around the call"
+_INFERENCE = "torch.inference_mode around the call"
 
 
 def agree(
@@ -228,8 +229,10 @@ class CallConsensus:
             RequestError: on every rank; names what differs and on which ranks.
         """
         around = self._autocast_around()
+        if torch.is_inference_mode_enabled():
+            around |= {_INFERENCE: "on"}
         if self._everyone.size == 1:
-            _refuse_autocast(around)
+            _refuse_modes(around)
             return
         settings = _describe_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
         done = f"{settings}, {self._updates} updates, max_norm={self._max_norm}"
@@ -243,7 +246,7 @@ class CallConsensus:
             self._check(self._everyone, "training", None, str(program == "new"), of_all, weights)
             weights = None  # compared now
         self._check(self._replica, "training", shape, program, facts | {"labels": describe_labels(labels)}, weights)
-        _refuse_autocast(around)
+        _refuse_modes(around)
 
     def check_evaluation(self, call: str, shape: Shape, program: str) -> None:
         """Refuse evaluation calls that differ between the ranks of a replica (collective over them).
@@ -253,7 +256,7 @@ class CallConsensus:
         """
         around = self._autocast_around()
         self._check(self._replica, call, shape, program, self._loaded | around, "evaluation")
-        _refuse_autocast(around)
+        _refuse_modes(around)
 
     def _autocast_around(self) -> dict[str, str]:
         """Return the autocast that the caller of an engine without one has set: name -> dtype; empty without."""
@@ -318,9 +321,13 @@ class CallConsensus:
         }
 
 
-def _refuse_autocast(around: Mapping[str, str]) -> None:
-    """Refuse a caller's autocast: ranks without pixels and cells would not compute in its dtype."""
-    if around:
+def _refuse_modes(around: Mapping[str, str]) -> None:
+    """Refuse a caller's autocast, in which ranks without pixels and cells would not compute, and inference mode."""
+    if _INFERENCE in around:
+        raise RequestError(
+            "a training step is called under torch.inference_mode, in which there are no gradients; leave that mode"
+        )
+    if _AUTOCAST in around:
         dtype = around[_AUTOCAST]
         raise RequestError(
             f"the engine is called under torch.autocast with {dtype}, but was created without autocast; pass "

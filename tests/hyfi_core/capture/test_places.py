@@ -46,6 +46,13 @@ class Seeded(nn.Module):
         return x * torch.rand(())
 
 
+class Unfolded(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        x.unfold(2, 1, 2).add_(0.3)
+        return x
+
+
 CASES = [
     (nn.Sequential(nn.Flatten(), nn.Linear(5, 2)), r"in 1 \(Linear\): .*"),
     (
@@ -58,6 +65,7 @@ CASES = [
     ),
     (nn.Sequential(nn.Conv2d(3, 3, 1), Scaled()), r"computes with it, .*test_places.py:\d+ \(return x \* x.mean"),
     (Seeded(), r"seeds torch's generator as it runs, at .*test_places.py:\d+ "),
+    (Unfolded(), r"changes a view made by Tensor.unfold in place \(.*test_places.py:\d+ \(x.unfold"),
     (Masked(), r"the forward requires arguments besides the image: 'mask'"),
     (nn.Sequential(nn.Conv2d(4, 3, 1)), r"in 0 \(Conv2d\): .*channels"),
 ]

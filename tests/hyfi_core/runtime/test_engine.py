@@ -243,6 +243,19 @@ def test_bfloat16_autocast_stays_near_float32() -> None:
         assert (gradients[name] - parameter.grad).norm() <= 0.05 * parameter.grad.norm() + 1e-3, name
 
 
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
+def test_training_in_inference_mode_is_refused(grid: tuple[int, int]) -> None:
+    images, labels = batch(size=(40, 48))
+
+    def body(comm: Any, module: nn.Module) -> None:
+        engine = hyfi_core.parallelize(module, (2, 3, 40, 48), hyfi_core.ParallelPlan(grids=(grid,)), comm)
+        with torch.inference_mode(), pytest.raises(RequestError, match="under torch.inference_mode.*leave that mode"):
+            engine.accumulate(images.float(), labels)
+        engine.accumulate(images.float(), labels)
+
+    run_copies(Small(), grid[1], body)
+
+
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @pytest.mark.parametrize("call", ["accumulate", "predict"])
 def test_a_callers_autocast_is_refused_on_every_rank(call: str, ranks: tuple[int, ...]) -> None:
