@@ -38,6 +38,7 @@ from hyfi_core.runtime.calls.same_pixels import SamePixels
 from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.gradients import GradientsOfCells, StepGradients
 from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.losses.step_loss import ComputedLosses
 from hyfi_core.runtime.losses.training_loss import TrainingLoss
 from hyfi_core.runtime.lowered_model import LoweredModel
 from hyfi_core.runtime.mirror import Mirrors
@@ -269,11 +270,13 @@ class Engine(EngineState, EngineFacts):
 
             steps, self.events = self._replayed.run(
                 lowered,
-                lambda: self._runners.each(lambda runner: runner.step(inputs[runner], labels, arrived, over_batch)),
+                lambda: _sharing(
+                    self._runners.each(lambda runner: runner.step(inputs[runner], labels, arrived, over_batch))
+                ),
                 train,
                 repeats=self._paging is None and not over_batch,
             )
-            gradients.finish(hooks)
+            gradients.finish(hooks, self._loss.unreached(lowered, [step.loss for step in steps]))
             # First those of replica 0, then between stages: what stages pass on must be the final values.
             buffers.take_over()
             if self.plan.stages > 1:
@@ -368,3 +371,11 @@ class Engine(EngineState, EngineFacts):
             # The oldest goes, as in the cache of runners: all ranks must create the groups of a model at the same call.
             self._shared = [*self._shared[1 - CAPTURES_KEPT :], (lowered, *shared)]
         return shared
+
+
+def _sharing(steps: list[Step]) -> list[Step]:
+    """Return the steps of this process's cells, which compute each loss once: it may have state."""
+    computed = ComputedLosses(len(steps))
+    for step in steps:
+        step.loss.computed = computed
+    return steps

@@ -109,11 +109,20 @@ class StepGradients:
         assert self._mirror is not None
         self._mirror.expect_gradients(stage)
 
-    def finish(self, hooks: ParameterHooks) -> None:
-        """Wait for all reductions, run hooks, and add the gradients that ``begin`` has set aside."""
+    def finish(self, hooks: ParameterHooks, unreached: Iterable[str] = ()) -> None:
+        """Wait for all reductions, run hooks, and add the gradients that ``begin`` has set aside.
+
+        Args:
+            hooks: of parameters.
+            unreached: names of parameters on which no used output depends; they have a gradient only if the loss reads
+                them.
+        """
         self._land(wait=True)
         for group in self._groups:
             group.finish()
+        for parameter in map(self._named.__getitem__, unreached):
+            if parameter.grad is not None and not parameter.grad.any():
+                parameter.grad = None
         # Hooks change the new gradients alone: earlier ones have been through the hooks in their own call.
         hooks.change()
         self._earlier.add()

@@ -57,24 +57,25 @@ class BatchLoss(StepLoss):
         # Also if the loss refuses: otherwise every backward would try again.
         self.waits = False
         try:
+            # By every cell: it is collective.
             leaves, labels = self._whole(outputs)
-            with torch.enable_grad():
-                leaves = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
-                loss = self._function(self._pick(leaves), labels)
+            leaves, loss = self.computed.get(0, lambda: self._loss(leaves, labels))
         except RequestError as refusal:
             # Backward runs all the same, with zeros, because other ranks wait for its messages.
             self.refusal = refusal
             return
         self.value = loss.detach().double().reshape(())
         seed = torch.full_like(loss, self._plan.mean_over)  # by which reduced gradients are divided
-        floats = [leaf for leaf in leaves if is_float(leaf)]
-        if self._leads(0) and self._groups.index == 0:
+        counts = self._leads(0) and self._groups.index == 0
+        if counts:
             self.counted = self.value
-            loss.backward(seed)  # also into parameters that the loss reads, once
-            gradients = iter([leaf.grad for leaf in floats])
-        else:
-            gradients = iter(torch.autograd.grad(loss, floats, seed, allow_unused=True))
-        self._gradients = [next(gradients) if is_float(leaf) else None for leaf in leaves]
+        self._gradients = self._differentiated(leaves, loss, seed, counts)
+
+    def _loss(self, leaves: Leaves, labels: torch.Tensor) -> tuple[Leaves, torch.Tensor]:
+        """Return the leaves as the loss takes them, and the loss."""
+        with torch.enable_grad():
+            leaves = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
+            return leaves, self._function(self._pick(leaves), labels)
 
     def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
         """Return a micro-batch's part of the gradients of all logits; see ``StepLoss``."""

@@ -36,7 +36,9 @@ def gather_tensors(
     flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     parts = dict(zip(like, flat.split(sizes), strict=True))
     for key, tensor in own.items():
-        parts[key].copy_(tensor.detach().to(device).contiguous().flatten().view(torch.uint8))
+        flat_tensor = tensor.detach().to(device).contiguous().flatten()
+        # Of a single number, any stride is contiguous; only 1 can be viewed as bytes.
+        parts[key].copy_(flat_tensor.as_strided(flat_tensor.shape, (1,)).view(torch.uint8))
     comm.all_reduce(flat)
     # Copies, because the memory of a dtype must begin at a multiple of its size.
     return {key: parts[key].clone().view(tensor.dtype).view(tensor.shape) for key, tensor in like.items()}

@@ -64,7 +64,15 @@ def checked_loss(loss: Loss, output: Any, labels: torch.Tensor) -> torch.Tensor:
     if loss is F.cross_entropy and not isinstance(output, torch.Tensor):
         kind = type(output).__name__
         raise RequestError(f"the model's output is a {kind}; pass output=lambda output: ... to select its logits")
-    value: object = loss(output, labels)
+    try:
+        value: object = loss(output, labels)
+    except RuntimeError as error:
+        # The output is a leaf here: its gradient begins the backward of the model.
+        if "leaf Variable that requires grad is being used in an in-place" not in str(error):
+            raise
+        raise RequestError(
+            "the loss changes the model's output in place; write output = output * 2 instead of output.mul_(2)"
+        ) from error
     if not isinstance(value, torch.Tensor):
         plain = value is None or isinstance(value, (bool, int, float))
         description = f"the value {value!r}" if plain else f"the type {type(value).__name__}"

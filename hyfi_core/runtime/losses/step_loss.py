@@ -16,6 +16,30 @@ LeafCotangents = list[torch.Tensor | None]
 """The cotangent of each leaf of the output; None for leaves without one."""
 
 
+class ComputedLosses:
+    """The losses that the cells of a process compute: the user's function, which may have state, is called once.
+
+    Args:
+        cells: how many ask for each loss.
+    """
+
+    def __init__(self, cells: int = 1) -> None:
+        self.cells = cells
+        self._computed: dict[int, tuple[Leaves, torch.Tensor]] = {}
+        self._asked: dict[int, int] = {}
+
+    def get(self, microbatch: int, compute: Callable[[], tuple[Leaves, torch.Tensor]]) -> tuple[Leaves, torch.Tensor]:
+        """Return the leaves of the output and the loss, which the first cell that asks computes from its own."""
+        if microbatch not in self._computed:
+            self._computed[microbatch] = compute()
+        result = self._computed[microbatch]
+        asked = self._asked[microbatch] = self._asked.get(microbatch, 0) + 1
+        # The graph goes with the last cell.
+        if asked == self.cells:
+            del self._computed[microbatch], self._asked[microbatch]
+        return result
+
+
 class StepLoss(ABC):
     """The loss as a schedule uses it, on every rank; ranks of the last stage of a direction have the output.
 
@@ -27,6 +51,8 @@ class StepLoss(ABC):
         counted: the same on the one rank that counts it, zero on others.
         refusal: why the loss could not be computed; its cotangents are then zero.
         waits: whether it needs ``take`` before the first backward.
+        reached: numbers of the leaves that the loss depends on.
+        computed: shared by the cells of a process.
     """
 
     waits = False
@@ -35,9 +61,25 @@ class StepLoss(ABC):
         self.value = torch.zeros((), dtype=torch.float64, device=device)
         self.counted = torch.zeros((), dtype=torch.float64, device=device)
         self.refusal: RequestError | None = None
+        self.reached: set[int] = set()
+        self.computed = ComputedLosses()
 
     def take(self, outputs: Mapping[int, Leaves]) -> None:  # noqa: B027 (most losses need none)
         """Take micro-batch -> leaves of the output, of all micro-batches whose last stage this rank has."""
+
+    def _differentiated(self, leaves: Leaves, loss: torch.Tensor, seed: torch.Tensor, counts: bool) -> LeafCotangents:
+        """Return the gradient of a loss for each leaf; ``counts``: also add those of parameters that the loss reads."""
+        floats = [leaf for leaf in leaves if is_float(leaf)]
+        again = self.computed.cells > 1
+        if counts:
+            loss.backward(seed, retain_graph=again)
+            found = iter([leaf.grad for leaf in floats])
+        else:
+            grads = torch.autograd.grad(loss, floats, seed, retain_graph=again, allow_unused=True) if floats else ()
+            found = iter(grads)
+        gradients = [next(found) if is_float(leaf) else None for leaf in leaves]
+        self.reached.update(at for at, gradient in enumerate(gradients) if gradient is not None)
+        return gradients
 
     @abstractmethod
     def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
@@ -83,20 +125,25 @@ class MicrobatchLoss(StepLoss):
 
     def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
         """Compute the loss of a micro-batch; see ``StepLoss``."""
-        try:
+
+        def compute() -> tuple[Leaves, torch.Tensor]:
             with torch.enable_grad():
                 # The tape has detached them: the loss has a graph of its own, and its backward ends at these leaves.
-                leaves = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
-                loss = self._function(self._pick(leaves), self._labels[microbatch]) / self._weight
+                given = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
+                return given, self._function(self._pick(given), self._labels[microbatch]) / self._weight
+
+        try:
+            used, loss = self.computed.get(microbatch, compute)
         except RequestError as refusal:
             self.refusal = refusal
             return zeros_of(leaves)
-        loss.backward(torch.ones_like(loss) if first else torch.zeros_like(loss))
+        seed = torch.ones_like(loss) if first else torch.zeros_like(loss)
+        gradients = self._differentiated(used, loss, seed, counts=first)
         value = loss.detach().double().reshape(())
         self.value = self.value + value
         if first:
             self.counted = self.counted + value
-        return [leaf.grad if is_float(leaf) else None for leaf in leaves]
+        return gradients
 
 
 def is_float(leaf: Any) -> bool:

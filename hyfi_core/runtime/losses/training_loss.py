@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hyfi_core.capture.program import Ref
+from hyfi_core.capture.stages import active_values
 from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.comm.agreement.described import describe_function
 from hyfi_core.errors import RequestError
@@ -108,6 +109,29 @@ class TrainingLoss:
         total = torch.stack([loss.counted for loss in losses]).sum()
         self._groups.all.of("reduce").all_reduce(total)
         return total if over_batch else total / self._plan.mean_over
+
+    def unreached(self, lowered: LoweredModel, losses: Sequence[StepLoss]) -> frozenset[str]:
+        """Return the parameters on which no output that the loss uses depends, as the user names them (collective).
+
+        In one process they have no gradient, and an optimizer leaves them as they are; a gradient of zeros would let
+        them decay.
+        """
+        outputs, program = lowered.outputs, lowered.program
+        floats = [
+            at for at, leaf in enumerate(outputs) if isinstance(leaf, Ref) and program.values[leaf.name].differentiable
+        ]
+        if len(floats) < 2:
+            return frozenset()
+        used = torch.zeros(len(outputs), dtype=torch.int64)
+        for loss in losses:
+            used[sorted(loss.reached)] = 1
+        if self._plan.stages * self._plan.directions * self._plan.replicas > 1:
+            self._groups.all.of("reduce").all_reduce(used, "max")
+        if used[floats].all():
+            return frozenset()
+        trained = {value for value, name in program.parameters.items() if name in lowered.trained}
+        active = active_values(program, tuple(outputs[at] for at in floats if used[at]), trained)
+        return lowered.trained - {program.parameters[value] for value in trained & active}
 
     def _known(self) -> KnownMean | None:
         """Return what is known of the loss, if a trial confirms it; its settings may change between steps."""

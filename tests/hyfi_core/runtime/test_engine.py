@@ -249,7 +249,7 @@ def test_training_in_inference_mode_is_refused(grid: tuple[int, int]) -> None:
 
     def body(comm: Any, module: nn.Module) -> None:
         engine = hyfi_core.parallelize(module, (2, 3, 40, 48), hyfi_core.ParallelPlan(grids=(grid,)), comm)
-        with torch.inference_mode(), pytest.raises(RequestError, match="under torch.inference_mode.*leave that mode"):
+        with torch.inference_mode(), pytest.raises(RequestError, match=r"under torch.inference_mode.*leave that mode"):
             engine.accumulate(images.float(), labels)
         engine.accumulate(images.float(), labels)
 
