@@ -131,7 +131,7 @@ def _sum_over_space(
     def finish(tensor: torch.Tensor) -> torch.Tensor:
         # By the number of values of the whole map, after the sum: parts may differ in size, or be empty.
         result = tensor / count if mean else tensor.clone()
-        return result.to(dtype) if dtype in (torch.bfloat16, torch.float16) else result
+        return result.to(dtype)
 
     builder.compute(sums, (builder.part(name, builder.splits[name]),), (partial,))
     builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")

@@ -32,7 +32,7 @@ def softmax(builder: Builder, op: Operator) -> None:
     """``softmax`` and ``log_softmax`` over the pixels of a flat map."""
     name = op.args[0].name
     split = builder.splits[name].owned
-    part = builder.part(name, split)
+    part = _as_asked(builder, op, builder.part(name, split), split)
     output = op.first_output
     largest, total = _exponentials(builder, part, (split.dims[0],))
     logarithm = "log_softmax" in op.text
@@ -45,6 +45,18 @@ def softmax(builder: Builder, op: Operator) -> None:
         return result.to(narrow)
 
     builder.compute(finish, (part, largest, total), op.outputs[:1], split)
+
+
+def _as_asked(builder: Builder, op: Operator, part: str, split: Split) -> str:
+    """Return the name of the part in the dtype that a softmax is asked for; PyTorch converts the map before it, too."""
+    asked = op.args[2] if len(op.args) > 2 else op.kwargs.get("dtype")
+    given = builder.values[part].dtype
+    # 16 bits are computed in float32 anyway.
+    if not isinstance(asked, torch.dtype) or asked in (given, torch.promote_types(given, torch.float32)):
+        return part
+    converted = builder.fresh(part, dtype=asked)
+    builder.compute(lambda x: x.to(asked), (part,), (converted,), split)
+    return converted
 
 
 def logsumexp(builder: Builder, op: Operator) -> None:

@@ -246,3 +246,35 @@ def test_rows_of_two_dtypes_are_joined_in_the_wider_one() -> None:
     for joined in run_copies(model, 5, body):
         assert joined.dtype == torch.float64
         assert torch.allclose(joined, wanted, atol=1e-5)
+
+
+class Asked(nn.Module):
+    """Operators that are asked for a dtype other than that of the map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(30.0))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        y, wide, narrow = x * self.scale, torch.float64, torch.float32
+        flat, double = y.flatten(2), y.double()
+        return [
+            *(flat.softmax(-1, dtype=wide), flat.log_softmax(-1, dtype=wide), flat.softmax(-1, dtype=torch.bfloat16)),
+            *(double.sum((2, 3), dtype=narrow), double.mean((2, 3), dtype=narrow), double.sum(2, dtype=narrow)),
+            y.sum((2, 3), dtype=wide),
+        ]
+
+
+def test_a_dtype_that_an_operator_is_asked_for_is_that_of_its_result_and_of_its_precision() -> None:
+    torch.manual_seed(0)
+    model, images = Asked(), torch.randn(SHAPE)
+    with torch.no_grad():
+        wanted = model(images)
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        return hyfi_core.parallelize(module, SHAPE, hyfi_core.ParallelPlan(grids=(GRID,)), comm).predict(images)
+
+    for found in run_copies(model, 5, body):
+        for ours, theirs in zip(found, wanted, strict=True):
+            eps = 8 * torch.finfo(theirs.dtype).eps
+            torch.testing.assert_close(ours, theirs, rtol=eps, atol=eps * float(theirs.abs().max()))
