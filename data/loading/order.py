@@ -118,7 +118,7 @@ def column_weights(slides: Sequence[SlideRef], labels: Labels, column: str) -> t
 
     Raises:
         RequestError: There is no such column, a slide's value is not a number ≥ 0, two rows of a slide or case have
-            different values, or all values are 0.
+            different values, all values are 0, or they are too large.
     """
     if not labels.rows or column not in labels.rows[0]:
         columns = ", ".join(labels.rows[0]) if labels.rows else "none"
@@ -131,6 +131,10 @@ def column_weights(slides: Sequence[SlideRef], labels: Labels, column: str) -> t
                 f"{values[row[labels.key]]!r} and {row[column]!r}; write one of them"
             )
     weights = tuple(_number(slide, values, labels, column) for slide in slides)
+    if math.isinf(sum(weights)):
+        raise RequestError(
+            f"data.weights_column: the numbers in {column!r} are too large to be added; use smaller ones"
+        )
     if not sum(weights):
         raise RequestError(
             f"data.weights_column: {column!r} is 0 for every training slide; at least one must be above 0"

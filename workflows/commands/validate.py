@@ -303,6 +303,12 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     dataset.check_files()
     if own_rank() == 0:
         _warn_of_unmeasured(dataset)
+        targets, which = (
+            [slide.label for slide in slides if slide.label is not None],
+            split if split != ALL else "these",
+        )
+        for text in task.evaluation_warnings(targets, which):
+            warn(text)
         if split != "train":
             _warn_of_slides(model, dataset)
     return dataset

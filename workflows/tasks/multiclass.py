@@ -141,9 +141,17 @@ class Multiclass(Task):
         absent = [name for index, name in enumerate(self.classes) if index not in trained]
         if absent:
             warnings.append(f"no training slide has class {' or '.join(absent)}: the model cannot learn it")
-        if len(set(val)) == 1:
-            warnings.append("all validation slides are of one class: auroc and balanced accuracy are undefined")
-        return warnings
+        return [*warnings, *self.evaluation_warnings(val, "validation")]
+
+    def evaluation_warnings(self, targets: Sequence[Target], slides: str) -> list[str]:
+        """Return a warning about classes that no slide has: the metrics of all classes are those of the others."""
+        present = set(targets)
+        absent = [name for index, name in enumerate(self.classes) if index not in present]
+        if len(present) == 1:
+            return [f"all {slides} slides are of one class: auroc and balanced accuracy are undefined"]
+        if not present or not absent:
+            return []
+        return [f"no {slides} slide has class {' or '.join(absent)}: auroc, balanced accuracy and f1 leave it out"]
 
     def check_resumed(self, model: Mapping[str, Any]) -> None:
         """Check that the classes are the same; their weights may change with the data."""

@@ -271,6 +271,10 @@ class Task(ABC):
         """Return warnings about labels for the user."""
         return []
 
+    def evaluation_warnings(self, targets: Sequence[Target], slides: str) -> list[str]:
+        """Return warnings about metrics that the labels of evaluated slides leave out; ``slides``: which they are."""
+        return []
+
     def check_batch(self, batch: int) -> None:  # noqa: B027 (most tasks take any)
         """Check that the loss works for batches of ``batch`` slides.
 

@@ -170,6 +170,9 @@ def test_weights_of_a_column_by_slide_and_by_case():
         column_weights(slides(0, 1), two, "w")
     alike = Labels("y", "case_id", ("a", "b"), {}, {}, ({"case_id": "c0", "w": "1"}, {"case_id": "c0", "w": "1.0"}))
     assert column_weights(slides(0), alike, "w") == (1.0,)
+    huge = Labels("y", "case_id", ("a", "b"), {}, {}, ({"case_id": "c0", "w": "1e308"},))
+    with pytest.raises(RequestError, match="the numbers in 'w' are too large"):
+        column_weights(slides(0, 1), huge, "w")
     zero = Labels("y", "case_id", ("a", "b"), {}, {}, ({"case_id": "c0", "w": "0"},))
     with pytest.raises(RequestError, match="0 for every training slide"):
         column_weights(slides(0, 1), zero, "w")

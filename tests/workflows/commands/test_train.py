@@ -334,7 +334,7 @@ def test_a_run_without_validation_slides_says_so(
     config = make_config(tmp_path, store, data={"splits": str(splits), "class_weights": "none"}, run={"steps": 2})
     assert run_here(config) == 0
     said = capfd.readouterr().err
-    assert "no training slide has class malignant" in said and "no slide in 'val'" in said
+    assert "no training slide has class malignant" in said and "no labelled slide in 'val'" in said
     assert (tmp_path / "run" / "checkpoints" / "best").resolve().name == "step-00000002"
     assert {kind for kind, _ in losses(tmp_path / "run")} == {"train"}
 
@@ -588,6 +588,9 @@ def test_an_external_test_set_has_its_own_table_column_and_no_splits(
     row = read_table(tmp_path / "val" / "predictions.csv", "predictions").rows[0]
     assert row["flags"] == "outside_training" and "outside_training: 18 times the area" in row["reason"]
     assert "3 of these 3 slides are far from all" in said.err and "slide-06 (18 times the area" in said.err
+    table.write_text("slide_id,diagnosis\nslide-06,benign\nslide-08,benign\n")
+    assert validate.run(replace(request, target="diagnosis", split="all")) == 0
+    assert "all these slides are of one class: auroc and balanced accuracy are undefined" in capfd.readouterr().err
     with pytest.raises(RequestError, match="diagnosis"):
         validate.validate_rank(replace(request, split="all"))  # the column of training is not in this table
 

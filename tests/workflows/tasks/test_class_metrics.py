@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workflows.tasks.class_metrics import METRICS, metrics_of_logits, metrics_of_probabilities
+from workflows.tasks.multiclass import Multiclass
+from workflows.tasks.ordinal.task import Ordinal
 
 
 def area(scores, positive) -> float:
@@ -74,3 +76,15 @@ def test_nothing_and_nonsense_are_undefined(logits):
 def test_shapes_and_targets_are_checked(shape, targets):
     with pytest.raises(ValueError, match="targets"):
         metrics_of_logits(torch.zeros(shape), torch.tensor(targets))
+
+
+def test_classes_that_no_evaluated_slide_has_are_named() -> None:
+    """Metrics of a split without one of three classes are those of two; nothing said so."""
+    for task, rest in (
+        (Multiclass(("label",), ("a", "b", "c"), (1.0,) * 3), "class c: auroc, balanced accuracy and f1 leave it out"),
+        (Ordinal(("label",), ("a", "b", "c"), (1.0,) * 3), "grade c: balanced accuracy leaves it out"),
+    ):
+        assert task.warnings([0, 1, 2], [0, 1, 1]) == [f"no validation slide has {rest}"]
+        assert task.evaluation_warnings([0, 1, 2], "test") == task.warnings([0, 1, 2], []) == []
+        (text,) = task.evaluation_warnings([1, 1], "test")
+        assert text.startswith("all test slides are of one ")

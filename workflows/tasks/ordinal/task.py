@@ -127,9 +127,17 @@ class Ordinal(Multiclass):
         """Return warnings about grades without slides, and validation slides of one grade."""
         absent = [name for index, name in enumerate(self.classes) if index not in set(train)]
         warnings = [f"no training slide has grade {' or '.join(absent)}: the model cannot learn it"] if absent else []
-        if len(set(val)) == 1:
-            warnings.append("all validation slides are of one grade: quadratic_kappa is undefined")
-        return warnings
+        return [*warnings, *self.evaluation_warnings(val, "validation")]
+
+    def evaluation_warnings(self, targets: Sequence[Target], slides: str) -> list[str]:
+        """Return a warning about grades that no slide has."""
+        present = set(targets)
+        absent = [name for index, name in enumerate(self.classes) if index not in present]
+        if len(present) == 1:
+            return [f"all {slides} slides are of one grade: quadratic_kappa is undefined"]
+        if not present or not absent:
+            return []
+        return [f"no {slides} slide has grade {' or '.join(absent)}: balanced accuracy leaves it out"]
 
     def readout(self, calibration: Mapping[str, Any] | None) -> GradeReadout:
         """Return probabilities and the median grade."""
