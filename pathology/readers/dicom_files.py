@@ -12,6 +12,7 @@ SLIDE/1.dcm   level 0  \
 from __future__ import annotations
 
 import os
+import re
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
 _WHOLE_SLIDE = "1.2.840.10008.5.1.4.1.1.77.1.6"
 _SOP_CLASS, _SERIES, _SERIES_NUMBER = 0x00020002, 0x0020000E, 0x00200011
 _PHOTOMETRIC, _PIXELS = 0x00280004, 0x7FE00010
+_PER_FRAME = 0x52009230
+_OF_FRAMES = [0x00080008, 0x00209311, 0x00280008, 0x00480006, 0x00480007]
+"""ImageType, DimensionOrganizationType, NumberOfFrames, TotalPixelMatrixColumns and TotalPixelMatrixRows."""
+_PER_FRAME_TAG, _PIXELS_TAG = b"\x00\x52\x30\x92", b"\xe0\x7f\x10\x00"
+_COLUMN, _ROW = (
+    # Explicit or implicit value representation.
+    re.compile(rb"\x48\x00" + tag + rb"\x02(?:SL\x04\x00|\x04\x00\x00\x00)(.{4})", re.DOTALL)
+    for tag in (rb"\x1e", rb"\x1f")
+)
+_PART_BYTES, _LARGEST_SEQUENCE_BYTES = 2**22, 2**30
 _JPEG_START, _JPEG_2000_START = b"\xff\xd8", b"\xff\x4f"
 _ITEM = b"\xfe\xff\x00\xe0"
 _AGAIN = "DICOM does not allow; convert the slide again from its original"
@@ -141,6 +152,52 @@ def _first_frame(file: BinaryIO) -> tuple[str, bytes]:
         return photometric, b""
     file.seek(int.from_bytes(item[4:], "little"), os.SEEK_CUR)
     return photometric, file.read(int.from_bytes(file.read(8)[4:], "little"))
+
+
+def position_contradiction(path: Path) -> str:
+    """Return how the stated positions of a level's frames contradict its header; empty if they do not.
+
+    OpenSlide trusts them: it shows frames without a position nowhere, all frames after an item without one in the place
+    of the frame before, and of two frames at one place the last; without any it crashes. Files that are no level, or
+    are too damaged to tell, are left to the reader.
+    """
+    with suppress(Exception), path.open("rb") as file:
+        from pydicom.filereader import read_partial
+
+        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PER_FRAME, specific_tags=_OF_FRAMES)
+        kind, organisation, count = (_text(dataset, tag) for tag in _OF_FRAMES[:3])
+        if "VOLUME" not in kind:
+            return ""
+        positions = _positions(file)
+        if not positions and organisation != "TILED_SPARSE":
+            return ""  # then frames are in the order of their places
+        columns, rows = (int(dataset[tag].value) for tag in _OF_FRAMES[3:])
+        return _wrong_positions(positions, int(count or 1), (columns, rows))
+    return ""
+
+
+def _positions(file: BinaryIO) -> list[tuple[int, int]]:
+    """Return the (column, row) of each frame, as PerFrameFunctionalGroupsSequence states them, if it is there."""
+    if file.read(4) != _PER_FRAME_TAG:
+        return []
+    data = b""
+    # Found by their tags: a slide has up to a million frames, and pydicom takes 0.1 ms for each.
+    while _PIXELS_TAG not in data and len(data) < _LARGEST_SEQUENCE_BYTES and (part := file.read(_PART_BYTES)):
+        data += part
+    groups = data.partition(_PIXELS_TAG)[0]
+    columns, rows = (pattern.findall(groups) for pattern in (_COLUMN, _ROW))
+    numbers = [[int.from_bytes(value, "little", signed=True) for value in values] for values in (columns, rows)]
+    return list(zip(*numbers, strict=True))
+
+
+def _wrong_positions(positions: list[tuple[int, int]], count: int, size: tuple[int, int]) -> str:
+    """Return what is wrong with the positions of ``count`` frames in a level of ``size`` (columns, rows)."""
+    if len(positions) != count:
+        return f"it has {count} frames, but positions of {len(positions)}"
+    outside = [at for at in positions if not (1 <= at[0] <= size[0] and 1 <= at[1] <= size[1])]
+    if outside:
+        return f"a frame's position is column {outside[0][0]}, row {outside[0][1]}, outside of {size[0]} × {size[1]} px"
+    return "" if len(set(positions)) == count else "two of its frames have the same position"
 
 
 def file_of_slide(path: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.location import is_remote
 from pathology.errors import SlideError
-from pathology.readers.dicom_files import series_in
+from pathology.readers.dicom_files import position_contradiction, read_header, series_files, series_in
 from pathology.readers.facts.header_budget import check_directories, first_directory
 from pathology.readers.ngff.groups import is_ome_zarr, read_group
 
@@ -36,8 +36,8 @@ def check_file(path: Path) -> None:
 
     Raises:
         SlideError: The file is of a format that is not read, missing, unreadable, empty, a PNG, JPEG or PDF with the
-            extension of a slide, an MRXS without its folder or a file in it, or a TIFF that is truncated before its
-            directory or lists more tiles than a slide has.
+            extension of a slide, an MRXS without its folder or a file in it, a TIFF that is truncated before its
+            directory or lists more tiles than a slide has, or a DICOM slide whose frames have wrong positions.
     """
     if is_ome_zarr(path):
         return
@@ -66,6 +66,19 @@ def check_file(path: Path) -> None:
         raise SlideError(f"the file is truncated: its directory should be at byte {first}, but it has {size} bytes")
     if first is not None:
         check_directories(path)
+    _check_dicom_positions(path)
+
+
+def _check_dicom_positions(path: Path) -> None:
+    """Refuse a DICOM slide with a level whose frames have wrong positions."""
+    try:
+        header = read_header(path)
+        files = series_files(path) if header is not None and header.whole_slide else []
+    except OSError:
+        return  # the reader will report it
+    for file in files:
+        if contradiction := position_contradiction(file):
+            raise SlideError(f"{file.name}: {contradiction}; its pixels would be missing or at wrong places")
 
 
 def folder_error(path: Path) -> OSError | None:

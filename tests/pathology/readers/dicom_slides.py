@@ -57,8 +57,13 @@ def write_file(
     photometric: str = "YBR_FULL_422",
     syntax: str = _JPEG_BASELINE,
     encode: Callable[[RGB], bytes] | None = None,
+    organisation: str = "TILED_FULL",
+    positions: list[tuple[int, int] | None] | None = None,
 ) -> Path:
-    """Write one file of a series: a level, a label, or a picture of another kind."""
+    """Write one file of a series: a level, a label, or a picture of another kind.
+
+    ``positions``: the stated (column, row) of each frame, from 1; None for a frame without one.
+    """
     height, width = picture.shape[:2]
     frames = [_even((encode or _jpeg)(tile)) for tile in tiles_of(picture, tile_px)]
     meta = element(0x00020001, "OB", b"\0\1") + element(0x00020002, "UI", sop_class)
@@ -75,7 +80,7 @@ def write_file(
         element(0x00100010, "PN", patient),
         element(0x0020000D, "UI", "1.2.3"),
         element(0x0020000E, "UI", series),
-        element(0x00209311, "CS", "TILED_FULL"),
+        element(0x00209311, "CS", organisation),
         element(0x00280002, "US", 3),
         element(0x00280004, "CS", photometric),
         element(0x00280006, "US", 0),
@@ -91,12 +96,21 @@ def write_file(
         *([element(0x00480303, "UL", focal_planes)] if focal_planes > 1 else []),
         element(0x00480105, "SQ", [element(0x00480112, "DS", "20")]),
         element(0x52009229, "SQ", [element(0x00289110, "SQ", [spacing])]),
+        *([] if positions is None else [element(0x52009230, "SQ", [_placed(at) for at in positions])]),
     ]
     body = b"".join(head) + _head(0x7FE00010, "OB", _UNDEFINED) + _tag(0xFFFEE000, 0)
     body += b"".join(_tag(0xFFFEE000, len(frame)) + frame for frame in frames) + _tag(0xFFFEE0DD, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(bytes(128) + b"DICM" + element(0x00020000, "UL", len(meta)) + meta + body)
     return path
+
+
+def _placed(at: tuple[int, int] | None) -> bytes:
+    """Return the functional groups of a frame."""
+    if at is None:
+        return b""
+    column, row = (element(0x0048021E + k, "SL", struct.pack("<i", value)) for k, value in enumerate(at))
+    return element(0x0048021A, "SQ", [column + row])
 
 
 def write_series(folder: Path, name: str, picture: RGB, series: str, levels: int = 3, **how: object) -> list[Path]:

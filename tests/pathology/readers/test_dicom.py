@@ -164,6 +164,45 @@ def test_uncompressed_pixels_are_not_taken_for_a_frame(tmp_path: Path) -> None:
         assert bool(frame_contradiction(path)) == contradicts
 
 
+PLACES: list[tuple[int, int] | None] = [(1 + 128 * (k % 2), 1 + 128 * (k // 2)) for k in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("positions", "said"),
+    [
+        (None, "has 4 frames, but positions of 0"),  # OpenSlide crashes
+        ([], "positions of 0"),  # white, all of it
+        (PLACES[:3], "positions of 3"),
+        ([PLACES[0], None, *PLACES[2:]], "positions of 3"),  # the frames that follow slip to places of others
+        ([*PLACES[:3], PLACES[0]], "two of its frames have the same position"),
+        ([*PLACES[:3], (-127, 1)], "column -127, row 1, outside of 256 × 256 px"),
+        ([*PLACES[:3], (257, 129)], "column 257, row 129, outside"),
+    ],
+)
+def test_frames_that_are_not_where_they_should_be_are_refused(
+    tmp_path: Path, positions: list[tuple[int, int] | None] | None, said: str
+) -> None:
+    how = {"positions": positions, "organisation": "TILED_SPARSE"}
+    write_series(tmp_path, "a", smooth(256, 256), SERIES, levels=1, **how)
+    with pytest.raises(SlideError, match=f"a-0.dcm: .*{said}"):
+        open_source(tmp_path / "a-0.dcm")
+    with pytest.raises(SlideError, match=said):
+        open_source(tmp_path / "a-label.dcm")
+
+
+@pytest.mark.parametrize(
+    ("positions", "organisation"),
+    [(PLACES, "TILED_SPARSE"), (PLACES, "TILED_FULL"), ([None] * 4, "TILED_FULL"), ([], "TILED_FULL")],
+)
+def test_frames_at_their_places_are_read(
+    tmp_path: Path, positions: list[tuple[int, int] | None], organisation: str
+) -> None:
+    picture = smooth(256, 256)
+    write_series(tmp_path, "a", picture, SERIES, levels=1, positions=positions, organisation=organisation)
+    with closing(open_source(tmp_path / "a-0.dcm")) as source:
+        assert np.abs(source.read(Box.of_size(256, 256), 0) - picture.astype(int)).mean() < 2
+
+
 def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = bytes(128) + b"DICM" + element(0x00020002, "UI", dicom_files._WHOLE_SLIDE)
     inner = struct.pack("<HHIHHI", 0xFFFE, 0xE000, 0xFFFFFFFF, 0xFFFE, 0xE00D, 0)
