@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -167,7 +168,14 @@ def _no_mode_is_left() -> Iterator[None]:
 def _kept_objects_are_not_collected() -> None:
     """What is there when a module of tests begins, such as PyTorch's own objects, the garbage collector leaves alone.
 
-    It went through all of them again and again, in a twentieth of the tests' time.
+    It went through all of them again and again, in a twentieth of the tests' time. Not in every module, most of which
+    take less than a second: all garbage is collected first.
     """
-    gc.collect()
-    gc.freeze()
+    global _frozen_at_s
+    if time.process_time() - _frozen_at_s > 10:
+        gc.collect()
+        gc.freeze()
+        _frozen_at_s = time.process_time()
+
+
+_frozen_at_s = -10.0

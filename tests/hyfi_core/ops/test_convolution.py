@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.comm.waits import waited
-from hyfi_core.ops.convolution import Convolution
+from hyfi_core.ops.convolution import Convolution, is_sparse
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Box, Layout, plan_transfer
 from hyfi_core.plan.window import AxisWindow, Window
@@ -137,6 +138,18 @@ def test_any_setting_equals_one_process(data: st.DataObject) -> None:
     how["groups"] = data.draw(st.sampled_from([1, 2]))
     size = both(9, 34)
     check(size, grid, how, batch=data.draw(st.integers(1, 2)), bias=data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1)])
+def test_padding_in_memory_as_on_gpus_equals_one_process(grid: tuple[int, int]) -> None:
+    """There, calls with a stride and a dilation get maps that are padded already."""
+    how = {"kernel": (3, 5), "padding": (2, 3), "stride": (2, 3), "dilation": (2, 1)}
+    padded = mock.patch.object(
+        Convolution, "_pads", lambda self, tensor, padding: any(padding) and is_sparse(self.window)
+    )
+    with padded:
+        check((33, 38), grid, how)
+        check((33, 38), grid, how | {"groups": 2}, batch=1, bias=False)
 
 
 def test_under_autocast_the_types_are_those_of_autocast() -> None:
