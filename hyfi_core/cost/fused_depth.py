@@ -128,11 +128,12 @@ def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: Machine
     shared = margins.runs(sketch).shared if shares else {}
     for value, needs in margins.exchanged.items():
         exchanges = (shared[value],) if value in shared else needs
-        total += 2 * sum(_exchange_s(sketch, value, need, machine) for need in exchanges)
+        total += 2 * sum(_exchange_s(sketch, value, need, machine) for need in exchanges)  # forward and backward
     for flow in sketch.flows:
         boxes = margins.computed.get(flow.name)
         if boxes is not None:
             margin = _most_added(sketch.layouts[flow.makes[0]].parts, boxes)
+            # A forward, and two gradients that take as long each.
             total += 3 * margin * machine.operator_s(flow.flops, flow.touched_bytes)
     return total
 

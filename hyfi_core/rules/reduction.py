@@ -201,7 +201,7 @@ def truth(builder: Builder, op: Operator) -> None:
 def vector_norm(builder: Builder, op: Operator) -> None:
     """The p-norm for p ≥ 1, and the maximum norm over height and width."""
     order = float(op.args[1]) if len(op.args) > 1 else 2.0
-    name, dims, keepdim = _reduced_dims(builder, op, 2, 3)
+    name, dims, keepdim = _reduced_dims(builder, op, dims_at=2, keepdim_at=3)
     if _try_not_over_space(builder, op, dims, keepdim):
         return
     part, narrow = builder.part(name, builder.splits[name]), builder.values[op.first_output].dtype
@@ -238,7 +238,7 @@ def variance(builder: Builder, op: Operator) -> None:
     correction = 1 if setting is None else setting
     if op.text.endswith(".dim"):
         correction = int(op.args[2]) if len(op.args) > 2 else 1  # ``unbiased``, a bool
-    name, dims, keepdim = _reduced_dims(builder, op, 1, 3)
+    name, dims, keepdim = _reduced_dims(builder, op, dims_at=1, keepdim_at=3)
     if _try_not_over_space(builder, op, dims, keepdim):
         return
     count = math.prod(builder.shape(name)[dim] for dim in dims)

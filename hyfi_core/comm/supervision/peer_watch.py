@@ -166,7 +166,7 @@ class PeerWatch:
                 try:
                     # Without waiting: a stopped peer reads nothing, and its full buffer would stop this thread.
                     sent = peer.send(_BEAT + struct.pack("!H", len(text)) + text, socket.MSG_DONTWAIT)
-                    if sent < len(text) + 3:  # the peer would read another beat as the rest of this one
+                    if sent < 3 + len(text):  # 3 bytes before it; the peer would read another beat as the rest of this
                         self._full.add(rank)
                 except OSError:  # it reads no more, or has ended
                     self._full.add(rank)

@@ -145,7 +145,7 @@ class TrainingLoss:
 
     def _output_shape(self, lowered: LoweredModel) -> tuple[int, ...] | None:
         """Return the shape of the loss's first argument for a micro-batch; None if it is not a tensor."""
-        known_shape = next((shape for model, shape in self._shapes if model is lowered), ())
+        known_shape = next((shape for model, shape in self._shapes if model is lowered), ())  # (): not known yet
         if known_shape != ():
             return known_shape
         try:
