@@ -14,7 +14,7 @@ from hyfi_core.errors import RequestError
 from workflows.commands.train_folds import pool_folds, run_fold
 from workflows.console import counted, emit_json, plain_json, say, warn
 from workflows.cross_validation.fold_runs import FoldRuns
-from workflows.exit_codes import DONE
+from workflows.exit_codes import DONE, SOME_FAILED
 from workflows.launch.request import is_finished
 from workflows.own_command import run_command
 from workflows.sweep.optuna_search import SearchOptions
@@ -36,10 +36,10 @@ def run(sweep: SweepRuns, as_json: bool, search: SearchOptions | None = None) ->
         search: Options of the search; None: the settings of ``sweep`` are trained.
 
     Returns:
-        0, or the exit code of the first command that did not return 0.
+        0; 1 if a setting has failed; or the exit code of the command that ended the sweep.
 
     Raises:
-        RequestError: The request is not valid; nothing was written.
+        RequestError: The request is not valid, and nothing was written; or no setting has a usable checkpoint.
     """
     if search is None:
         sweep.check()
@@ -55,7 +55,7 @@ def run(sweep: SweepRuns, as_json: bool, search: SearchOptions | None = None) ->
         code, summary = _searched_split(sweep, search) if sweep.folds is None else _searched_folds(sweep, search)
     else:
         code, summary = _one_split(sweep) if sweep.folds is None else _folds(sweep)
-    if code == DONE and as_json:
+    if code in (DONE, SOME_FAILED) and as_json and summary:
         emit_json(summary)
     return code
 
@@ -63,16 +63,21 @@ def run(sweep: SweepRuns, as_json: bool, search: SearchOptions | None = None) ->
 def _one_split(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
     """Train and score all settings; return the exit code, and what ``--json`` prints."""
     scores: list[SettingScore] = []
+    failed: list[int] = []
     for setting in sweep.settings:
         if not is_finished(sweep.config_of(setting)):
             say(f"setting {setting.number}: {setting.describe()}")
             code = run_command(sweep.train_words(setting))
-            if code != DONE:
+            if code not in (DONE, SOME_FAILED):
                 return _stopped(setting.number, code), {}
+            if code == SOME_FAILED:
+                failed.append(setting.number)
+                _warn_of_failed(f"setting {setting.number}")
         scores.append(sweep.score(sweep.folder_of(setting)))
         # After each setting, so that a stopped sweep has a table.
         _write_table(sweep, [(None, sweep.settings, scores)])
-    return DONE, _report_split(sweep, scores)
+    _require_one(scores, str(sweep.folder))
+    return SOME_FAILED if failed else DONE, _report_split(sweep, scores)
 
 
 def _searched_split(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[str, Any]]:
@@ -101,6 +106,7 @@ def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
     """Train and score all settings in each fold; return the exit code, and what ``--json`` prints."""
     runs = [sweep.fold_runs_of(setting) for setting in sweep.settings]
     folds = runs[0].chosen
+    failed: list[int] = []
     # Trained on all folds first, evaluated on none: the test fold is read only after the choice.
     for one, setting in zip(runs, sweep.settings, strict=True):
         one.write_splits()
@@ -109,11 +115,17 @@ def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
                 continue
             say(f"setting {setting.number}, fold {fold}: {setting.describe()}")
             code = run_command(one.train_words(fold))
-            if code != DONE:
+            if code not in (DONE, SOME_FAILED):
                 return _stopped(setting.number, code), {}
+            if code == SOME_FAILED:
+                failed.append(setting.number)
+                _warn_of_failed(f"setting {setting.number}, fold {fold},")
     scores = {fold: [sweep.score(one.run_of(fold)) for one in runs] for fold in folds}
     _write_table(sweep, [(fold, sweep.settings, of_fold) for fold, of_fold in scores.items()])
-    return _report_folds(sweep, {fold: (sweep.settings, of_fold) for fold, of_fold in scores.items()})
+    for fold, of_fold in scores.items():
+        _require_one(of_fold, f"{sweep.folder}, fold {fold}")
+    code, summary = _report_folds(sweep, {fold: (sweep.settings, of_fold) for fold, of_fold in scores.items()})
+    return SOME_FAILED if failed and code == DONE else code, summary
 
 
 def _searched_folds(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[str, Any]]:
@@ -161,6 +173,21 @@ def _stopped(setting: int, code: int) -> int:
     return code
 
 
+def _warn_of_failed(run: str) -> None:
+    """Say that numbers of a run were not finite: a sweep is there to find such settings, and goes on."""
+    warn(f"hyfi: {run} has failed; the sweep goes on with what it has validated")
+
+
+def _require_one(scores: Sequence[SettingScore], where: str) -> None:
+    """Check that a setting can be chosen.
+
+    Raises:
+        RequestError: None has a checkpoint with a finite loss.
+    """
+    if all(score.step is None for score in scores):
+        raise RequestError(f"{where}: no setting has a checkpoint with a finite loss; choose other settings")
+
+
 def _write_table(sweep: SweepRuns, tried: Sequence[_Tried]) -> None:
     """Write a row for each setting and fold that has a result; ``tried`` has one entry for each fold."""
     keys = same_keys(tried[0][1])
@@ -172,7 +199,10 @@ def _write_table(sweep: SweepRuns, tried: Sequence[_Tried]) -> None:
             row: dict[str, object] = {"setting": setting.number, "fold": fold, "run": score.run}
             row |= {key: text_of(setting.values[key]) for key in keys}
             row |= {sweep.metric: "" if score.value is None else f"{score.value:.6f}", "step": score.step}
-            row |= {"chosen": "yes" if setting.number == best else "", "given_up": "yes" if score.given_up else ""}
+            row |= {
+                "chosen": "yes" if setting.number == best and score.step is not None else "",
+                "given_up": "yes" if score.given_up else "",
+            }
             rows.append(row)
     columns = ["setting", *(["fold"] if sweep.folds else []), *keys, sweep.metric, "step", "chosen", "given_up", "run"]
     try:

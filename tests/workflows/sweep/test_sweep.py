@@ -123,6 +123,50 @@ def test_validation_chooses_and_all_settings_are_in_the_table(
     assert [row["chosen"] for row in rows] == ["", "yes", ""] and rows[2]["auroc"] == "0.700000"
 
 
+def failing(monkeypatch: pytest.MonkeyPatch, *rates: str) -> None:
+    """Runs of these rates fail before they have validated."""
+    run_command = command.run_command
+
+    def some_fail(words: Sequence[str]) -> int:
+        code = run_command(words)
+        given = dict(word.split("=", 1) for word in words[2:] if "=" in word)
+        if given["optimizer.lr"] not in rates:
+            return code
+        Path(json.loads(given["run.dir"]), "metrics.jsonl").unlink(missing_ok=True)
+        Path(json.loads(given["run.dir"]), "status.json").write_text('{"state": "failed"}')
+        return 1
+
+    monkeypatch.setattr(command, "run_command", some_fail)
+
+
+@pytest.mark.parametrize("folds", [None, "all"])
+def test_a_setting_that_fails_does_not_end_the_sweep(
+    tmp_path: Path,
+    store: Path,
+    commands: list[Sequence[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folds: str | None,
+) -> None:
+    """The first rate that was too high ended it, and ``--resume`` did so again."""
+    monkeypatch.setattr(command, "run_fold", lambda runs, fold: 0)
+    monkeypatch.setattr(command, "pool_folds", lambda folder, chosen, folds: {"of": folds})
+    rates = [json.dumps(rate) for rate in VALUES]
+    failing(monkeypatch, rates[0])
+    assert command.run(sweep_of(tmp_path, store, folds=folds), as_json=True) == 1
+    said = capsys.readouterr()
+    assert "setting 0" in said.err and "has failed; the sweep goes on" in said.err
+    assert json.loads(said.out.splitlines()[-1])["chosen"]
+    rows = list(csv.DictReader((tmp_path / "run/sweep.csv").open()))
+    assert {row["setting"] for row in rows if row["chosen"]} == {"1"} and {row["setting"] for row in rows} == set("012")
+    (tmp_path / "again").mkdir()
+    failing(monkeypatch, *rates)
+    with pytest.raises(RequestError, match="no setting has a checkpoint with a finite loss"):
+        command.run(sweep_of(tmp_path / "again", store, folds=folds), as_json=True)
+    rows = list(csv.DictReader((tmp_path / "again/run/sweep.csv").open()))
+    assert rows and not any(row["chosen"] for row in rows)
+
+
 def test_finished_settings_are_kept_and_trained_on_if_more_steps_are_wanted(
     tmp_path: Path, store: Path, commands: list[Sequence[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
