@@ -12,6 +12,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import torch
+
 from hyfi_core.capture.program import Operator, Ref
 from hyfi_core.rules.accepted_maps import ALL_TILES, one_map
 from hyfi_core.rules.builder import Builder
@@ -109,6 +111,8 @@ def squeeze(builder: Builder, op: Operator) -> None:
     if set(gone) & set(split.dims):
         gathered(builder, op, f"squeezes height or width (dims {split.dims})")
     else:
+        # By number: a part of one row or column would lose it, too.
+        op = replace(op, target=torch.ops.aten.squeeze.dims, args=(op.args[0], gone))
         _rename(builder, op, _renumbered(split, lambda dim: dim - sum(at < dim for at in gone)))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.errors import RequestError
-from tests.harness import assert_equal_also_by_cells, run_copies
+from tests.harness import assert_answers_equal_one_process, assert_equal_also_by_cells, run_copies
 
 
 class ResponseNorm(nn.Module):
@@ -96,6 +96,12 @@ class Profiles(nn.Module):
 def test_profiles_along_one_dim_of_space(grid: tuple[int, int]) -> None:
     torch.manual_seed(2)
     assert_equal_also_by_cells(Profiles(), (2, 3, 11, 18), grid)
+
+
+def test_only_the_maps_own_dims_of_one_are_squeezed() -> None:
+    """Parts of one column once lost it."""
+    squeezed = {"all": lambda y: y.squeeze(), "width": lambda y: y.squeeze(3), "other": lambda y: y[:, :1].squeeze()}
+    assert_answers_equal_one_process(squeezed, (2, 3, 5, 11), (1, 5))
 
 
 class Batchless(nn.Module):
