@@ -35,3 +35,14 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("grid", [(1, 2), (2, 2), (5, 1), (2, 3)])
 def test_operands_equal_one_process(grid: tuple[int, int]) -> None:
     assert_answers_equal_one_process(FUNCTIONS, (2, 3, 8, 11), grid)
+
+
+FEWER_DIMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a channel": lambda x: (x[0, 0] * x).mean((2, 3)),
+    "an image": lambda x: (x + x.mean(1, keepdim=True)[0]).amax((2, 3)),
+    "the first of two": lambda x: (x.amax((0, 1)) - x).square().mean((2, 3)),
+}
+
+
+def test_maps_with_fewer_dims_than_the_result_equal_one_process() -> None:
+    assert_answers_equal_one_process(FEWER_DIMS, (1, 3, 13, 18), (2, 2))
