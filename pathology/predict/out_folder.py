@@ -181,6 +181,7 @@ class OutFolder:
             **({"gradient": True} if self._options.evidence == "gradient" else {}),
             **self._identity_of_features(slide.slide_id),
             **self._identity_of_case(slide),
+            **({"scene": slide.row["scene"]} if slide.row.get("scene") else {}),
         }
 
     def _identity_of_features(self, slide_id: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from pathology.predict.slide_result import (
     origin_um,
     squares_to_level0,
 )
-from pathology.predict.table import PREDICTION_FILE
+from pathology.predict.table import PREDICTION_FILE, SOURCE_FILE
 
 THUMBNAIL_FILE = "thumbnail.jpg"
 THUMBNAIL_PX = 128
@@ -127,9 +127,10 @@ def _write_files(
     pictures = Pictures(Image.fromarray(thumb), overlay, squares, covered)
     report = fill_report(result, members, spec, pictures, regions, level0)
     (folder / "report.html").write_text(render_report(report), encoding="utf-8", errors="backslashreplace")
-    text = json.dumps(
-        {"key": dict(key), "slide_id": result.slide_id, "label": result.label, **metadata}, ensure_ascii=False, indent=1
-    )
+    # By which a viewer sees that a slide of this name is the one that was predicted.
+    file = {name: result.slide.attributes.get(name) for name in SOURCE_FILE}
+    named = {"key": dict(key), "slide_id": result.slide_id, "label": result.label, "source_file": file}
+    text = json.dumps({**named, **metadata}, ensure_ascii=False, indent=1)
     (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 

@@ -15,6 +15,8 @@ from pathology.claims import Claim
 
 FILE_NAME = "predictions.csv"
 PREDICTION_FILE = "prediction.json"
+SOURCE_FILE = ("sha256", "size_bytes")
+"""Attributes of a stored slide, and keys of ``source_file`` in `PREDICTION_FILE`, that tell its file from others."""
 """File with all facts of one prediction, in the folder of its slide."""
 CLAIM = f".{FILE_NAME}.claim"
 """Name of the claim that a process holds while it writes the table."""

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from data.csv_table import read_own
 from data.files import in_utf8
@@ -26,7 +27,7 @@ from data.store.slide_store import StoreError
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
 from pathology.predict.inputs import SlideInput, find_inputs
-from pathology.predict.table import FILE_NAME, PREDICTION_FILE
+from pathology.predict.table import FILE_NAME, PREDICTION_FILE, SOURCE_FILE
 from pathology.readers.facts.pictures import Pick
 from pathology.readers.ngff.groups import is_own_slide
 from pathology.readers.sources import SLIDE_SUFFIXES
@@ -79,20 +80,49 @@ class GallerySlide:
         """
         if self.reason:
             raise SlideError(self.reason)
+        predicted = self._prediction()
         if self.stored:
-            return StoredPixels(self.path)
-        scene = Pick(int(self.scene) if self.scene.isdecimal() else 0)
-        return FilePixels(self.path, self.manifest_mpp, slide_mpp, self._used_mpp(), scene)
+            slide: ShownSlide = StoredPixels(self.path)
+        else:
+            scene = Pick(int(self.scene) if self.scene.isdecimal() else 0)
+            slide = FilePixels(self.path, self.manifest_mpp, slide_mpp, _used_mpp(predicted), scene)
+        if _is_another(slide, predicted):
+            slide.close()
+            raise SlideError(
+                "it is not the slide of this name that was predicted: its file has other content; give that slide's "
+                f"store or folder as another PATH, or this one without {self.predictions}"
+            )
+        return slide
 
-    def _used_mpp(self) -> tuple[float, float] | None:
-        """Return the micrometres per pixel, (y, x), with which the slide was predicted; None if they are not known."""
-        if self.predictions is None:
-            return None
-        with suppress(OSError, ValueError, TypeError, KeyError):  # written by an earlier version, or incomplete
-            prediction = json.loads((self.predictions / self.slide_id / PREDICTION_FILE).read_text(encoding="utf-8"))
-            y, x = prediction["source_mpp"]
-            return float(y), float(x)
-        return None
+    def _prediction(self) -> dict[str, Any]:
+        """Return the slide's ``prediction.json``; empty if it has none that can be read."""
+        return {} if self.predictions is None else prediction_of(self.predictions, self.slide_id)
+
+
+def prediction_of(folder: Path, slide_id: str) -> dict[str, Any]:
+    """Return the ``prediction.json`` of a slide in a folder of predictions; empty if it cannot be read."""
+    with suppress(OSError, ValueError):  # incomplete
+        prediction = json.loads((folder / slide_id / PREDICTION_FILE).read_text(encoding="utf-8"))
+        return prediction if isinstance(prediction, dict) else {}
+    return {}
+
+
+def _used_mpp(prediction: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the micrometres per pixel, (y, x), with which a slide was predicted; None if they are not known."""
+    with suppress(ValueError, TypeError, KeyError):  # written by an earlier version, or incomplete
+        y, x = prediction["source_mpp"]
+        return float(y), float(x)
+    return None
+
+
+def _is_another(slide: ShownSlide, prediction: Mapping[str, Any]) -> bool:
+    """Whether a slide's file is known not to be the one that was predicted: names of slides repeat."""
+    predicted = prediction.get("source_file") or {}
+    if not predicted:
+        return False
+    source_file = slide.source_file()
+    pairs = [(source_file.get(name), predicted.get(name)) for name in SOURCE_FILE]
+    return any(now != before for now, before in pairs if now is not None and before is not None)
 
 
 def find_slides(paths: Sequence[Path], annotations: Path | None = None) -> tuple[list[GallerySlide], list[Path]]:
@@ -191,7 +221,9 @@ def _predicted(
             path = folder.parent / path
         advice = "is not there now; give its store or folder as another PATH"
         missing = "" if path.exists() else f"{path}, where it was predicted, {advice}"
-        slide = GallerySlide(slide_id, slide_id, path, is_own_slide(path), reason=missing)
+        # Of a file with several scenes each is a slide, and the table has the same path for all.
+        scene = str((prediction_of(folder, slide_id).get("key") or {}).get("scene", ""))
+        slide = GallerySlide(slide_id, slide_id, path, is_own_slide(path), reason=missing, scene=scene)
     return replace(slide, prediction=row["prediction"], predictions=folder, annotations=annotations)
 
 

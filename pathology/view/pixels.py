@@ -9,6 +9,7 @@ Two coordinate systems are used:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from data.location import is_remote
 from data.store.slide_store import SlideStore, StoreError
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
+from pathology.ingest.identity import SourceStamp
 from pathology.ingest.thumbnail import thumbnail_of_source
+from pathology.predict.table import SOURCE_FILE
 from pathology.readers.facts.pictures import WHOLE, Pick
 from pathology.readers.mpp import resolve_mpp
 from pathology.readers.source_level import RGB, BadTile
@@ -77,6 +81,9 @@ class ShownSlide(Protocol):
     to_level0: SlideGrid
     facts: tuple[tuple[str, str], ...]
 
+    def source_file(self) -> Mapping[str, Any]:
+        """Return what is known of the slide's file, as in ``prediction.json``: ``sha256``, ``size_bytes``."""
+
     def read(self, box: Box, level: int) -> RGB:
         """Return ``(h, w, 3)`` uint8 of a box inside a level; damaged tiles are striped, not white."""
 
@@ -112,6 +119,10 @@ class StoredPixels:
         )
         self.to_level0 = _grid_of_store(slide)
         self.facts = _facts_of_store(slide)
+
+    def source_file(self) -> Mapping[str, Any]:
+        """See `ShownSlide`."""
+        return {name: self._slide.attributes.get(name) for name in SOURCE_FILE}
 
     def read(self, box: Box, level: int) -> RGB:
         """See `ShownSlide`."""
@@ -156,6 +167,7 @@ class FilePixels:
         used_mpp: tuple[float, float] | None = None,
         pick: Pick = WHOLE,
     ) -> None:
+        self._path = path
         self._source = source = open_source(path, pick)
         self.mpp: tuple[float, float] | None = None
         note = ""
@@ -171,6 +183,11 @@ class FilePixels:
         affine[:, 2] -= source.bounds.y0, source.bounds.x0  # QuPath counts from the corner of the bounds
         self.to_level0 = SlideGrid(affine)
         self.facts = (("Scanner", source.vendor), *_mpp_fact(self.mpp, note), *_power_fact(source.objective_power))
+
+    def source_file(self) -> Mapping[str, Any]:
+        """See `ShownSlide`. Without the digest, for which a slide of gigabytes would be read."""
+        # On object storage, all objects of a slide would be listed.
+        return {} if is_remote(self._path) else {"size_bytes": SourceStamp.of(self._path).size_bytes}
 
     def read(self, box: Box, level: int) -> RGB:
         """See `ShownSlide`."""

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
+from pathology.ingest.archive import IngestOptions, Request, ingest
 from pathology.predict.cohort import predict_slides
 from pathology.predict.inputs import find_inputs
 from pathology.predict.options import PredictOptions
@@ -21,6 +22,7 @@ from pathology.view.gallery import Gallery
 from pathology.view.scene import Scene
 from pathology.view.server import make_app, new_token
 from pathology.view.web_files import static_file
+from tests.pathology.readers.facts.test_pictures import about, write_scenes
 from tests.pathology.slides import Darkness, draw_slide, member_of, write_slide
 from tests.pathology.tiffs import MakeSlide
 from tests.pathology.view.predictions import SLIDE_ID
@@ -253,3 +255,29 @@ def test_a_predicted_slide_has_the_pixel_size_that_was_used(tmp_path: Path) -> N
         assert client.get("slide/bare/about.json").json()["mpp"] is None
     with client_of(Gallery.of([slide], slide_mpp=0.25)) as client:
         assert client.get("slide/bare/about.json").json()["mpp"] == [0.25, 0.25]
+
+
+def test_a_heatmap_is_never_drawn_over_another_slide_of_its_name(tmp_path: Path) -> None:
+    """Scanners count from 1: a slide of the same name lies at the path of the table, or in a store that is given."""
+    slide = write_slide(tmp_path / "one.tiff", draw_slide())
+    out, same, other = tmp_path / "out", tmp_path / "same", tmp_path / "other"
+    ingest(Request([slide], same, IngestOptions(mpp=2.0)), workers=1)
+    predict_slides([member_of(Darkness())], find_inputs([slide]), out, AloneCommunicator())
+    for paths in ([out], [out, same], [out, slide]):
+        assert not Gallery.of(paths).try_all()
+    write_slide(slide, draw_slide(900))
+    ingest(Request([slide], other, IngestOptions(mpp=2.0)), workers=1)
+    for paths in ([out], [out, other], [out, slide]):
+        reasons = Gallery.of(paths).try_all()
+        assert "is not the slide of this name that was predicted" in reasons["one"], paths
+    assert not Gallery.of([other]).try_all() and not Gallery.of([out, same]).try_all()
+
+
+def test_each_predicted_scene_is_shown_as_the_one_that_it_is(tmp_path: Path) -> None:
+    pictures = [draw_slide(900, 2000), draw_slide(1000, 2000)]
+    path = write_scenes(tmp_path / "two.ome.tif", [(picture, about()) for picture in pictures])
+    predict_slides([member_of(Darkness())], find_inputs([path]), tmp_path / "out", AloneCommunicator())
+    with client_of(Gallery.of([tmp_path / "out"])) as client:
+        for scene, picture in enumerate(pictures, 1):
+            facts = client.get(f"slide/two_scene{scene}/about.json").json()
+            assert (facts["height_px"], facts["width_px"]) == picture.shape[:2]
