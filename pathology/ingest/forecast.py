@@ -12,6 +12,7 @@ from pathlib import Path
 from data.errors import StoreError
 from data.location import is_remote
 from data.store.slide_store import SlideStore, slide_path
+from hyfi_core.errors import RequestError
 from hyfi_core.size_text import size_text
 from pathology.errors import SlideError
 from pathology.ingest.discover import SlideJob
@@ -84,9 +85,14 @@ def forecast(
                     level = source.levels[choice.level]
                     read_px, written_px = level.height_px * level.width_px, choice.height_px * choice.width_px
                     written_bytes = written_px * _BYTES_PER_PX[options.pixel_codec.name]
+        except RequestError:
+            raise
         except SlideError as error:
             reason = scrubbed(str(error), job.source, job.slide_id) if job.secret else str(error)
             total.refused.append((job, reason))
+        except Exception as error:
+            # An unexpected error in a reader: this slide will fail, as in its ingest, and the others can be estimated.
+            total.refused.append((job, type(error).__name__ if job.secret else f"{type(error).__name__}: {error}"))
         else:
             total.slides += 1
             total.source_px += read_px

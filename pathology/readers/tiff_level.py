@@ -70,12 +70,14 @@ def parse_level(page: Any) -> TiffLevel:
     """Return the level of a tifffile page; the file must still be open.
 
     Raises:
-        SlideError: The pixels are not 8-bit RGB or grey, or the page is one large compressed block.
+        SlideError: The pixels are not 8-bit RGB or grey, a size is 0, or the page is one large compressed block.
     """
     height, width = int(page.imagelength), int(page.imagewidth)
     tile = (int(page.tilelength), int(page.tilewidth)) if page.is_tiled else (int(page.rowsperstrip), width)
     # RowsPerStrip may be larger than the image: its default, 2³² − 1, means one strip.
     tile = (min(tile[0], height), tile[1]) if not page.is_tiled else tile
+    if min(height, width, *tile) < 1:
+        raise SlideError(f"the file is damaged: {height} × {width} px in tiles or strips of {tile[0]} × {tile[1]} px")
     offsets = np.asarray(page.dataoffsets, np.int64)
     lengths = np.asarray(page.databytecounts, np.int64)
     colour, note = believed_colour(page, *tile)
@@ -149,7 +151,13 @@ def _split_strips(
     offsets: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],
 ) -> tuple[tuple[int, int], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Split large uncompressed strips, which can be read in part, into strips of about 1 MiB."""
+    """Split large uncompressed strips, which can be read in part, into strips of about 1 MiB.
+
+    Raises:
+        SlideError: Strips are missing for the height, which may be a damaged number: rows are not listed up to it.
+    """
+    if len(offsets) < -(-height // strip[0]):
+        raise SlideError(f"the TIFF lists {len(offsets)} strips; expected {-(-height // strip[0])}")
     step = max(1, min(strip[0], _STRIP_BYTES // row_bytes))
     while strip[0] % step:  # all new strips but the last must have the same height
         step -= 1

@@ -19,7 +19,19 @@ _DATA_TAGS = {273: 279, 324: 325}
 """Tags with the offsets of strips and tiles, and those with their byte counts."""
 _MAX_DIRECTORIES = 10_000
 tifffile.logger().setLevel(logging.CRITICAL + 1)  # readers raise errors of their own instead
-PARSE_ERRORS = (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError, TypeError)
+PARSE_ERRORS = (
+    tifffile.TiffFileError,
+    OSError,
+    LookupError,
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    AttributeError,
+    MemoryError,
+    RuntimeError,
+    struct.error,
+)
+"""What tifffile raises for damaged numbers: it divides by sizes of 0, and takes one value where there are several."""
 
 
 def is_ome_tiff(path: Path) -> bool:
@@ -27,7 +39,7 @@ def is_ome_tiff(path: Path) -> bool:
     try:
         with tifffile.TiffFile(path) as tiff:
             return bool(tiff.is_ome)
-    except (*PARSE_ERRORS, struct.error):
+    except PARSE_ERRORS:
         return False  # the reader will report what is wrong with it
 
 
@@ -76,6 +88,8 @@ def _ends(file: BinaryIO, order: str, big: bool) -> Iterator[int]:
         visited.add(at)
         file.seek(at)
         (count,) = struct.unpack(f"{order}{count_format}", file.read(struct.calcsize(count_format)))
+        # Its entries and the next offset; also keeps `read` from a damaged number, for which it would take memory.
+        yield at + count * entry_bytes + word
         entries, following = file.read(count * entry_bytes), file.read(word)
         values = {}
         for tag, field_type, number, inline in struct.iter_unpack(f"{order}HH{wide}{word}s", entries):

@@ -33,7 +33,7 @@ from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, levels_of_sizes, translation
 from pathology.readers.threads import decode_threads, in_pool, submit
 from pathology.readers.tiff_level import TiffLevel, parse_level, propagate_missing_tiles, shown_by_finer
-from pathology.readers.tiff_metadata import is_truncated, keyframe, orientation_of_page
+from pathology.readers.tiff_metadata import PARSE_ERRORS, is_truncated, keyframe, orientation_of_page
 
 _TASK_PX = 2**19
 _MAX_PENDING_BYTES = 24 * 2**20
@@ -91,8 +91,9 @@ class TiffSource:
                 self.vendor = by_openslide.vendor if by_openslide else of_format
                 # The tag itself: OpenSlide's binding returns the profile as rewritten by Little CMS.
                 self.icc: bytes | None = first.iccprofile or (by_openslide.icc if by_openslide else None)
-        except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError) as error:
-            reason = "the file is truncated within its directories" if is_truncated(path) else str(error)
+        except PARSE_ERRORS as error:
+            text = str(error) or type(error).__name__
+            reason = "the file is truncated within its directories" if is_truncated(path) else text
             raise SlideError(f"neither OpenSlide nor tifffile can open it: {reason}") from error
         self.mpp, self.facts, self.objective_power = checked.um, checked.facts.noting(*notes), power
         self.facts = self.facts.noting(*dict.fromkeys(level.note for level in self._levels if level.note))

@@ -11,7 +11,6 @@ other TIFF pages of one size                  focal planes, times or channels; t
 from __future__ import annotations
 
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +128,7 @@ def scenes_of_tiff(path: Path) -> int:
         # Private: nothing public keeps tifffile's series from opening the other files of a set.
         with tifffile.TiffFile(path, _multifile=False) as tiff:
             xml = tiff.ome_metadata if tiff.is_ome else None
-    except (*PARSE_ERRORS, struct.error):
+    except PARSE_ERRORS:
         return 1  # the reader will report what is wrong with it
     return max(1, len(scenes_among(pictures_of_ome(xml, path.name)))) if xml else 1
 

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from data.store.slide_store import SlideStore
-from pathology.ingest.forecast import size_note
+from pathology.ingest.discover import SlideJob
+from pathology.ingest.forecast import forecast, lower_bound_bytes, size_note
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
+from pathology.readers.facts.pictures import Pick
+from pathology.readers.slide_source import SlideSource
+from pathology.readers.sources import open_source
 from tests.pathology.slides import write_slide
 from tests.pathology.tiffs import stained
 
@@ -42,3 +46,22 @@ def test_files_of_glass_that_were_left_out_take_nothing(tmp_path: Path) -> None:
     shards = SlideStore.open(store / "one.zarr").attributes["shards"]
     assert any("size" not in entry for entry in shards.values())
     assert size_note(store, ["one"], options) == ""
+
+
+@pytest.mark.parametrize("secret", ["", "00"])
+def test_a_reader_that_fails_unforeseen_does_not_end_an_ingest_before_its_first_slide(
+    secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = write_slide(tmp_path / "good.tiff", stained(256, 256))
+
+    def opened(path: Path, pick: Pick) -> SlideSource:
+        if path != good:
+            raise ZeroDivisionError(f"in {path.name}")
+        return open_source(path, pick)
+
+    monkeypatch.setattr("pathology.ingest.forecast.open_source", opened)
+    jobs = [SlideJob(tmp_path / "bad.tiff", "bad", secret=secret), SlideJob(good, "good")]
+    made = forecast(jobs, IngestOptions(mpp=0.5))
+    assert made.slides == 1 and lower_bound_bytes(jobs, IngestOptions(mpp=0.5)) > 0
+    # With pseudonyms, a message may not quote the file.
+    assert made.refused == [(jobs[0], "ZeroDivisionError" if secret else "ZeroDivisionError: in bad.tiff")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,39 @@ def test_a_copy_of_an_uncompressed_slide_that_was_not_finished_has_a_flag(tmp_pa
     assert "black" not in ingest_slide(path, tmp_path / "whole", IngestOptions(native=True)).flags
     path.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
     assert "black" in ingest_slide(path, tmp_path / "half", IngestOptions(native=True)).flags
+
+
+@pytest.mark.parametrize(
+    ("tag", "field", "value"),
+    [
+        ("ImageWidth", 8, 0),
+        ("ImageWidth", 4, 2),
+        ("ImageLength", 8, 2**31),
+        ("RowsPerStrip", 8, 0),
+        ("SamplesPerPixel", 4, 2),
+    ],
+)
+def test_a_damaged_number_in_a_directory_is_a_damaged_slide(tag: str, field: int, value: int, tmp_path: Path) -> None:
+    """A size of 0, two values where there is one (field 4: how many; 8: the value), more rows than strips."""
+    path = tmp_path / "s.tif"
+    tifffile.imwrite(path, smooth(*SIZE), photometric="rgb", rowsperstrip=64, bigtiff=True, metadata=None)
+    with tifffile.TiffFile(path) as tiff:
+        at = tiff.pages[0].tags[tag].offset  # type: ignore[union-attr]
+    with path.open("r+b") as file:
+        # BigTIFF: tag, type, number of values, values. Type 16: a whole number of 64 bits, which fills the field.
+        file.seek(at + 2)
+        file.write(struct.pack("<HQQ", 16, value if field == 4 else 1, value if field == 8 else 16))
+    with pytest.raises(SlideError):
+        open_source(path)
+
+
+def test_a_directory_with_more_entries_than_the_file_has_bytes_is_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "s.tif"
+    tifffile.imwrite(path, smooth(*SIZE), photometric="rgb", bigtiff=True, metadata=None)
+    with tifffile.TiffFile(path) as tiff:
+        at = tiff.pages[0].offset  # type: ignore[union-attr]
+    for count in (2**40, 2**64 - 1):
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(struct.pack("<Q", count))
+        assert is_truncated(path)
