@@ -37,7 +37,7 @@ from pathology.readers.tiff_metadata import PARSE_ERRORS, is_truncated, keyframe
 
 _TASK_PX = 2**19
 _MAX_PENDING_BYTES = 24 * 2**20
-_WHITE = 255
+_WHITE, _HEADER_BYTES = 255, 8
 _ASPECT_TOLERANCE = 0.02
 
 FillMissing = Callable[[Box, int, RGB], None]
@@ -264,6 +264,8 @@ class _BoxReader:
 
     def _pixels(self, index: int, data: bytes, tile_box: Box) -> RGB:
         """Return a tile's pixels; raise ValueError with the reason if it is damaged."""
+        if self._level.offsets[index] < _HEADER_BYTES:
+            raise ValueError(f"the file states no place of the tile, but {self._level.lengths[index]} bytes")
         expected = int(self._level.lengths[index])
         if len(data) != expected:
             raise ValueError(f"the tile is truncated or cannot be read: {len(data)} of {expected} bytes")

@@ -195,6 +195,20 @@ def test_a_left_out_tile_that_cannot_be_filled_in_is_a_bad_tile(tmp_path: Path) 
         source.read(WHOLE, 0)
 
 
+@pytest.mark.parametrize("compression", [None, "packbits"])
+def test_the_files_header_is_never_shown_as_a_tile(tmp_path: Path, compression: str | None) -> None:
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, smooth(*SIZE), photometric="rgb", tile=(128, 128), compression=compression)
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        tag = tiff.pages[0].tags["TileOffsets"]
+        tag.overwrite([*tag.value[:1], 0, *tag.value[2:]])
+    with closing(open_source(path)) as source:
+        assert isinstance(source, TiffSource)
+        assert_all_but_one_tile_is_read(source, smooth(*SIZE), Box(0, 128, 128, 256))
+        with pytest.raises(TileError, match="the file states no place of the tile, but"):
+            source.read(WHOLE, 0)
+
+
 def damage(data: bytes, how: str) -> bytes:
     half, noise = len(data) // 2, np.random.default_rng(0).bytes(len(data))
     return {
