@@ -160,8 +160,7 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
         spec = InputSpec.of(config)
         check_evidence(options.evidence, spec, str(checkpoint))
         IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)  # raises if a value is not valid
-    if out.exists() and not out.is_dir():
-        raise RequestError(f"{out} is a file; choose a folder for the results")
+    _check_folder(out)
     model = read_model_json(request.checkpoints[0])
     slides = find_inputs(request.inputs, predicted_files(out), missing_of(model))
     if request.labels:
@@ -182,6 +181,37 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
     # Parts are made of all slides, also of finished ones: else the parts of several processes would overlap.
     names_of_part = part_of_names(names, *request.part)
     return _with_features(request, [slide for slide in slides if slide.slide_id in names_of_part])
+
+
+def _check_folder(out: Path) -> None:
+    """Check that the results do not go among the files of a store or a run.
+
+    Raises:
+        RequestError: They would, or ``out`` is a file.
+    """
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"{out} is a file; choose a folder for the results")
+    other = {"a store": "manifest.csv", "a run": "config.yaml"}
+    for kind, name in other.items():
+        if (out / name).exists() and not (out / "predictions.csv").exists():
+            raise RequestError(f"{out} is {kind} (it has {name}); choose another folder for the results")
+
+
+def _check_ensemble(members: Sequence[Member]) -> None:
+    """Check that the models can predict together, before anything is written.
+
+    Raises:
+        RequestError: They differ in what they see or predict, or two are the same: the spread would be too small.
+    """
+    from pathology.predict.members import common_input_spec
+
+    common_input_spec(members)
+    path_of: dict[str, str] = {}
+    for member in members if len(members) > 1 else ():
+        if member.digest in path_of:
+            both = f"{path_of[member.digest]} and {member.path}"
+            raise RequestError(f"{both} are the same model; give each model of an ensemble once")
+        path_of[member.digest] = member.path
 
 
 def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list[SlideInput]:
@@ -226,6 +256,7 @@ def predicted(request: PredictionRequest) -> PredictionReport:
     # Every rank checks again: they may see other files than the process that started them.
     slides, out, ranks = _check(request), request.out, request.ranks
     members = [load_member(path) for path in request.checkpoints]
+    _check_ensemble(members)
     comm = join()
     set_threads(comm)
     number, parts = request.part

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.models.by_name import build_model
-from hyfi_core.runtime.checkpoint import save_checkpoint
+from hyfi_core.runtime.checkpoint import amend_model_json, save_checkpoint
 from pathology.predict.options import PredictOptions
 from pathology.view.gallery import Gallery
 from pathology.view.scene import Scene
@@ -143,7 +143,19 @@ def test_corrupt_checkpoint_is_refused_and_nothing_written(hyfi_here: Hyfi, slid
 
 def test_requests_that_cannot_be_met(hyfi_here: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    for kind, name in (("store", "manifest.csv"), ("run", "config.yaml")):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / name).touch()
+    other = save(tmp_path / "other")
+    amend_model_json(other, {"class_names": ["dark", "light"]})
     for words, cause in (
+        # The results lay among the files of a store or a run.
+        ((checkpoint, slides / "one.tiff", "--out", "store"), "store is a store (it has manifest.csv)"),
+        ((checkpoint, slides / "one.tiff", "--out", "run"), "run is a run (it has config.yaml)"),
+        # A folder with its owner stayed behind.
+        ((checkpoint, slides / "one.tiff", "--checkpoint", other, "--out", "out"), "cannot form an ensemble"),
+        # The spread of both was 0.
+        ((checkpoint, slides / "one.tiff", "--checkpoint", checkpoint, "--out", "out"), "are the same model"),
         ((checkpoint, "nowhere.svs", "--out", "out"), "no such file"),
         ((checkpoint, slides / "one.tiff", "--out", "file"), "file is a file"),
         ((checkpoint, slides / "one.tiff", "--out", "out", "--slide-mpp", "500"), "--slide-mpp 500"),
@@ -154,7 +166,7 @@ def test_requests_that_cannot_be_met(hyfi_here: Hyfi, checkpoint: Path, slides: 
         said = hyfi_here("predict", *words)
         assert said.returncode == 2, said.stderr
         assert cause in said.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"file"}
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "store", "run", "other"}
 
 
 def test_an_mpp_that_is_not_used_is_named(
