@@ -236,12 +236,13 @@ def _parsed(file: BinaryIO) -> DicomHeader:
         dataset = read_partial(
             file, stop_when=lambda tag, vr, length: tag > _SERIES_NUMBER, specific_tags=[_SERIES, _SERIES_NUMBER]
         )
+        # Values are parsed when they are asked for.
+        series, number = _text(dataset, _SERIES), _text(dataset, _SERIES_NUMBER)
+        return DicomHeader(_text(dataset.file_meta, _SOP_CLASS) == _WHOLE_SLIDE, series, number)
     except Exception as error:  # damaged files raise many types, also OSError without errno
         if isinstance(error, OSError) and error.errno is not None:
             raise
         return DicomHeader(whole_slide=True, series="")  # the reader will report what is wrong with it
-    series, number = _text(dataset, _SERIES), _text(dataset, _SERIES_NUMBER)
-    return DicomHeader(_text(dataset.file_meta, _SOP_CLASS) == _WHOLE_SLIDE, series, number)
 
 
 def _text(elements: Dataset, tag: int) -> str:

@@ -173,13 +173,13 @@ def _image(group: ZarrGroup, described: list[ElementTree.Element], index: int) -
 
 def _axis(stated: Any) -> NgffAxis:
     """Return an axis from its name, or from name, type and unit."""
-    if isinstance(stated, str):
-        return NgffAxis(stated.lower())
-    name, kind = str(stated["name"]).lower(), stated.get("type")
+    facts = {"name": stated} if isinstance(stated, str) else stated
+    name, kind = str(facts["name"]).lower(), facts.get("type")
     plain = {"channel": "c", "time": "t"}.get(str(kind), name)
     if plain not in _OLD_AXES:
-        raise SlideError(f"its axis {stated['name']!r} of type {kind!r} is none of t, c, z, y, x")
-    return NgffAxis(plain, str(stated.get("unit") or ""))
+        of_type = "" if kind is None else f" of type {kind!r}"
+        raise SlideError(f"its axis {facts['name']!r}{of_type} is none of t, c, z, y, x")
+    return NgffAxis(plain, str(facts.get("unit") or ""))
 
 
 def _level(dataset: Mapping[str, Any], shared_scale: tuple[float, ...] | None, axes: int) -> NgffLevel:

@@ -208,6 +208,7 @@ def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     inner = struct.pack("<HHIHHI", 0xFFFE, 0xE000, 0xFFFFFFFF, 0xFFFE, 0xE00D, 0)
     endless = struct.pack("<HH2sxxI", 8, 0x1115, b"SQ", 0xFFFFFFFF)
     series = element(0x0020000E, "UI", "1.2.3")
+    explicit = start + element(0x00020010, "UI", "1.2.840.10008.1.2.1") + element(0x00080070, "LO", "a maker")
     heads = {
         b"": None,
         b"no DICOM at all" * 20: None,
@@ -218,6 +219,8 @@ def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         start + endless + inner: DicomHeader(True, ""),
         start + element(0x00080070, "UN", bytes(70_000)) + series: DicomHeader(True, "1.2.3"),
         start + endless + endless * 5000 + series: DicomHeader(True, ""),
+        explicit + series: DicomHeader(True, "1.2.3"),
+        explicit + series.replace(b"UI\6\0", b"U\0\0\0"): DicomHeader(True, ""),  # a type that does not exist
         start + element(0x00200010, "SH", "after it"): DicomHeader(True, ""),
     }
     for content, expected in heads.items():

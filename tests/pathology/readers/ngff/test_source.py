@@ -156,6 +156,20 @@ def test_what_is_no_slide_is_refused_by_what_it_is(
         open_source(path)
 
 
+def test_an_axis_of_another_name_is_refused_also_where_axes_are_names_only(tmp_path: Path) -> None:
+    path = write_arrays(tmp_path / "a.zarr", [in_axes(IMAGE, "cyx")], "cyx", [0.5])
+    text = (path / "zarr.json").read_text()
+    for axes, reason in ((["q", "y", "x"], "its axis 'q' is none of"), (["c", "y", "x"], "")):
+        document = json.loads(text)
+        document["attributes"]["ome"]["multiscales"][0]["axes"] = axes
+        (path / "zarr.json").write_text(json.dumps(document))
+        if reason:
+            with pytest.raises(SlideError, match=reason):
+                open_source(path)
+        else:
+            open_source(path).close()
+
+
 def test_channels_named_in_another_order_are_read_by_their_names(tmp_path: Path) -> None:
     channels = [{"label": label} for label in ("Blue", "Green", "Red")]
     path = write_plain(tmp_path / "a.zarr", [level[..., ::-1] for level in LEVELS], "cyx", channels=channels)
