@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,11 +79,18 @@ def trace_guards(model: nn.Module, stored: StoredTensors, assigned: list[Stored]
             patched(_BatchNorm, "forward", _normalise),
             patched(F, "instance_norm", _instance_norm),
             patched(torch, "manual_seed", _seed),
+            # An optimizer that steps in another thread would take its scalars for traced ones, in float32.
+            patched(torch.compiler, "is_compiling", _in_this_thread(torch.compiler.is_compiling)),
             patched(torch.autograd.Function, "apply", classmethod(_apply)),
         ):
             yield
     finally:
         _trace.traces = False
+
+
+def _in_this_thread(is_compiling: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a function that is true only in the thread that traces; PyTorch's own flag holds for all of them."""
+    return lambda: _traces() and is_compiling()
 
 
 @contextlib.contextmanager

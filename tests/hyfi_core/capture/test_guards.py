@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -250,6 +251,13 @@ def test_other_threads_run_on_while_one_traces() -> None:
 
     with trace_guards(GuardedNet(""), StoredTensors(), None), ThreadPoolExecutor(1) as pool:
         assert pool.submit(works).result() == 14
+
+
+def test_an_optimizer_in_another_thread_does_not_take_itself_for_traced() -> None:
+    """Adam's corrections are computed in float32 then: ranks as threads differed by 1e-7."""
+    compiling = mock.patch("torch.compiler._is_compiling_flag", True)
+    with trace_guards(GuardedNet(""), StoredTensors(), None), compiling, ThreadPoolExecutor(1) as pool:
+        assert torch.compiler.is_compiling() and not pool.submit(torch.compiler.is_compiling).result()
 
 
 def test_the_momentum_of_a_cumulative_average_is_data_and_the_module_is_left_as_it_is() -> None:
