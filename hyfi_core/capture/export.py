@@ -27,10 +27,12 @@ from hyfi_core.capture.patching import PATCHING, patched
 from hyfi_core.capture.places import explained, traced_line
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
 from hyfi_core.capture.released import device_of, stood_in
+from hyfi_core.capture.storing.created_attributes import created_attributes_allowed
 from hyfi_core.capture.storing.later_forwards import Stored, check_later_forwards
 from hyfi_core.capture.storing.stored_tensors import StoredTensors
 from hyfi_core.collection import collection_paused
 from hyfi_core.errors import RequestError
+from hyfi_core.torch_version import check_torch_version
 
 
 def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Program:
@@ -44,6 +46,7 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
     Raises:
         RequestError: the model cannot be captured; the message names the reason, the module and the line.
     """
+    check_torch_version()
     stored = StoredTensors()
     try:
         # Constants that the forward stores are allowed only if a second trace, which finds them, gives this program.
@@ -86,6 +89,7 @@ def _exported(
             _without_metadata(),
             stood_in(model, mode),
             trace_guards(model, stored, assigned),
+            created_attributes_allowed(),
         ):
             # Not strict: the forward runs in Python, where the guards see it. Dynamo would run none of the patched
             # functions.
