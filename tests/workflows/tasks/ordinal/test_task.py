@@ -14,6 +14,7 @@ from sklearn import metrics as reference
 
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import read_model_json
+from pathology.predict.colors import NO_CHANNEL
 from tests.workflows.archive import SPLITS, make_config, make_store
 from tests.workflows.runs import REPLICAS, STAGES, assert_plans_agree, run_here
 from workflows.commands import validate
@@ -121,7 +122,7 @@ def test_outputs_are_read_as_the_median_grade() -> None:
         0,
         "75.0 % for G2 or higher",
     )
-    assert readout.main_bar(values) == 1 and [bar.channel for bar in readout.bars(values)] == [2, 0, 1]
+    assert readout.main_bar(values) == 1 and [bar.channel for bar in readout.bars(values)] == [NO_CHANNEL, 0, 1]
     scores = readout.position_scores(torch.zeros(2, 1, 1))
     assert scores.flatten().tolist() == [0.5, 0.25]
     assert TASK.of_json({"target": "grade", **TASK.to_json()}) == TASK
