@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from workflows.evaluation.evaluate import Logits
     from workflows.evaluation.evaluator import Evaluator
     from workflows.evaluation.whole import WholeSlides
+    from workflows.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -303,14 +304,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     dataset.check_files()
     if own_rank() == 0:
         _warn_of_unmeasured(dataset)
-        targets, which = (
-            [slide.label for slide in slides if slide.label is not None],
-            split if split != ALL else "these",
-        )
-        for text in task.evaluation_warnings(targets, which):
-            warn(text)
-        if split != "train":
-            _warn_of_slides(model, dataset)
+        _warn_of_slides(task, model, dataset, split)
     return dataset
 
 
@@ -323,10 +317,15 @@ def _warn_of_unmeasured(dataset: SlideDataset) -> None:
         warn(as_scanned_text(unmeasured))
 
 
-def _warn_of_slides(model: Mapping[str, Any], dataset: SlideDataset) -> None:
-    """Warn of slides that the model was trained on, and of slides unlike any of these."""
+def _warn_of_slides(task: Task, model: Mapping[str, Any], dataset: SlideDataset, split: str) -> None:
+    """Warn of classes without slides, of slides that the model was trained on, and of slides unlike any of these."""
     from data.samples.trained.trained_notes import TrainedNotes
 
+    targets = [slide.label for slide in dataset.samples if slide.label is not None]
+    for text in task.evaluation_warnings(targets, split if split != ALL else "these"):
+        warn(text)
+    if split == "train":
+        return
     notes = TrainedNotes.of(model, dataset)
     if notes.trained:
         warn(

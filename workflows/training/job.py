@@ -167,9 +167,7 @@ class TrainingJob:
             warnings.append("model.freeze without model.weights: what is frozen keeps random values")
         if not len(self.val):
             split = self.config.validation.split
-            warnings.append(
-                f"no labelled slide in {split!r}: there is no validation, and best is the latest checkpoint"
-            )
+            warnings.append(f"no labelled slide in {split!r}: no validation, and best is the latest checkpoint")
         return warnings
 
     def model_json(self) -> dict[str, Any]:
