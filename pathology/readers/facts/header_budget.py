@@ -11,6 +11,7 @@ walked here without reading their lists (TIFF 6.0, section 2; BigTIFF: offsets a
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Iterator
@@ -23,8 +24,10 @@ from pathology.errors import SlideError
 MOST_TILES = 1_000_000
 """Most tiles in all directories of a file: the finest level of a slide of 256,000² px has as many, at 256² px each."""
 MOST_DIRECTORIES = 100_000
+MOST_TILE_PX = 2**28
+"""Largest tile in pixels. OpenSlide takes memory for a whole tile, and aborts the process if there is not as much."""
 _MOST_ENTRIES = 65_535
-_WIDTH, _HEIGHT, _SUB_DIRECTORIES = 256, 257, 330
+_WIDTH, _HEIGHT, _TILE_WIDTH, _TILE_HEIGHT, _SUB_DIRECTORIES = 256, 257, 322, 323, 330
 _LISTS = (273, 324)
 """StripOffsets and TileOffsets."""
 _KINDS = {3: "H", 4: "I", 13: "I", 16: "Q", 18: "Q"}
@@ -95,12 +98,14 @@ class _Directory:
         entries: Number of its entries.
         tiles: Tiles or strips that it lists.
         size_px: (height, width); 0 where it does not say.
+        tile_px: The same of its tiles; 0 if it has strips.
         others: Offsets of the next directory and of those below it.
     """
 
     entries: int
     tiles: int
     size_px: tuple[int, int]
+    tile_px: tuple[int, int]
     others: tuple[int, ...]
 
 
@@ -111,12 +116,14 @@ def first_directory(head: bytes) -> int | None:
 
 
 def check_directories(path: Path) -> None:
-    """Check that a TIFF lists no more tiles and directories than the budget; other and damaged files pass.
+    """Check that a TIFF lists no more and no larger tiles, and no more directories, than the budget.
+
+    Other and damaged files pass.
 
     NDPI files beyond 4 GB pass, too: their offsets have more bits than those of a TIFF.
 
     Raises:
-        SlideError: It lists more, or its first directory has no entries.
+        SlideError: It does, or its first directory has no entries.
         OSError: The file cannot be read.
     """
     with path.open("rb") as file:
@@ -147,7 +154,12 @@ def check_directories(path: Path) -> None:
 
 
 def _check(tiles: int, directories: int, last: _Directory) -> None:
-    """Refuse a TIFF with more tiles or directories than a slide has."""
+    """Refuse a TIFF with more tiles or directories, or larger tiles, than a slide has."""
+    if math.prod(last.tile_px) > MOST_TILE_PX:
+        raise SlideError(
+            f"a directory states tiles of {last.tile_px[1]:,} x {last.tile_px[0]:,} px; up to {MOST_TILE_PX:,} px are "
+            "read. The file is damaged, or must be written with smaller tiles"
+        )
     if tiles > MOST_TILES:
         raise SlideError(
             f"its directories list {tiles:,} tiles or strips, {last.tiles:,} of them for {last.size_px[1]:,} x "
@@ -168,12 +180,13 @@ def _directory(file: BinaryIO, offset: int, layout: _ByteLayout) -> _Directory |
     following = layout.number(file, layout.word)
     if following is None or len(data) < count * layout.entry_bytes:
         return None
-    tiles, size_px, further = 0, {_HEIGHT: 0, _WIDTH: 0}, [following]
+    tiles, sizes, further = 0, dict.fromkeys((_HEIGHT, _WIDTH, _TILE_HEIGHT, _TILE_WIDTH), 0), [following]
     for tag, kind, number, value in layout.entries(data):
         if tag in _LISTS:
             tiles += number
-        elif tag in size_px and kind in _KINDS:
-            size_px[tag] = next(iter(layout.numbers(file, kind, 1, value)), 0)
+        elif tag in sizes and kind in _KINDS:
+            sizes[tag] = next(iter(layout.numbers(file, kind, 1, value)), 0)
         elif tag == _SUB_DIRECTORIES and kind in _KINDS and number <= _MOST_ENTRIES:
             further += layout.numbers(file, kind, number, value)
-    return _Directory(count, tiles, (size_px[_HEIGHT], size_px[_WIDTH]), tuple(further))
+    size_px, tile_px = (sizes[_HEIGHT], sizes[_WIDTH]), (sizes[_TILE_HEIGHT], sizes[_TILE_WIDTH])
+    return _Directory(count, tiles, size_px, tile_px, tuple(further))

@@ -11,6 +11,8 @@ from pathology.errors import SlideError
 from pathology.readers.facts import header_budget
 from pathology.readers.facts.header_budget import check_directories
 from pathology.readers.sources import open_source
+from tests.pathology.readers.scanners import smooth
+from tests.pathology.readers.vendor_tiffs import write_philips
 
 
 def empty_tiff(path: Path, side_px: int, tile_px: int, order: str = "<", big: bool = True) -> Path:
@@ -40,6 +42,20 @@ def test_more_tiles_than_a_slide_has_are_refused_before_anything_reads_them(
     with pytest.raises(SlideError, match=r"list 1,373,584 tiles .* for 300,000 x 300,000 px; up to 1,000,000 are read"):
         open_source(path)
     check_directories(empty_tiff(tmp_path / "y.tif", 200_000, 256, order, big))
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_a_tile_for_which_no_process_has_memory_is_refused_before_openslide_aborts(tmp_path: Path, page: int) -> None:
+    path = write_philips(tmp_path / "x.tiff", smooth(640, 896))
+    check_directories(path)
+    with tifffile.TiffFile(path) as tiff:
+        at = tiff.pages[page].tags["TileWidth"].offset
+    with path.open("r+b") as file:
+        file.seek(at + 2)
+        # Type 4: 32 bits; one value.
+        file.write(struct.pack("<HII", 4, 1, 2**31 - 1))
+    with pytest.raises(SlideError, match="tiles of 2,147,483,647 x 128 px"):
+        open_source(path)
 
 
 def test_a_size_that_is_beyond_the_end_is_left_to_the_readers(tmp_path: Path) -> None:
