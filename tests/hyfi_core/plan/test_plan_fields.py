@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -194,3 +195,12 @@ def test_shapes_of_batches() -> None:
     assert plain == BatchShapes((6, 3, 10, 20), (3, 3, 10, 20), (3, 3, 10, 20))
     shared = BatchShapes.of(ParallelPlan(**TWO, microbatches=2, replicas=2, shares=(4, 8)), (4, 3, 10, 20))
     assert shared == BatchShapes((4, 3, 10, 20), (2, 3, 10, 20), (4, 3, 10, 20))
+
+
+def test_a_plan_of_tiles_may_be_made_again_from_its_fields() -> None:
+    """Its grid is set by ``tiles``, and may be given with it, as by ``replace``; no other grid may."""
+    plan = ParallelPlan(tiles=3)
+    assert plan.grids == ((1, 3),) and replace(plan, replicas=2) == ParallelPlan(tiles=3, replicas=2)
+    for grids in (((2, 3),), ((1, 2),), ((1, 3), (1, 1))):
+        with pytest.raises(RequestError, match="leave grids out"):
+            ParallelPlan(grids, tiles=3)

@@ -135,6 +135,14 @@ def found_strokes(dark: np.ndarray, mpp_um: float, ink: int = 60) -> bool:
     return bool(found.any())
 
 
+def test_pieces_of_a_stroke_are_joined_over_two_pixels_at_low_resolution() -> None:
+    """Pieces of 60 µm each: alone too short."""
+    for gap, joined in ((1, True), (2, True), (3, False)):
+        pieces = np.zeros((9, 20), bool)
+        pieces[4, 5:8] = pieces[4, 8 + gap : 11 + gap] = True
+        assert found_strokes(pieces, 20.0) == joined, gap
+
+
 def test_strokes_at_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.hypot(33, 44) == 55
     assert found_strokes(np.pad(zigzag(33, 44), 3), 1.0), "a curved stroke of a diagonal of 55 µm"
