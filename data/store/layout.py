@@ -132,7 +132,7 @@ class ArrayLayout:
         """Return the layout of a ``zarr.json``.
 
         Raises:
-            KeyError, TypeError, ValueError, IndexError: It is not a layout that `to_json` writes.
+            KeyError, TypeError, ValueError, IndexError, AttributeError: It is not a layout that `to_json` writes.
         """
         if meta["zarr_format"] != 3 or meta["data_type"] != "uint8":
             raise ValueError("expected a uint8 array of zarr format 3")

@@ -83,7 +83,7 @@ class ShardedArray:
         meta = read_json(path / "zarr.json")
         try:
             layout = ArrayLayout.from_json(meta)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise StoreError(f"{path / 'zarr.json'}: not an array of a hyfi store ({error})") from error
         return cls(path, layout, blank or {}, sizes or {}, digest)
 

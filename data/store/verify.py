@@ -175,7 +175,9 @@ def _known_metadata(path: Path, attributes: dict[str, Any], fault: Callable[[Pat
     if digest_of_group(read_json(path / "zarr.json")) != stated:
         fault(path / "zarr.json", "the slide's metadata was altered (its digest differs)")
     for name, entry in listed.items():
-        reason = _metadata_fault(path / name, entry.get("size"), entry.get("sha256"))
+        # A damaged list may have anything here; without size and digest, the file is a fault.
+        facts = entry if isinstance(entry, dict) else {}
+        reason = _metadata_fault(path / name, facts.get("size"), facts.get("sha256"))
         if reason:
             fault(path / name, reason)
     return set(listed)
@@ -204,7 +206,7 @@ def _files(
             if meta.get("node_type") == "group":
                 continue
             layout = ArrayLayout.from_json(meta)
-        except (StoreError, KeyError, TypeError, ValueError, IndexError):
+        except (StoreError, KeyError, TypeError, ValueError, IndexError, AttributeError):
             # Reported already by its digest. Which files it should have is unknown: accept those that are listed.
             listed.update(file for file in entries if file.startswith(f"{folder.as_posix()}/c/"))
             continue

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +62,16 @@ def _swap(path: Path) -> None:
     other.write_bytes(a)
 
 
+def _set(path: Path, *keys_and_value: Any) -> None:
+    document = json.loads(path.read_text())
+    *keys, last, value = keys_and_value
+    inner = document
+    for key in keys:
+        inner = inner[key]
+    inner[last] = value
+    path.write_text(json.dumps(document))
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "flipped bit": ("0/c/0/0/0", lambda f: _flip(f, 800_000), "the checksum is wrong in chunk 1"),
     "flipped bit, digest": ("0/c/0/0/0", lambda f: _flip(f, 800_000), "the shard was altered"),
@@ -80,6 +91,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "metadata was altered",
     ),
     "altered scale": ("zarr.json", lambda f: f.write_text(f.read_text().replace("2.0", "4.0")), "metadata was altered"),
+    "array without a grid": ("0/zarr.json", lambda f: _set(f, "chunk_key_encoding", 5), "bytes; expected"),
+    "list without sizes": ("zarr.json", lambda f: _set(f, "attributes", "hyfi", "metadata", "0/zarr.json", []), "None"),
     "not a JSON": ("zarr.json", lambda f: f.write_text("{"), "not valid JSON"),
 }
 
