@@ -137,6 +137,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
         RequestError: On all ranks if one of them refuses; nothing was written.
     """
     from data.samples.exclusion import describe_excluded
+    from data.store.unfinished import unfinished_note
     from hyfi_core.comm.agreement.agree import agree
     from hyfi_core.comm.agreement.shared_disk import agree_everywhere
     from workflows.launch import rank_log
@@ -158,6 +159,8 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     job = agree_everywhere(world, lambda: prepare(config))
     if world.rank == 0:
         say(job.labels.describe())
+        if note := unfinished_note(config.data.store):
+            warn(note)
         if job.excluded:
             say(describe_excluded(job.excluded))
     inputs = inputs_of(job)

@@ -258,6 +258,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     from data.samples.names import cases_in_one_way
     from data.samples.splits import SPLITS, load_splits
     from data.store.manifest import load_manifest
+    from data.store.unfinished import unfinished_note
     from workflows.evaluation.evaluator import dataset_of
     from workflows.evaluation.labelled_inputs import keyed_table
     from workflows.launch.launch import own_rank
@@ -293,6 +294,8 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     match.check(str(path), allow_unmatched=True)
     if own_rank() == 0:
         say(match.describe())
+        if note := unfinished_note(store):
+            warn(note)
     flags = model.get("exclude_flags", ()) if split in ("train", "val") else ()
     slides = select_slides(without_flags(rows, flags), labels, splits, split)
     left_out = len(select_slides(rows, labels, splits, split)) - len(slides)

@@ -339,6 +339,17 @@ def test_a_run_without_validation_slides_says_so(
     assert {kind for kind, _ in losses(tmp_path / "run")} == {"train"}
 
 
+def test_slides_that_an_ingest_has_not_finished_are_named(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(store, tmp_path / "stopped")
+    (tmp_path / "stopped" / ".slide-99.zarr.part-0").mkdir()
+    config = make_config(tmp_path, tmp_path / "stopped", run={"steps": 1})
+    assert run_here(config) == 0
+    said = capfd.readouterr().err
+    assert "an ingest is writing them now or was stopped: slide-99; they are left out" in said
+
+
 def test_bfloat16_and_few_checkpoints(tmp_path: Path, store: Path) -> None:
     config = make_config(
         tmp_path, store, run={"precision": "bfloat16", "keep": 1, "checkpoint_every_steps": 1, "steps": 5}
