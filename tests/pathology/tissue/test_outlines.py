@@ -145,3 +145,7 @@ def test_the_time_of_an_outline_grows_with_its_edges_not_with_their_square() -> 
     rings = outline(np.nonzero(holes))  # type: ignore[arg-type]
     # 6241 holes: half a second, and a minute where each ring was looked for among all edges.
     assert len(rings) == 1 + 79**2 and time.process_time() - begin_s < 15
+
+
+def test_a_slide_without_tissue_has_no_outlines() -> None:
+    assert mask_to_geojson(np.zeros((4, 5), bool), GRID, "slide")["features"] == []
