@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyfi_core
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.waits import waited
+from hyfi_core.ops.reduce import MaxOverSpace
 from tests.conftest import PROGRAM_PATH
 from tests.harness import run_copies
 from tests.hyfi_core.comm.supervision.failing_ranks import launchers
@@ -139,3 +142,14 @@ def test_nan_and_types_on_processes(launcher: str, ranks: int, tmp_path: Path) -
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == ranks
+
+
+def test_the_gradient_of_a_maximum_sums_two_numbers_for_each_over_ranks() -> None:
+    """A cotangent and a number of ties, of two images with three channels."""
+    comm, sums = AloneCommunicator(), list[torch.Size]()
+    start = comm.start_all_reduce
+    comm.start_all_reduce = lambda tensor, *how: sums.append(tensor.shape) or start(tensor, *how)  # type: ignore
+    maximum, maps = MaxOverSpace((2, 3), keepdim=False), torch.randn(2, 3, 4, 5)
+    (top,), saved = waited(maximum.forward(comm, (maps,)))
+    waited(maximum.backward(comm, saved, (torch.ones_like(top),)))
+    assert sums == [(2, 3, 1, 1), (2, 2, 3, 1, 1)]
