@@ -128,7 +128,7 @@ def place_all(boxes: Sequence[Box], size_px: tuple[int, int], align: int) -> lis
 def place_most(
     boxes: Sequence[Box], tissue_px: Sequence[int], size_px: tuple[int, int], align: int
 ) -> list[tuple[Box, tuple[int, int]]]:
-    """Place as many boxes as fit, those with most tissue first.
+    """Place as many boxes (pixels) as fit, most tissue first; return each that fits with its (y, x) in the image.
 
     These are the largest number of boxes in order of tissue that fit together (found by bisection), then any others
     that fit beside them.

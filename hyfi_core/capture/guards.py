@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -232,15 +233,15 @@ def _seed(seed: int) -> torch.Generator:
     return generator
 
 
-# The function below the class method: the subclass that is called becomes its first argument.
-_PLAIN_APPLY: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+# The class method itself, of Python or, from torch 2.14, of C: bound to the subclass that is called.
+_PLAIN_APPLY: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
 
 def _apply(function: Any, *args: Any, **named: Any) -> Any:
     """``Function.apply``: those of the user's become operators of the program."""
     # PyTorch's own, as of operators of torch.library, are traced as they are.
     if not _traces() or function.__module__.startswith("torch."):
-        return _PLAIN_APPLY(function, *args, **named)
+        return _PLAIN_APPLY.__get__(None, function)(*args, **named)
     return recorded(function, args, _untraced)
 
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,11 @@ def is_empty(value: Any) -> bool:
 
 
 def changed_since(before: Hashable, after: Hashable) -> list[tuple[str, str]]:
-    """Return (path of a module, attribute) of all changes between two results of ``module_state``."""
+    """Return (path of a module, attribute) of what is new or other in ``after``; both are results of ``module_state``.
+
+    A module in whose place in the order of modules another stood is (path, ""). Not listed: attributes that were
+    removed, and changes of ``requires_grad`` or of which parameters and buffers exist.
+    """
     assert isinstance(before, tuple) and isinstance(after, tuple)
     *_, modules_before, attributes_before = before
     *_, modules_after, attributes_after = after
@@ -298,7 +303,7 @@ def _slots(value: Any) -> Iterator[Any]:
 def _items(container: Any) -> Iterator[Any]:
     """Yield the items of a container, keys and values of a dict; those of a large one together, by their identities."""
     if len(container) > _ITEMS:
-        items = tuple(container.values() if isinstance(container, dict) else container)
+        items = tuple(chain.from_iterable(container.items()) if isinstance(container, dict) else container)
         yield _Identities(tuple(map(id, items)), items)
     elif isinstance(container, dict):
         for key, value in container.items():

@@ -44,6 +44,7 @@ class _Exchange:
         self._receives = missing
         # Asked in any case, also while near messages are missing: other processes make progress by it.
         if not self._outside.test():
+            # Otherwise, if all cells wait, this is taken for a deadlock.
             self._group.baton.note_outside()
             return False
         return not missing

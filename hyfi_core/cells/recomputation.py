@@ -132,7 +132,13 @@ def _operator_call(source: Made, overwritten: Sequence[str]) -> Call | None:
 
 
 def _segment_call(segment: Segment, source: Made, overwritten: Sequence[str]) -> Call | None:
-    """Return the function that computes a result of a segment again, as ``_operator_call`` does of an operator."""
+    """Return the function that computes a result of a segment again; None if that is not cheap.
+
+    Args:
+        segment: the step of ``source``.
+        source: the segment's inputs, and its result.
+        overwritten: the input in whose memory the result is, at most one: the function takes its value as argument.
+    """
     calls = cheap_calls(segment, source.name, lambda name: source.inputs[name].shape)
     if calls is None:
         return None

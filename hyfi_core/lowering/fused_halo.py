@@ -202,9 +202,11 @@ def _branch_point(sketch: Sketch, made_by: Mapping[str, int], value: str, depth:
     candidate, windows = value, 1  # the window that takes ``value``
     while sketch.readers.get(candidate, 0) < 2:
         maker = made_by.get(candidate)
+        # A fixed value has no margin, so no run passes through it; what no operator makes cannot be traced further.
         if maker is None or candidate in sketch.fixed or len(sketch.flows[maker].takes) != 1:
             return value
         (candidate,) = sketch.flows[maker].takes
+        # A window counts if a rank needs more of its input than its own part; a 1 x 1 kernel does not.
         windows += bool(sketch.reached[maker])
         if windows > depth or candidate == sketch.image:
             return value

@@ -241,8 +241,9 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         Args:
             comm: the ranks of the stage.
             back: arguments of the backward.
-            at_once: whether to compute weight and bias in any case.
-            waits: whether to compute them otherwise if this rank would have to wait.
+            at_once: whether to compute weight and bias during the exchange in any case. On a canvas, without messages,
+                or if the map needs no cotangent, they are always left to the caller.
+            waits: without ``at_once``, whether to compute them if this rank would have to wait.
         """
         if not back.mask[0]:
             return None, None

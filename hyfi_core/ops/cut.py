@@ -75,7 +75,11 @@ def copy_box(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def in_words(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return views of both as rows of the largest words that fit; None without such words, or without gaps."""
+    """Return views of two maps as rows of the largest words that fit, so that a copy moves fewer elements.
+
+    A word is 16, 8 or 4 bytes, several elements of a map. None if no word fits, if the tensors differ in shape or dtype
+    or are no maps of four dims, or if both have no gaps and the same strides: ``copy_`` copies such memory at once.
+    """
     are_alike = target.shape == source.shape and target.dtype == source.dtype and target.device == source.device
     # Memory of a view that is conjugated or negated when it is read has other bits.
     is_lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source))

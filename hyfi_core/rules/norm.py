@@ -41,7 +41,7 @@ def _grouped(builder: Builder, op: Operator, name: str, groups: int, weight: Any
     split = builder.same_pixels(op, name)
     part = builder.part(name, split)
     # In a fused run, too, every pixel counts once; autograd adds the gradients of all computed copies.
-    moments = moments_over_ranks(builder, part, (2,), keepdim=False, groups=groups)
+    moments = moments_over_ranks(builder, part, (2,), keepdim=False, groups=groups)  # dim 2 of (B, groups, rest)
     affine = tuple(item.name for item in (weight, bias) if item is not None)
     call = normalise(eps, weight is not None, bias is not None, builder.values[op.first_output].dtype)
     builder.compute(call, (part, moments, *affine), op.outputs, split)

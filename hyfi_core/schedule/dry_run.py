@@ -126,7 +126,7 @@ class RankState:
 
     row: tuple[Action, ...]
     needs: Needs
-    at: int = 0
+    at: int = 0  # index of the current action in ``row``
     clock_s: float = 0.0
     in_gang: bool = False  # its data has arrived; it waits for the other ranks of its stage
     open: dict[Action, int] = field(default_factory=dict)  # posted receive -> messages that have not arrived
@@ -296,7 +296,7 @@ class DryRun:
             for sender, receiver, half in halves:
                 self._pair(sender, receiver, half)
         elif halves:
-            batch = Batch(rank.at, halves, len(halves))
+            batch = Batch(index=rank.at, halves=halves, open=len(halves))
             for _, _, half in halves:
                 half.batch = batch
             rank.stream.append(batch)

@@ -196,7 +196,11 @@ class OutFolder:
 
 
 def _identity(slide: SlideInput) -> dict[str, int]:
-    """Return size and time of a slide's file, of all files of an OME-Zarr store; empty if they cannot be read."""
+    """Return size and time by which a change of a slide is noticed; empty if they cannot be read.
+
+    They are those of its file; of a stored slide's ``zarr.json``, which lists the digests of all its files; of all
+    files of another OME-Zarr store together, see `SourceStamp`.
+    """
     try:
         if not slide.stored and is_ome_zarr(slide.path):
             stamp = SourceStamp.of(slide.path)

@@ -180,15 +180,16 @@ def _granules(rng: np.random.Generator, mpp_um: float, inside: Field) -> Field:
 
 
 def _match_colours(pairs: list[_Pair]) -> tuple[Field, list[Field], list[Field]]:
-    """Choose the density of fine chromatin so that both versions of the nuclei have the same mean colour.
+    """Choose the density of fine chromatin so that nuclei have the same mean colour with fine as with coarse chromatin.
 
     The density per colour channel makes the mean over all nuclei equal in red, green and blue. A gain for each nucleus
     then makes its own mean equal in green.
 
     Returns:
-        The density of fine chromatin in red, green and blue, its pigment planes, and those of coarse chromatin.
+        The density of fine chromatin in red, green and blue; each nucleus's pigment plane with it, and with coarse.
     """
     coarse = [_coarse_codes(pair.granules) for pair in pairs]
+    # Ones, or any others: the light of coarse codes does not depend on the density of fine chromatin.
     plain = pigment_light(np.ones(3, np.float32))
     clear = np.array([NUCLEOPLASM_E * E_SCALE * share for share in EOSIN], np.float32)
     light = [np.exp(-clear - _RED_GREEN_BLUE_H * pair.nucleus[..., None].astype(np.float32)) for pair in pairs]

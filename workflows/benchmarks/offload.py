@@ -215,7 +215,7 @@ def seconds_to_load(store: Path, size_px: int) -> float:
             start = time.perf_counter()
             dataset.read(index, Box.of_size(size_px, size_px), epoch)
             times.append(time.perf_counter() - start)
-    # Without the first epoch, which opens the slides.
+    # Without the first epoch, which opens the slides; runs open each slide, so their loading takes longer than this.
     return BATCH * statistics.median(times[DRAWN:])
 
 

@@ -136,8 +136,6 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     Raises:
         RequestError: On all ranks if one of them refuses; nothing was written.
     """
-    from data.samples.exclusion import describe_excluded
-    from data.store.unfinished import unfinished_note
     from hyfi_core.comm.agreement.agree import agree
     from hyfi_core.comm.agreement.shared_disk import agree_everywhere
     from workflows.launch import rank_log
@@ -158,11 +156,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     _say_once(world, agree(world, lambda: share_chunks(config.data)))
     job = agree_everywhere(world, lambda: prepare(config))
     if world.rank == 0:
-        say(job.labels.describe())
-        if note := unfinished_note(config.data.store):
-            warn(note)
-        if job.excluded:
-            say(describe_excluded(job.excluded))
+        _say_slides(job)
     inputs = inputs_of(job)
     coverage = agree(world, lambda: inputs.check() if world.rank == 0 else None)
     roles = Roles.of(world, config, inputs.outputs_to_place)
@@ -186,6 +180,18 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     # Only into a folder that this run owns.
     rank_log.open_in(config.run.dir, f"{roles.describe()} on {device}")
     return _run_owned(roles, config, owner, lambda: body(as_json))
+
+
+def _say_slides(job: TrainingJob) -> None:
+    """Print how the labels match the store's slides, and which slides are left out."""
+    from data.samples.exclusion import describe_excluded
+    from data.store.unfinished import unfinished_note
+
+    say(job.labels.describe())
+    if note := unfinished_note(job.config.data.store):
+        warn(note)
+    if job.excluded:
+        say(describe_excluded(job.excluded))
 
 
 def _maker_of_body(roles: Roles, most: int | None) -> Callable[..., RankBody]:

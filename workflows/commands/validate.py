@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from data.csv_table import Table
     from data.samples.dataset import SlideDataset
+    from data.samples.matching import LabelMatch
     from data.tiles.bags import Bags
     from hyfi_core.comm.base import Communicator
     from workflows.evaluation.evaluate import Logits
@@ -258,7 +259,6 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     from data.samples.names import cases_in_one_way
     from data.samples.splits import SPLITS, load_splits
     from data.store.manifest import load_manifest
-    from data.store.unfinished import unfinished_note
     from workflows.evaluation.evaluator import dataset_of
     from workflows.evaluation.labelled_inputs import keyed_table
     from workflows.launch.launch import own_rank
@@ -293,9 +293,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     match = match_labels(rows, labels, splits, str(path))
     match.check(str(path), allow_unmatched=True)
     if own_rank() == 0:
-        say(match.describe())
-        if note := unfinished_note(store):
-            warn(note)
+        _say_slides(match, store)
     flags = model.get("exclude_flags", ()) if split in ("train", "val") else ()
     slides = select_slides(without_flags(rows, flags), labels, splits, split)
     left_out = len(select_slides(rows, labels, splits, split)) - len(slides)
@@ -309,6 +307,15 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
         _warn_of_unmeasured(dataset)
         _warn_of_slides(task, model, dataset, split)
     return dataset
+
+
+def _say_slides(match: LabelMatch, store: Path) -> None:
+    """Print how the labels match the store's slides, and which slides an ingest has not finished."""
+    from data.store.unfinished import unfinished_note
+
+    say(match.describe())
+    if note := unfinished_note(store):
+        warn(note)
 
 
 def _warn_of_unmeasured(dataset: SlideDataset) -> None:

@@ -131,6 +131,7 @@ def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
 def _searched_folds(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[str, Any]]:
     """Search settings in each fold; return the exit code, and what ``--json`` prints."""
     results: dict[int, SearchResult] = {}
+    # Any setting will do: settings may not change the slides, so all have the same folds.
     for fold in sweep.fold_runs_of(SweptSetting(0, {})).chosen:
         before: list[_Tried] = [(of, result.settings, result.scores) for of, result in results.items()]
 

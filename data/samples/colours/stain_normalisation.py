@@ -102,14 +102,14 @@ class StainNormalisation:
             return None
         glass, reference = glass_of(slide), dict(self.reference)
         if self.method == "macenko":
-            return MacenkoMap.of(stains, glass, reference, str(self))
+            return MacenkoMap.of(stains, glass, reference, identity=str(self))
         statistics = LabStatistics.of(tissue_windows(slide), glass)
         if statistics is None:
             raise RequestError(
                 f"data.stain_normalisation: given reinhard; slide {name} has too little stained tissue to measure its "
                 f"colours; leave the slide out, or use macenko"
             )
-        return ReinhardMap.of(statistics, glass, reference, str(self))
+        return ReinhardMap.of(statistics, glass, reference, identity=str(self))
 
 
 def as_scanned_text(slides: Sequence[str]) -> str:

@@ -179,6 +179,7 @@ class ThreadWorld:
         if self._ready and not handed:
             self._turns = min(self.size, self._turns + 1)
             self._wake_next()
+        # After a failure every rank has a turn, so that each raises from its wait: see `fail`.
         elif handed > _SHORT_TURNS * ticks and not self.failed:
             self._turns = max(1, self._turns - 1)
 

@@ -233,7 +233,10 @@ class StageMaps:
 def forecast_memory(
     program: Program, plan: ParallelPlan, stages: Sequence[StageMaps] | None = None
 ) -> tuple[MemoryForecast, ...]:
-    """Return the memory forecast of a rank of each stage.
+    """Return the memory forecast of a rank of each stage: maps are divided among its ranks, weights are not.
+
+    ``first`` and ``later``: the peak in the first backward of a step, and in a later one, which finds all gradients
+    there; ``in_two``: of backwards in two parts, between which a micro-batch waits.
 
     Args:
         program: the captured model, of one micro-batch.

@@ -79,8 +79,9 @@ class EngineState:
         return None if norm is None else float(norm)
 
     def update_unread(self, max_norm: float | None = None) -> torch.Tensor | None:
-        """Like ``update``, but the host does not wait: the norm is a float64 scalar tensor on the device."""
-        # Before clipping, which changes gradients, too: this is the factor by which the caller has multiplied them.
+        """Like ``update``, but the host does not wait for the norm: it is a float64 scalar tensor on the device."""
+        # By what the caller has multiplied gradients: the next training call refuses ranks whose factors differ. Read
+        # before clipping, which changes gradients, too; the host waits here only if the caller has changed them.
         factor, norm = self._scale.factor(), None
         if max_norm is not None:
             optimized = self._ownership.optimized()

@@ -137,3 +137,13 @@ def test_states_are_equal_while_nothing_changes() -> None:
     assert module_state(net) == before and hash(module_state(net)) == hash(before)
     net.scale = True  # equal to 1.0, and another type
     assert module_state(net) != before
+
+
+def test_another_key_of_a_large_dict_is_a_change() -> None:
+    net = StatefulNet()
+    net.places = {f"key {number}": number for number in range(5_000)}
+    before = module_state(net)
+    assert module_state(net) == before
+    keys = list(net.places)
+    net.places = {("other" if key == keys[7] else key): value for key, value in net.places.items()}
+    assert module_state(net) != before

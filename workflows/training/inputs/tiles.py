@@ -132,12 +132,12 @@ class TileInputs(BagInputs):
         }
 
     def warnings(self, engine: TrainingEngine) -> list[str]:
-        """Return warnings about slides, and about batch norm whose statistics are not those of tissue."""
+        """Return warnings: slides, vectors computed anew, sharding without effect, random weights, batch norm."""
         encoder = self.job.config.model.encoder
         assert encoder is not None
         assert self._loaded is not None, "the model is made before warnings"
         warnings = self.job.warnings()
-        warnings += self._describe_keeping() if encoder.train == "none" else []
+        warnings += self._warn_of_recomputed_vectors() if encoder.train == "none" else []
         if encoder.shard and self.job.plan.tiles == 1:
             warnings.append(
                 "model.encoder.shard: plan.tiles is 1: no ranks share the tiles of a slide, weights stay whole"
@@ -160,6 +160,7 @@ class TileInputs(BagInputs):
                 "average of slides; if validation is far worse than the loss of training, the model has learned the "
                 f"class from these statistics: use {remedy}"
             )
+        # It validates with averaged weights, but the running statistics are of the weights in training.
         if updates and isinstance(engine.optimizer, SwitchingOptimizer):
             warnings.append(statistics_warning(self.job.config.optimizer.name, "an encoder with another norm"))
         return warnings
@@ -173,7 +174,7 @@ class TileInputs(BagInputs):
             # Without dropout, a tile has the same vector in each epoch.
             model.encoder.eval()
         named = tuple("encoder" if pattern == "*" else f"encoder.{pattern}" for pattern in patterns)
-        # freeze_epochs=None: `model.freeze_epochs` releases what `model.freeze` names, not these parts.
+        # Only these parts, for good: `make_model` applies the user's `model.freeze` and `freeze_epochs` afterwards.
         return freeze(model, self.job.config.model.model_copy(update={"freeze": named, "freeze_epochs": None}))
 
     def _why_computed_anew(self) -> str:
@@ -185,7 +186,7 @@ class TileInputs(BagInputs):
             return "data.augment changes tiles in each epoch; data.augment=false keeps vectors"
         return ""
 
-    def _describe_keeping(self) -> list[str]:
+    def _warn_of_recomputed_vectors(self) -> list[str]:
         """Return a warning if vectors of a frozen encoder are computed more than once."""
         encoder, why = self.job.config.model.encoder, self._why_computed_anew()
         assert encoder is not None and self._loaded is not None
