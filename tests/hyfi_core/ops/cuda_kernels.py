@@ -155,6 +155,11 @@ KERNELS: Mapping[str, Kernel] = {
     "_foreach_mul_.Tensor": Kernel(
         "cuda/ForeachBinaryOpScalarTensor.cu", "a factor on the gradients' device", "one value on their device"
     ),
+    "_assert_async.msg": Kernel(
+        "cuda/TensorCompare.cu: _assert_async_msg_cuda",
+        "whether all indices are in a map",
+        "one value; a false one ends the process's use of the GPU, as an index outside of a tensor does",
+    ),
     "threshold_backward.default": Kernel(),
     "threshold_backward.grad_input": Kernel("cuda/ActivationThresholdKernel.cu", "dy as output", "as TensorIterator"),
     **{
@@ -162,7 +167,8 @@ KERNELS: Mapping[str, Kernel] = {
         for name in (
             *("_native_batch_norm_legit.default", "slice_scatter.default", "upsample_nearest2d.default"),
             *("_upsample_nearest_exact2d.default", "alias.default", "copy.default", "_to_copy.default"),
-            *("reshape.default", "is_non_overlapping_and_dense.default"),
+            *("reshape.default", "is_non_overlapping_and_dense.default", "squeeze.dims"),
+            "unfold_backward.default",  # refused at capture: never called
         )
     },
 }
