@@ -15,6 +15,7 @@ BUILT_IN = {name: f"hyfi_core.models.resnet:{name}" for name in _RESNETS} | {
     "amoebanet_d": "hyfi_core.models.amoebanet:amoebanet_d"
 }
 """Factory of each built-in model, as ``module:function``."""
+_DEFAULTS = {"norm": "train", "pool": "avg"}
 
 
 def is_built_in(name: str) -> bool:
@@ -27,8 +28,8 @@ def build_model(model: Mapping[str, Any]) -> nn.Module:
 
     Args:
         model: ``name``, ``classes`` (their number), ``norm``, ``pool``, ``options`` (keyword arguments). A user's
-            factory is called with ``classes=…``, with ``norm`` and ``pool`` if it has these parameters, and with the
-            options.
+            factory is called with ``classes=…``, with ``norm`` and ``pool`` if it has these parameters (if it has
+            ``**kwargs`` instead, only with values that are not the defaults), and with the options.
 
     Raises:
         RequestError: There is no such model, or it does not accept these arguments.
@@ -47,6 +48,13 @@ def call_of_model(model: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return call.path, arguments
 
 
+def unused_keys(model: Mapping[str, Any]) -> list[str]:
+    """Return which of ``norm`` and ``pool`` are not the defaults, but are no parameters of the model's factory."""
+    call = _factory_call(model)
+    _, arguments = call_of("model", **call._asdict())
+    return [key for key, value in call.accepted_only.items() if value != _DEFAULTS[key] and key not in arguments]
+
+
 class _FactoryCall(NamedTuple):
     """The arguments of `construct` for a model, under their names there."""
 
@@ -55,6 +63,7 @@ class _FactoryCall(NamedTuple):
     needed: dict[str, Any]
     options: dict[str, Any]
     accepted_only: dict[str, Any]
+    defaults: Mapping[str, Any]
 
 
 def _factory_call(model: Mapping[str, Any]) -> _FactoryCall:
@@ -68,5 +77,6 @@ def _factory_call(model: Mapping[str, Any]) -> _FactoryCall:
         path=BUILT_IN.get(name, name),
         needed={"classes": int(model["classes"])},
         options=dict(model.get("options") or {}),
-        accepted_only={"norm": model.get("norm", "train"), "pool": model.get("pool", "avg")},
+        accepted_only={key: model.get(key, default) for key, default in _DEFAULTS.items()},
+        defaults=_DEFAULTS,
     )

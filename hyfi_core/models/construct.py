@@ -19,6 +19,7 @@ def construct(
     needed: Mapping[str, Any],
     options: Mapping[str, Any],
     accepted_only: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Call a factory and return its module.
 
@@ -29,11 +30,12 @@ def construct(
         needed: Arguments that every factory is called with.
         options: Arguments of the user.
         accepted_only: Arguments that are passed only if the factory has parameters of these names.
+        defaults: Values of ``accepted_only`` that are not passed to a factory that takes them as ``**kwargs``.
 
     Raises:
         RequestError: There is no such function, it does not accept these arguments, or it returns no module.
     """
-    factory, arguments = call_of(key, name, path, needed, options, accepted_only)
+    factory, arguments = call_of(key, name, path, needed, options, accepted_only, defaults)
     try:
         module = factory(**arguments)
     except TypeError as error:
@@ -50,6 +52,7 @@ def call_of(
     needed: Mapping[str, Any],
     options: Mapping[str, Any],
     accepted_only: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the factory and the keyword arguments with which `construct` calls it.
 
@@ -57,21 +60,19 @@ def call_of(
         RequestError: There is no such function, or it does not accept the options.
     """
     factory = load_user_code(f"{key}.name", path, f"a function that makes a {key.rpartition('.')[2]}")
-    accepted = _parameters(factory)
+    named, takes_any = _parameters(factory)
     arguments = dict(needed)
-    arguments |= {k: v for k, v in (accepted_only or {}).items() if accepted is None or k in accepted}
-    wrong = [] if accepted is None else sorted(set(options) - accepted)
+    for argument, value in (accepted_only or {}).items():
+        # Most factories with **kwargs hand them to a network that knows nothing of our keys.
+        if argument in named or (takes_any and value != (defaults or {}).get(argument)):
+            arguments[argument] = value
+    wrong = [] if takes_any else sorted(set(options) - named)
     if wrong:
-        raise RequestError(
-            f"{key}.options.{wrong[0]}: {name} does not take it; it takes {', '.join(sorted(accepted or ()))}"
-        )
+        raise RequestError(f"{key}.options.{wrong[0]}: {name} does not take it; it takes {', '.join(sorted(named))}")
     return factory, arguments | dict(options)
 
 
-def _parameters(factory: Callable[..., Any]) -> set[str] | None:
-    """Return the parameter names of ``factory``, None if it takes any."""
+def _parameters(factory: Callable[..., Any]) -> tuple[set[str], bool]:
+    """Return the names of a factory's parameters, and whether it takes others, too (``**kwargs``)."""
     parameters = inspect.signature(factory).parameters.values()
-    # With **kwargs it takes any name.
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return {p.name for p in parameters}
+    return {p.name for p in parameters}, any(p.kind is p.VAR_KEYWORD for p in parameters)

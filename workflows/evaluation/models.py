@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from hyfi_core.models.by_name import unused_keys
 from workflows.config.data import ModelConfig
 from workflows.console import listed
 
@@ -53,6 +55,16 @@ def set_training(model: nn.Module) -> str | None:
         f"{count} of the model {'stay' if len(evaluated) > 1 else 'stays'} in evaluation mode, as the factory returned "
         f"{'them' if len(evaluated) > 1 else 'it'} (no dropout, batch norm with fixed statistics): {shown}"
     )
+
+
+def unused_settings(model: Mapping[str, Any]) -> str | None:
+    """Return a line for the user if ``norm`` or ``pool`` of a ``model.json``'s ``model`` do nothing in its factory."""
+    unused = unused_keys(model)
+    if not unused:
+        return None
+    keys = " and ".join(f"model.{key}: {model[key]}" for key in unused)
+    verb, names = "have" if len(unused) > 1 else "has", " or ".join(unused)
+    return f"{keys} {verb} no effect: {model['name']} has no parameter {names}"
 
 
 def _has_mode(module: nn.Module) -> bool:

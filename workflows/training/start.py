@@ -38,7 +38,7 @@ from hyfi_core.stored_state import StoredState
 from workflows.config.load import Config, load_config
 from workflows.console import say
 from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
-from workflows.evaluation.models import DTYPES, FORMATS, convert_model, set_training
+from workflows.evaluation.models import DTYPES, FORMATS, convert_model, set_training, unused_settings
 from workflows.evaluation.programs import ModelPrograms
 from workflows.finetuning.freezing import Freezing, freeze
 from workflows.finetuning.weights import load_weights
@@ -213,17 +213,19 @@ def make_model(
         job: The run.
         loads: Whether to load ``model.weights`` and report it; False if another rank or a checkpoint provides them.
         drawn: Weights that ``make_engine`` draws later; the model is then on the meta device.
-        tell: Called with lines about modules in evaluation mode (see `set_training`) and about frozen parts.
+        tell: Called with lines about settings without effect, modules in evaluation mode (see `set_training`) and
+            frozen parts.
     """
     # Directly before building: initial weights depend on the seed alone, not on what drew numbers before.
     torch.manual_seed(job.config.run.seed)
-    model = build_model(job.model_json()["model"]) if drawn is None else drawn.model
+    described = job.model_json()["model"]
+    model = build_model(described) if drawn is None else drawn.model
     path = job.config.model.weights
     if path is not None and loads:
         say(f"weights from {path}: {load_weights(model, path)}")
     run = job.config.run
     modes, freezing = set_training(model), freeze(model, job.config.model)
-    for line in (modes, freezing):
+    for line in (unused_settings(described), modes, freezing):
         if line is not None:
             tell(str(line))
     return convert_model(model, run.precision, run.memory_format), freezing

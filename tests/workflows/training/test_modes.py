@@ -145,3 +145,17 @@ def test_a_model_that_trains_nothing_is_refused(tmp_path: Path, store: Path, cap
     assert run_here(config) == 2
     assert "untrained: none of its 7 parameters is trained (requires_grad)" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def bare(classes: int) -> nn.Module:
+    """Return a model whose factory has neither norm nor pool."""
+    return tiny(classes)
+
+
+def test_a_setting_that_the_factory_does_not_take_is_named(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run_here(make_config(tmp_path, store, model={"name": f"{HERE}:bare", "norm": "group"}, run={"steps": 1})) == 0
+    )
+    assert f"model.norm: group has no effect: {HERE}:bare has no parameter norm" in capfd.readouterr().out
