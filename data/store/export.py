@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from zarr.storage import LocalStore
+
 from data.errors import StoreError
 from data.files import publish_directory, remove_leftovers, sync_tree, temporary_path
 from data.store.metadata import omero
@@ -110,21 +112,60 @@ def _write_in_thread(store: SlideStore, path: Path, threads: int, progress: Call
             raise InterruptedError("the export was stopped")
         progress(pixels)
 
+    files = _CopiedFiles(path)
     with ThreadPoolExecutor(1) as pool:
         try:
-            pool.submit(_write, store, path, threads, progress_or_stop).result()
+            pool.submit(_write, store, files, threads, progress_or_stop).result()
         finally:
             stop.set()
+            files.stop()
 
 
-def _write(store: SlideStore, path: Path, threads: int, progress: Callable[[int], None]) -> None:
+class _CopiedFiles(LocalStore):  # type: ignore[misc]
+    """The files of a copy.
+
+    zarr writes the chunks of a block at a time. If one fails, it raises at once and goes on with the others, which
+    would make the folder again that has just been removed.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._writing = 0
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    async def set(self, key: str, value: Any) -> None:
+        """Write a file.
+
+        Raises:
+            OSError: It cannot be written, or `stop` has been called.
+        """
+        with self._changed:
+            if self._stopped:
+                raise InterruptedError("the export was stopped")
+            self._writing += 1
+        try:
+            await super().set(key, value)
+        finally:
+            with self._changed:
+                self._writing -= 1
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Return when no file is being written; none is from now on."""
+        with self._changed:
+            self._stopped = True
+            self._changed.wait_for(lambda: self._writing == 0)
+
+
+def _write(store: SlideStore, files: LocalStore, threads: int, progress: Callable[[int], None]) -> None:
     """Write the copy of a slide into a new folder."""
     import zarr
 
     ome = read_json(store.path / "zarr.json")["attributes"]["ome"]
     label = store.path / "labels" / "tissue"
     label_ome = read_json(label / "zarr.json")["attributes"]["ome"]
-    root = zarr.create_group(str(path), zarr_format=2)
+    root = zarr.create_group(files, zarr_format=2)
     for dataset in ome["multiscales"][0]["datasets"]:
         _copy(root, store.images[dataset["path"]], dataset["path"], threads, progress)
     for dataset in label_ome["multiscales"][0]["datasets"]:

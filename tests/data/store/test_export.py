@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -134,4 +136,32 @@ def test_an_interrupt_leaves_neither_a_copy_nor_work_that_is_half_done(
     with pytest.raises(KeyboardInterrupt):
         export_ngff04(path, tmp_path / "out", 2)
     assert any(key.endswith("0/0/0/0") for key in begun) and sorted(begun) == sorted(ended)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_full_disk_leaves_nothing_of_the_chunks_that_zarr_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zarr.storage import LocalStore
+
+    path, _, _ = make_slide(tmp_path / "store")
+    (tmp_path / "out").mkdir()
+    put = LocalStore.set
+    waiting: list[str] = []
+
+    async def full(self: LocalStore, key: str, *value: object) -> None:
+        if not key.startswith("0/") or key.endswith(".zarray"):
+            return await put(self, key, *value)  # type: ignore[arg-type, no-any-return]
+        if key == "0/0/0/0":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        waiting.append(key)
+        await asyncio.sleep(0.3)
+        await put(self, key, *value)  # type: ignore[arg-type]
+        waiting.remove(key)
+
+    monkeypatch.setattr(LocalStore, "set", full)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        export_ngff04(path, tmp_path / "out", 2)
+    assert not waiting
+    time.sleep(0.5)
     assert not list((tmp_path / "out").iterdir())

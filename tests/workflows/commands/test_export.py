@@ -69,7 +69,7 @@ def test_a_full_disk_fails_the_slides_with_its_reason(
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr("data.store.export._write", lambda store, path, threads, progress: full(path, b""))
+    monkeypatch.setattr("data.store.export._write", lambda store, files, threads, progress: full(files.root, b""))
     assert export.run(store, "0.4", tmp_path / "copies", as_json=False) == 1
     assert [row["status"] for row in csv.DictReader((tmp_path / "copies/export.csv").open())] == ["failed", "failed"]
     monkeypatch.setattr("data.csv_table.write_atomically", full)
