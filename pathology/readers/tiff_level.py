@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
+from pathology.readers.facts.header_budget import MOST_TILES
 from pathology.readers.facts.slide_facts import Note
 from pathology.readers.resample import make_taps, resample
 from pathology.readers.source_level import RGB
@@ -154,13 +155,20 @@ def _split_strips(
     """Split large uncompressed strips, which can be read in part, into strips of about 1 MiB.
 
     Raises:
-        SlideError: Strips are missing for the height, which may be a damaged number: rows are not listed up to it.
+        SlideError: Strips are missing for the height, or there would be too many: it may be a damaged number, and rows
+            are not listed up to it.
     """
     if len(offsets) < -(-height // strip[0]):
         raise SlideError(f"the TIFF lists {len(offsets)} strips; expected {-(-height // strip[0])}")
     step = max(1, min(strip[0], _STRIP_BYTES // row_bytes))
     while strip[0] % step:  # all new strips but the last must have the same height
         step -= 1
+    # One of a prime height is split into its rows.
+    if height // step > MOST_TILES:
+        raise SlideError(
+            f"{height:,} rows in strips of {strip[0]:,} would be read in {height // step:,} parts; up to {MOST_TILES:,} "
+            "are read. The file is damaged, or must be written with tiles"
+        )
     firsts = np.arange(0, height, step, dtype=np.int64)
     starts = offsets[firsts // strip[0]] + firsts % strip[0] * row_bytes
     rows = np.where(lengths[firsts // strip[0]] > 0, np.minimum(step, height - firsts), 0)

@@ -139,16 +139,17 @@ def check_directories(path: Path) -> None:
                 continue
             visited.add(offset)
             directory = _directory(file, offset, layout)
-            # More tiles than bytes: the number itself is damaged.
-            if directory is None or directory.tiles > size:
-                return  # damaged; the readers say so
+            if directory is None:
+                # Damaged, as the readers say if it is the slide's. Libraries read the others, so they are checked.
+                continue
             # Some programs give a copy its whole size first: what has not arrived yet is zeros, without any entry.
             if not directory.entries and len(visited) == 1:
                 raise SlideError(
                     f"the file is damaged: its directory at byte {offset} is empty, as in a copy that was not "
                     "finished; copy it again"
                 )
-            tiles += directory.tiles
+            # More tiles than bytes: the number itself is damaged.
+            tiles += directory.tiles if directory.tiles <= size else 0
             _check(tiles, len(visited), directory)
             waiting += directory.others
 

@@ -305,6 +305,16 @@ def test_a_large_uncompressed_strip_is_read_in_parts(tmp_path: Path) -> None:
     assert np.array_equal(source.read(Box(900, 1999, 10, 800), 0), image[900:1999, 10:800])
 
 
+def test_a_damaged_height_is_not_split_into_its_rows(tmp_path: Path) -> None:
+    """1,000,003 is a prime, so that no parts of several rows are equal; near 2^31 they would take gigabytes."""
+    tifffile.imwrite(tmp_path / "a.tif", smooth(64, 64), photometric="rgb", rowsperstrip=64)
+    with tifffile.TiffFile(tmp_path / "a.tif", mode="r+") as tiff:
+        for name in ("ImageLength", "RowsPerStrip"):
+            tiff.pages[0].tags[name].overwrite(1_000_003, dtype="I")
+    with pytest.raises(SlideError, match="1,000,003 rows in strips of 1,000,003 would be read in 1,000,003 parts"):
+        open_source(tmp_path / "a.tif")
+
+
 @pytest.mark.parametrize(("compression", "samples"), [(6, 3), (7, 4)])
 def test_jpeg_that_no_strict_decoder_knows_is_refused(compression: int, samples: int) -> None:
     page = SimpleNamespace(compression=compression, samplesperpixel=samples, photometric=2, bitspersample=8)

@@ -113,3 +113,14 @@ def test_zeros_in_place_of_the_directory_are_an_unfinished_copy(tmp_path: Path, 
     path.write_bytes(data[:first] + bytes(len(data) - (first or 0)))
     with pytest.raises(SlideError, match=f"directory at byte {first} is empty.* copy it again"):
         open_source(path)
+
+
+def test_a_damaged_directory_does_not_hide_the_others(tmp_path: Path) -> None:
+    """Directory 1 has its tiles and two SubIFDs: one of large tiles, and one of which the file ends too early."""
+    path = tmp_path / "x.tif"
+    huge = struct.pack("<HHHIIHHII", 2, 322, 4, 1, 2**20, 323, 4, 1, 2**20) + struct.pack("<I", 0)
+    first = struct.pack("<HHHII", 1, 330, 4, 2, 26) + struct.pack("<I", 0)
+    offsets = struct.pack("<II", 34, 34 + len(huge))
+    path.write_bytes(b"II*\0" + struct.pack("<I", 8) + first + offsets + huge + struct.pack("<H", 9))
+    with pytest.raises(SlideError, match="tiles of 1,048,576 x 1,048,576 px"):
+        check_directories(path)
