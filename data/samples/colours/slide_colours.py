@@ -120,9 +120,10 @@ def tissue_windows(slide: MeasuredSlide) -> Iterator[Pixels]:
         window = window.intersect(Box.of_size(level.height_px, level.width_px))
         if window.empty:
             continue
-        # The mask's pixel of each row of the window; the last one may end before the level does, by rounding.
-        rows = np.minimum((np.arange(window.y0, window.y1) * scale[0]).astype(int), mask.shape[0] - 1)
-        columns = np.minimum((np.arange(window.x0, window.x1) * scale[1]).astype(int), mask.shape[1] - 1)
+        # The mask's pixel at the centre of each row of the window; the last one may end before the level does, by
+        # rounding.
+        rows = np.minimum(((np.arange(window.y0, window.y1) + 0.5) * scale[0]).astype(int), mask.shape[0] - 1)
+        columns = np.minimum(((np.arange(window.x0, window.x1) + 0.5) * scale[1]).astype(int), mask.shape[1] - 1)
         yield slide.read(window, index)[:, mask[rows][:, columns]]
 
 

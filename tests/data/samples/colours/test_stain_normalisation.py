@@ -154,26 +154,38 @@ def test_slides_that_cannot_be_measured_are_named_and_stay_as_they_are() -> None
         images.stain.of_slide(pale, "t")
 
 
+class MaskedSlide(DrawnSlide):
+    """A slide of this tissue; ``boxes`` are those that were read."""
+
+    def __init__(self, mask: np.ndarray, mask_mpp: float) -> None:
+        super().__init__()
+        self.mask, self.mask_mpp = mask, mask_mpp
+        self.boxes: list[Box] = []
+
+    def read(self, box: Box, level: int = 0) -> np.ndarray:
+        self.boxes.append(box)
+        return self.pixels[(slice(None), *box.slices())]
+
+    def tissue(self, mpp_um: float | None = None) -> tuple[np.ndarray, tuple[float, float]]:
+        return self.mask, (self.mask_mpp, self.mask_mpp)
+
+
 def test_windows_are_around_tissue_and_read_its_pixels_alone() -> None:
-    slide = DrawnSlide()
     mask = np.zeros((64, 80), bool)
     mask[40, 20] = mask[2, 79] = True
-    boxes = []
-
-    class Watched:
-        levels = slide.levels
-
-        def read(self, box: Box, level: int = 0) -> np.ndarray:
-            boxes.append(box)
-            return slide.pixels[(slice(None), *box.slices())]
-
-        def tissue(self) -> tuple[np.ndarray, tuple[float, float]]:
-            return mask, (8.0, 8.0)
-
-    at_the_corner, inside = tissue_windows(Watched())
-    assert boxes == [Box(0, 80, 568, 640), Box(256, 384, 96, 224)]
+    slide = MaskedSlide(mask, 8.0)
+    at_the_corner, inside = tissue_windows(slide)
+    assert slide.boxes == [Box(0, 80, 568, 640), Box(256, 384, 96, 224)]
     assert np.array_equal(at_the_corner, slide.pixels[:, 16:24, 632:640].reshape(3, -1))
     assert np.array_equal(inside, slide.pixels[:, 320:328, 160:168].reshape(3, -1))
+
+
+def test_a_pixel_is_tissue_if_its_centre_is() -> None:
+    """At 2.5 µm, row 1 of the mask has the pixels from 2.5 to 5: the centre of pixel 2 is in row 1, its corner is not."""
+    mask = np.zeros((205, 256), bool)
+    mask[1, 2] = True
+    (inside,) = tissue_windows(MaskedSlide(mask, 2.5))
+    assert np.array_equal(inside, MaskedSlide(mask, 2.5).pixels[:, 2:5, 5:7].reshape(3, -1))
 
 
 def test_the_axes_of_reinhard_are_orthonormal_and_those_of_the_paper() -> None:
