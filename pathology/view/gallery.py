@@ -229,11 +229,19 @@ def _predicted(
 
 @dataclass
 class _OpenSlide:
-    """An open slide, the number of its users, and whether to close it after the last."""
+    """A slide that is open or being opened, the number of its users, and whether to close it after the last."""
 
-    slide: ShownSlide
     users: int = 0
     closing: bool = False
+    slide: ShownSlide | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def close(self) -> None:
+        """Close the slide, now or after its last user."""
+        self.closing = True
+        if self.slide is not None and not self.users:
+            self.slide.close()
+            self.slide = None
 
 
 @dataclass
@@ -288,37 +296,42 @@ class Gallery:
         """
         with self._lock:
             # Popped and set again: it is now the last in the order of use.
-            entry = self._open.pop(key, None) or self._open_slide(key)
+            entry = self._open.pop(key, None) or _OpenSlide()
             self._open[key] = entry
             entry.users += 1
             self._close_least_recent()
         try:
-            yield entry.slide
+            # Without the gallery's lock: one slow slide does not keep the others waiting.
+            with entry.lock:
+                slide = entry.slide = entry.slide or self._open_slide(key, entry)
+            yield slide
         finally:
             with self._lock:
                 entry.users -= 1
-                if entry.closing and not entry.users:
-                    entry.slide.close()
+                if entry.closing:
+                    entry.close()
 
     def close(self) -> None:
-        """Close all slides."""
+        """Close all slides; one in use is closed by its last user."""
         with self._lock:
             for entry in self._open.values():
-                entry.slide.close()
+                entry.close()
             self._open.clear()
 
-    def _open_slide(self, key: str) -> _OpenSlide:
+    def _open_slide(self, key: str, entry: _OpenSlide) -> ShownSlide:
         try:
-            return _OpenSlide(self.slides[key].open(self.slide_mpp))
-        except (SlideError, StoreError) as error:
-            self.reasons[key] = str(error)
+            return self.slides[key].open(self.slide_mpp)
+        except BaseException as error:
+            if isinstance(error, (SlideError, StoreError)):
+                self.reasons[key] = str(error)
+            with self._lock:
+                # It counts as none of those that are open; others who wait for it try it themselves.
+                entry.closing = True
+                if self._open.get(key) is entry:
+                    del self._open[key]
             raise
 
     def _close_least_recent(self) -> None:
         """Close the least recently used slides, until at most `MAX_OPEN` are open."""
         while len(self._open) > MAX_OPEN:
-            entry = self._open.pop(next(iter(self._open)))
-            # In use: its last user closes it.
-            entry.closing = True
-            if not entry.users:
-                entry.slide.close()
+            self._open.pop(next(iter(self._open))).close()

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,14 @@ from starlette.testclient import TestClient
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
+from pathology.errors import SlideError
 from pathology.ingest.archive import IngestOptions, Request, ingest
 from pathology.predict.cohort import predict_slides
 from pathology.predict.inputs import find_inputs
 from pathology.predict.options import PredictOptions
 from pathology.readers.sources import open_source
-from pathology.view.gallery import Gallery
+from pathology.view.gallery import Gallery, GallerySlide
+from pathology.view.pixels import ShownSlide
 from pathology.view.scene import Scene
 from pathology.view.server import make_app, new_token
 from pathology.view.web_files import static_file
@@ -239,6 +243,56 @@ def test_slides_that_are_gone_are_named_and_few_are_held_open(
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "predictions.csv").write_text("slide_id,path,prediction\ngone,gone.svs,x\n")
     assert "give its store or folder" in Gallery.of([tmp_path / "results"]).try_all()["gone"]
+
+
+def test_a_slide_that_is_slow_to_open_does_not_keep_others_waiting(
+    make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gallery = Gallery.of([make_slide(f"{name}.tiff", size=(300, 300)) for name in "ab"])
+    go_on, begun, opened, open_now = threading.Event(), threading.Event(), [], GallerySlide.open
+
+    def slow(slide: GallerySlide, slide_mpp: float | None) -> ShownSlide:
+        opened.append(slide.key)
+        if slide.key == "a":
+            begun.set()
+            assert go_on.wait(20)
+        return open_now(slide, slide_mpp)
+
+    def held(key: str) -> ShownSlide:
+        with gallery.opened(key) as slide:
+            return slide
+
+    monkeypatch.setattr(GallerySlide, "open", slow)
+    with ThreadPoolExecutor(3) as pool:
+        slow_ones = [pool.submit(held, "a") for _ in range(2)]
+        try:
+            assert begun.wait(10)
+            pool.submit(held, "b").result(10)
+        finally:
+            go_on.set()
+        assert slow_ones[0].result() is slow_ones[1].result()
+    assert sorted(opened) == ["a", "b"]  # each once
+    gallery.close()
+
+
+def test_a_slide_that_fails_to_open_is_tried_again_and_holds_nothing(
+    make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gallery = Gallery.of([make_slide("a.tiff", size=(300, 300))])
+    before = len(list(Path("/proc/self/fd").iterdir()))
+
+    def failing(slide: GallerySlide, slide_mpp: float | None) -> ShownSlide:
+        raise SlideError("not now")
+
+    with monkeypatch.context() as failed:
+        failed.setattr(GallerySlide, "open", failing)
+        assert gallery.try_all() == {"a": "not now"} and not gallery._open
+    with gallery.opened("a"):
+        gallery.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    with pytest.raises(KeyError), gallery.opened("b"):
+        pass
+    assert not gallery._open
 
 
 def test_a_predicted_slide_has_the_pixel_size_that_was_used(tmp_path: Path) -> None:
