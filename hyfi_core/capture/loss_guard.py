@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyfi_core.capture.places import calling_line
 from hyfi_core.capture.storing.stored_tensors import StoredTensor
 from hyfi_core.errors import RequestError
+from hyfi_core.ops import draws
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None)})
 
@@ -101,7 +102,11 @@ class NoDraws(TorchDispatchMode):
         """Call the operator, unless it draws."""
         kwargs = kwargs or {}
         # Tags belong to operators, which only a mode of dispatch sees: F.dropout itself has none.
-        if torch.Tag.nondeterministic_seeded in function.tags and kwargs.get("generator") is None:
+        if (
+            torch.Tag.nondeterministic_seeded in function.tags
+            and kwargs.get("generator") is None
+            and draws.may_draw(function, draws.arguments_of(function, args, kwargs))
+        ):
             raise RequestError(
                 f"the loss draws random numbers ({calling_line()}), which differ between ranks; draw them in the "
                 f"model's forward, or pass a generator=torch.Generator() with the same seed on every rank"

@@ -44,7 +44,8 @@ class ReleasedTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         # An initialisation or ``weight.clamp_()``: what changes is a tensor that nothing reads.
-        changes_it = name.endswith("_") and not name.endswith("__") and isinstance(args[0], ReleasedTensor)
+        first = next(iter((*args, *kwargs.values())), None)
+        changes_it = name.endswith("_") and not name.endswith("__") and isinstance(first, ReleasedTensor)
         # Otherwise the call below, and every attribute that is read here, would come back to this function.
         with torch._C.DisableTorchFunctionSubclass():
             # A property, such as ``shape``, takes no values.

@@ -85,11 +85,9 @@ class KeyedDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*args, **kwargs)
-        # By the operator's schema: a call may leave defaults out, and pass arguments by place or name.
-        given = {argument.name: argument.default_value for argument in function._schema.arguments}
-        given |= dict(zip(given, args, strict=False)) | kwargs
+        given = draws.arguments_of(function, args, kwargs)
         name = function._schema.name.removeprefix("aten::")
-        if given.get("dropout_p", 1.0) == 0.0:  # attention without dropout
+        if not draws.may_draw(function, given):
             return function(*args, **kwargs)
         if given.get("generator") is not None:
             raise self._refusal(name, "draws from a torch.Generator of its own", "draw without one")
@@ -194,12 +192,9 @@ class NoDrawsInBackward(TorchDispatchMode):
         """
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in function.tags:
-            arguments = {argument.name: argument.default_value for argument in function._schema.arguments}
-            arguments |= dict(zip(arguments, args, strict=False)) | kwargs
-            # Attention without dropout has the tag, too, but does not draw; an operator without this argument does.
-            draws = arguments.get("dropout_p", 1.0) != 0.0
-            # Its backward may also have it: that repeats the numbers of its forward, from their seed.
-            if draws and "backward" not in function._schema.name:
+            drawn = draws.may_draw(function, draws.arguments_of(function, args, kwargs))
+            # The backward of attention may have the tag: it repeats the numbers of its forward, from their seed.
+            if drawn and "backward" not in function._schema.name:
                 raise RequestError(
                     f"the encoder draws random numbers in its backward ({function._schema.name}), as activation "
                     f"checkpointing does; turn that off: plan.memory_bytes bounds the memory of an encoder"

@@ -66,6 +66,16 @@ def noisy(model: nn.Sequential) -> Loss:
     return lambda logits, labels: F.cross_entropy(logits + torch.rand_like(logits), labels)
 
 
+def attending(model: nn.Sequential) -> Loss:
+    """Return a loss of attention over the batch, without dropout: its operator has the tag of those that draw."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = logits[None, None]
+        return F.cross_entropy(F.scaled_dot_product_attention(rows, rows, rows)[0, 0], labels)
+
+    return loss
+
+
 def run(loss: Callable[[nn.Sequential], Loss], plan: hyfi_core.ParallelPlan) -> list[Any]:
     images = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 1])
@@ -104,6 +114,7 @@ def test_what_ranks_do_not_share_is_refused(loss: Any, plan: hyfi_core.ParallelP
         (lambda model: penalty(model, statistics), SPATIAL),
         (lambda model: penalty(model, head), STAGES),
         (lambda model: frozen(), SPATIAL),
+        (attending, SPATIAL),
         (lambda model: Scaled(), ALONE),
     ],
 )

@@ -32,6 +32,9 @@ def test_a_released_tensor_keeps_all_but_its_values() -> None:
     assert all(reference() is None for reference, _ in former)  # the memory is free
     with pytest.raises(RequestError, match="conv2d was called with values and a released tensor of the model"):
         net(torch.zeros(1, 3, 9, 9))
+    torch.relu_(input=net[2].weight.detach())  # by name alone; it changes what nothing reads
+    with pytest.raises(RequestError, match="add was called with values"):
+        torch.add(input=torch.zeros(4), other=net[2].bias)
 
 
 @pytest.mark.parametrize("kept", ["", "0."])
