@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,3 +96,16 @@ def _pattern(like: torch.Tensor) -> torch.Tensor:
     # float64: in float32, the fraction of large multiples would have few digits.
     steps = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
     return (steps * _GOLDEN + 0.3).frac().reshape(like.shape)
+
+
+def arguments_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name -> argument of the call of an ATen operator, with the defaults of its schema."""
+    # A call may leave defaults out, and pass arguments by place or name.
+    given = {argument.name: argument.default_value for argument in function._schema.arguments}
+    return given | dict(zip(given, args, strict=False)) | dict(kwargs)
+
+
+def may_draw(function: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether the call of an ATen operator, with arguments by name, may draw random numbers."""
+    # Attention without dropout has the tag, too, but does not draw; an operator without this argument does.
+    return torch.Tag.nondeterministic_seeded in function.tags and arguments.get("dropout_p", 1.0) != 0.0

@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hyfi_core.capture.interpret import arguments_of, may_draw
 from hyfi_core.capture.places import calling_line
 from hyfi_core.capture.storing.stored_tensors import StoredTensor
 from hyfi_core.errors import RequestError
-from hyfi_core.ops import draws
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(None)})
 
@@ -105,7 +105,7 @@ class NoDraws(TorchDispatchMode):
         if (
             torch.Tag.nondeterministic_seeded in function.tags
             and kwargs.get("generator") is None
-            and draws.may_draw(function, draws.arguments_of(function, args, kwargs))
+            and may_draw(function, arguments_of(function, args, kwargs))
         ):
             raise RequestError(
                 f"the loss draws random numbers ({calling_line()}), which differ between ranks; draw them in the "

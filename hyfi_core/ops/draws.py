@@ -10,8 +10,7 @@ position is multiplied by the golden ratio and mixed in two rounds of shift and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -22,19 +21,6 @@ _SECOND = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 _BISECTIONS = 40
 """Steps that find a Poisson number of a rate up to about 10 ** 20; other numbers are too large to have all digits."""
-
-
-def arguments_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return name -> argument of the call of an ATen operator, with the defaults of its schema."""
-    # A call may leave defaults out, and pass arguments by place or name.
-    given = {argument.name: argument.default_value for argument in function._schema.arguments}
-    return given | dict(zip(given, args, strict=False)) | dict(kwargs)
-
-
-def may_draw(function: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether the call of an ATen operator, with arguments by name, may draw random numbers."""
-    # Attention without dropout has the tag, too, but does not draw; an operator without this argument does.
-    return torch.Tag.nondeterministic_seeded in function.tags and arguments.get("dropout_p", 1.0) != 0.0
 
 
 def mixed(*words: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hyfi_core.capture.interpret import arguments_of, may_draw
 from hyfi_core.errors import RequestError
 from hyfi_core.ops import draws
 
@@ -85,9 +86,9 @@ class KeyedDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*args, **kwargs)
-        given = draws.arguments_of(function, args, kwargs)
+        given = arguments_of(function, args, kwargs)
         name = function._schema.name.removeprefix("aten::")
-        if not draws.may_draw(function, given):
+        if not may_draw(function, given):
             return function(*args, **kwargs)
         if given.get("generator") is not None:
             raise self._refusal(name, "draws from a torch.Generator of its own", "draw without one")
@@ -192,7 +193,7 @@ class NoDrawsInBackward(TorchDispatchMode):
         """
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in function.tags:
-            drawn = draws.may_draw(function, draws.arguments_of(function, args, kwargs))
+            drawn = may_draw(function, arguments_of(function, args, kwargs))
             # The backward of attention may have the tag: it repeats the numbers of its forward, from their seed.
             if drawn and "backward" not in function._schema.name:
                 raise RequestError(

@@ -166,8 +166,8 @@ def _split_strips(
     # One of a prime height is split into its rows.
     if height // step > MOST_TILES:
         raise SlideError(
-            f"{height:,} rows in strips of {strip[0]:,} would be read in {height // step:,} parts; up to {MOST_TILES:,} "
-            "are read. The file is damaged, or must be written with tiles"
+            f"{height:,} rows in strips of {strip[0]:,} would be read in {height // step:,} parts; up to "
+            f"{MOST_TILES:,} are read. The file is damaged, or must be written with tiles"
         )
     firsts = np.arange(0, height, step, dtype=np.int64)
     starts = offsets[firsts // strip[0]] + firsts % strip[0] * row_bytes

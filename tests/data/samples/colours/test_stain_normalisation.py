@@ -181,7 +181,7 @@ def test_windows_are_around_tissue_and_read_its_pixels_alone() -> None:
 
 
 def test_a_pixel_is_tissue_if_its_centre_is() -> None:
-    """At 2.5 µm, row 1 of the mask has the pixels from 2.5 to 5: the centre of pixel 2 is in row 1, its corner is not."""
+    """Row 1 of a mask of 2.5 µm is that from 2.5 to 5 µm: the centre of pixel 2 is in it, its corner is not."""
     mask = np.zeros((205, 256), bool)
     mask[1, 2] = True
     (inside,) = tissue_windows(MaskedSlide(mask, 2.5))
