@@ -121,7 +121,7 @@ def _write_in_thread(store: SlideStore, path: Path, threads: int, progress: Call
             files.stop()
 
 
-class _CopiedFiles(LocalStore):  # type: ignore[misc]
+class _CopiedFiles(LocalStore):
     """The files of a copy.
 
     zarr writes the chunks of a block at a time. If one fails, it raises at once and goes on with the others, which
