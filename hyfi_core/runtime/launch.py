@@ -149,6 +149,7 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
     from hyfi_core.comm.supervision.time_limit import time_limit_s
 
     expected = Expected(launcher, os.environ)
+    expected.check_numbers()
     _select_gpu(launcher)
     if launcher == "torchrun":
         from hyfi_core.comm import torchdist

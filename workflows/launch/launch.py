@@ -54,14 +54,15 @@ FAILED = "hyfi: rank {rank} failed, all ranks stop:\n{error}"
 
 
 def own_rank() -> int:
-    """Return this process's rank from the environment; 0 without a launcher."""
+    """Return this process's rank from the environment; 0 without a launcher, or if the environment says no number."""
     launcher = inside_launcher()
     if launcher is None:
         return 0
     # Under torchrun its own name alone: the others are those of a launcher around it, or left over. Else PMI's names
     # first: in a job script, mpiexec's ranks all inherit the script's SLURM_PROCID.
     of_mpi = () if launcher == "torchrun" else ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-    return next((int(os.environ[name]) for name in (*of_mpi, "RANK") if name in os.environ), 0)
+    stated = next((os.environ[name] for name in (*of_mpi, "RANK") if name in os.environ), "0")
+    return int(stated) if stated.isdecimal() else 0
 
 
 def launch(argv: Sequence[str], ranks: int, run: Path | None = None) -> int:

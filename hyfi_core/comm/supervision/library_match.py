@@ -71,8 +71,12 @@ def check_library(version: str, environment: Mapping[str, str]) -> None:
 
 
 def _refuse_closed_connection(version: str, environment: Mapping[str, str]) -> None:
-    """Refuse variables of an earlier Hydra or srun whose connection this process does not have: MPICH would abort."""
-    if "Open MPI" in version or "PMI_FD" not in environment or "PMI_PORT" in environment:
+    """Refuse variables of an earlier launcher whose connection this process does not have: MPICH would abort."""
+    if "Open MPI" in version or "PMI_PORT" in environment:
+        return
+    # PMIx: without an address of its server nobody can connect.
+    without_server = "PMIX_RANK" in environment and not any(name.startswith("PMIX_SERVER_URI") for name in environment)
+    if "PMI_FD" not in environment and not without_server:
         return
     if not _speaks_pmi(environment) and not _speaks_pmix(environment):
         expected = Expected("mpi", environment)

@@ -63,6 +63,19 @@ class Expected:
         """Whether the variables are a launcher's: RANK and WORLD_SIZE without torchrun's run id may be anybody's."""
         return self.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in self.environment
 
+    def check_numbers(self) -> None:
+        """Check that torchrun's rank is one of its ranks: others would wait for the rest until the time limit.
+
+        Raises:
+            RendezvousError: It is not, or one of the two variables is not a number.
+        """
+        rank, size = self.environment.get("RANK", "0"), self.environment.get("WORLD_SIZE", "1")
+        if self.launcher == "torchrun" and not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+            raise RendezvousError(
+                f"torch.distributed cannot start: RANK={rank} and WORLD_SIZE={size} in the environment; RANK must be a "
+                f"number from 0 to WORLD_SIZE - 1. {self.advice()}"
+            )
+
     def describe(self) -> str:
         """Return who is waited for, by which variables, as text."""
         *shown, last = [f"{name}={self.environment[name]}" for name in self.variables[:_SHOWN]] or ["variables"]

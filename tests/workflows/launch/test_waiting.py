@@ -104,6 +104,8 @@ def test_variables_left_by_torchrun_are_named_and_signals_end_the_wait(
         ({**TORCHRUN, "HYFI_TIMEOUT_S": "0.5"}, "waited 0.5 s for the other ranks (HYFI_TIMEOUT_S)"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "torch.distributed cannot start"),
         ({**TORCHRUN, "WORLD_SIZE": "two"}, "torch.distributed cannot start"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK must be a number from 0 to WORLD_SIZE - 1"),
+        ({**TORCHRUN, "RANK": "2"}, "RANK=2 and WORLD_SIZE=2 in the environment"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "but MPI sees 1 rank, not 2 (PMI_SIZE)"),
         (
             {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"},
