@@ -25,7 +25,7 @@ from hyfi_core.capture.functions.pointwise import function_of
 from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
 from hyfi_core.capture.patching import PATCHING, patched
 from hyfi_core.capture.places import explained, traced_line
-from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
+from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo, copying_returned_inputs
 from hyfi_core.capture.released import device_of, stood_in
 from hyfi_core.capture.storing.created_attributes import created_attributes_allowed
 from hyfi_core.capture.storing.later_forwards import Stored, check_later_forwards
@@ -235,7 +235,7 @@ def _parse(exported: ExportedProgram) -> Program:
         # ``get_attr`` is the body of a torch.cond or while_loop: whose values exist is not known before the run.
         elif node.op != "call_function":
             raise RequestError(f"the model has a nested graph ({node.op} {node.target}); control flow is not supported")
-    return _assemble(exported, values, operators, outputs)
+    return copying_returned_inputs(_assemble(exported, values, operators, outputs))
 
 
 def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:

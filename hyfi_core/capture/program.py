@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -91,6 +91,7 @@ class Program:
         mutations: name of a buffer in the user's module -> the value that replaces it after the run.
         unflatten: returns the model's output (tuple, dict, dataclass) from its leaves.
         ordinals: index of each operator in the whole model, if this is a part of one; random numbers depend on it.
+        ends: the modules after which automatic cuts may cut it; None: any.
     """
 
     operators: tuple[Operator, ...]
@@ -103,6 +104,7 @@ class Program:
     mutations: Mapping[str, str]
     unflatten: Callable[[list[Any]], Any]
     ordinals: Mapping[str, int] = field(default_factory=dict)
+    ends: frozenset[str] | None = None
 
     def ordinal(self, op: Operator) -> int:
         """Return the operator's index in the whole model."""
@@ -135,6 +137,21 @@ class Program:
             if any(output in names for output in op.outputs if output is not None):
                 names.update(op.inputs)
         return names
+
+
+def copying_returned_inputs(program: Program) -> Program:
+    """Return the program with copies of the parameters, buffers and image that the model returns as they are.
+
+    So each tensor of the output is computed by an operator: it has a stage, and a gradient of its own.
+    """
+    computed = {name for op in program.operators for name in op.outputs}
+    operators, values, outputs = [*program.operators], dict(program.values), list(program.outputs)
+    for at, leaf in enumerate(outputs):
+        if isinstance(leaf, Ref) and leaf.name not in computed:
+            name = f"returned_{at}_{leaf.name}"
+            operators.append(Operator(name, torch.ops.aten.clone.default, (leaf,), {}, (name,), ""))
+            values[name], outputs[at] = values[leaf.name], Ref(name)
+    return replace(program, operators=tuple(operators), values=values, outputs=tuple(outputs))
 
 
 def refs_in(argument: Any) -> Iterator[str]:

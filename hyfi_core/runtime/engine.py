@@ -86,7 +86,7 @@ class Engine(EngineState, EngineFacts):
         subject = Subject.of(model, settings, shapes, self.random, compiler)
         self.device, bindings = subject.device, subject.bindings
         trains = model.training or settings.optimizer is not None
-        plan = resolved(plan, lambda: subject.program(shapes.widest), comm, self.device, trains)
+        plan = resolved(plan, subject, comm, self.device, trains)
         self.plan = plan
         self._subject = replace(subject, channels_last=subject.lays_channels_last(plan.by_cells().grids))
         self._groups = Groups(comm, plan, Placement.of(plan))

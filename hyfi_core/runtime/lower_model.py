@@ -68,7 +68,7 @@ def lower_model(
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
     """
     digest = _agreed(program, comm)
-    results, pick = _picked_leaves(program, subject.settings.output)
+    results, pick = picked_leaves(program, subject.settings.output)
     trained = _trained(subject.model, program)
     active = active_values(program, results, trained)
     stages = _stages(program, results, plan)
@@ -326,7 +326,7 @@ def _described(op: Operator) -> str:
     return f"{op.text}({settings}) of {op.module or 'the model'}"
 
 
-def _picked_leaves(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:
+def picked_leaves(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:
     """Return the needed leaves of the output, and a function that applies ``output`` to them.
 
     ``output`` is first tried on names instead of tensors: if it only selects, maps that it does not select are neither

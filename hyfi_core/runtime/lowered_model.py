@@ -80,6 +80,23 @@ class LoweredModel:
         """For each stage, the user's names of all that it uses."""
         return tuple((*p, *b) for p, b in zip(self.parameters, self.buffers, strict=True))
 
+    @cached_property
+    def alike(self) -> frozenset[int]:
+        """Numbers of the leaves of the output that are the same for all images, such as a parameter."""
+        return frozenset(
+            at for at, leaf in enumerate(self.outputs) if isinstance(leaf, Ref) and self._is_alike(leaf.name)
+        )
+
+    def _is_alike(self, name: str) -> bool:
+        """Whether a value depends on neither image, buffers that change, nor random numbers."""
+        program = self.program
+        needed = program.needed({name})
+        changing = {value for value, buffer in program.buffers.items() if buffer in program.mutations}
+        if needed & {program.image, *changing}:
+            return False
+        targets = [op.target for op in program.operators if any(output in needed for output in op.outputs)]
+        return all(torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()) for target in targets)
+
     @property
     def gathered(self) -> tuple[str, ...]:
         """Descriptions of the maps that every rank gathers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,7 @@ from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.runtime.backward import LocalValues
 from hyfi_core.runtime.batch_reader import lays_channels_last
 from hyfi_core.runtime.calls.local_use import own_use
+from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.lowered_model import HostedStage
 from hyfi_core.runtime.ownership import read_values
@@ -316,6 +318,18 @@ class Subject:
             if (shape, state) not in self.programs:
                 self.programs[shape, state] = self._earlier_equal(shape, program)
         return self.programs[shape, state]
+
+    def evaluated(self, shape: Shape) -> Program | None:
+        """Return the captured model in evaluation mode; None if it is in it now, or cannot be captured in it."""
+        if not any(module.training for module in self.model.modules()):
+            return None
+        program = None
+        with evaluating(self.model, self.device):
+            self.watch.take()
+            with suppress(RequestError):  # a prediction says so
+                program = self.program(shape)
+        self.watch.take()
+        return program
 
     def _captured(self, shape: Shape) -> Program:
         """Return a new capture, with caches of the module computed in the program, and the dtypes of autocast."""

@@ -1,4 +1,8 @@
-"""Where a program can be cut: at the ends of modules, whose names are valid in every mode of the model."""
+"""Where a program can be cut: at the ends of modules.
+
+Some modules run in one mode of the model only, such as an auxiliary head in training: a program that is to be cut for
+both modes lists the others in its ``ends``.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +32,10 @@ class CutCandidate:
 
 def cut_candidates(program: Program) -> list[CutCandidate]:
     """Return the places where a program can be cut, in order."""
-    end_of: dict[str, int] = {}  # module -> the number of operators up to its end
-    for index, op in enumerate(program.operators):
-        parts = op.module.split(".") if op.module else []
-        # The module of the operator, and all that contain it.
-        end_of.update({".".join(parts[: depth + 1]): index + 1 for depth in range(len(parts))})
     ends: dict[int, str] = {}
-    for module, index in end_of.items():
+    for module, index in module_ends(program).items():
+        if program.ends is not None and module not in program.ends:
+            continue
         # Of modules that end at one operator, the outermost.
         if index < len(program.operators) and (index not in ends or module.count(".") < ends[index].count(".")):
             ends[index] = module
@@ -45,6 +46,16 @@ def cut_candidates(program: Program) -> list[CutCandidate]:
         ends = {index: module for index, module in ends.items() if module.count(".") <= depth}
     crossing = _crossing_bytes(program)
     return [CutCandidate(index, module, crossing[index]) for index, module in sorted(ends.items())]
+
+
+def module_ends(program: Program) -> dict[str, int]:
+    """Return the number of operators up to the end of each module that computes something."""
+    end_of: dict[str, int] = {}
+    for index, op in enumerate(program.operators):
+        parts = op.module.split(".") if op.module else []
+        # The module of the operator, and all that contain it.
+        end_of.update({".".join(parts[: depth + 1]): index + 1 for depth in range(len(parts))})
+    return end_of
 
 
 def _crossing_bytes(program: Program) -> list[int]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from hyfi_core.capture.program import Program
+from hyfi_core.capture.program import Program, refs_in
+from hyfi_core.capture.verify import Output
 from hyfi_core.cells.budget import held_bytes_on, with_cells
 from hyfi_core.cells.large_maps import fewest_cells, warn_of_slow_kernels
 from hyfi_core.comm.base import Communicator
+from hyfi_core.cost.search.cut_candidates import module_ends
 from hyfi_core.cost.search.cuts import with_cuts
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.lower_model import picked_leaves
+from hyfi_core.runtime.subject import Subject
 
 
 def resolved(
-    plan: ParallelPlan, program: Callable[[], Program], comm: Communicator, device: torch.device, trains: bool
+    plan: ParallelPlan, subject: Subject, comm: Communicator, device: torch.device, trains: bool
 ) -> ParallelPlan:
     """Return the plan with cuts and cells that are "auto" chosen (collective); rank 0 of GPUs warns of slow kernels.
 
     Args:
         plan: any.
-        program: captures the model, for the largest micro-batch.
+        subject: the model, which is captured for the largest micro-batch; to cut it, in evaluation mode, too.
         comm: all ranks.
         device: of the maps.
         trains: whether there is backward.
@@ -29,16 +33,43 @@ def resolved(
     Raises:
         RequestError: the model cannot be captured or cut, or the memory is too small for any number of cells.
     """
+    shape = subject.shapes.widest
     if plan.cuts == "auto" and plan.stages > 1:
-        plan = with_cuts(plan, program())
+        plan = with_cuts(plan, _to_cut(subject.program(shape), subject.evaluated(shape), subject.settings.output))
     cells_are_possible = comm.size == 1 or not comm.in_order  # NCCL's messages have no tags
     if plan.cells == "auto":
-        captured = program()  # before memory is measured: a capture loads libraries
+        captured = subject.program(shape)  # before memory is measured: a capture loads libraries
         fewest = fewest_cells(captured, plan) if device.type == "cuda" and cells_are_possible else 1
         held_bytes = comm.broadcast_object(held_bytes_on(device))
         plan = with_cells(plan, captured, held_bytes, device, trains, fewest=fewest)
     if device.type == "cuda":
-        captured = program()  # on every rank, so that all refuse a model that cannot be captured
+        captured = subject.program(shape)  # on every rank, so that all refuse a model that cannot be captured
         if comm.rank == 0:
             warn_of_slow_kernels(captured, plan, cells_are_possible)
     return plan
+
+
+def _to_cut(program: Program, evaluated: Program | None, output: Output | None) -> Program:
+    """Return what the program computes of its output, which may be cut where both programs can be."""
+    program = _computed(program, output)
+    if evaluated is None:
+        return program
+    ends, alive = module_ends(program), _computed(evaluated, output)
+    # A cut behind the last operator would leave nothing to the last stage.
+    ends_there = {name: end for name, end in module_ends(alive).items() if end < len(alive.operators)}
+    allowed: list[str] = []
+    last = (0, 0)
+    for place, name in sorted(((ends[name], ends_there[name]), name) for name in ends_there.keys() & ends.keys()):
+        # In the same order in both, with operators in between; modules that end together may have one place.
+        if place == last or (place[0] > last[0] and place[1] > last[1]):
+            allowed.append(name)
+            last = place
+    return replace(program, ends=frozenset(allowed))
+
+
+def _computed(program: Program, output: Output | None) -> Program:
+    """Return a program without operators on which neither the selected output nor a buffer depends."""
+    results, _ = picked_leaves(program, output)
+    alive = program.needed({*refs_in(results), *program.mutations.values()})
+    operators = tuple(op for op in program.operators if any(name in alive for name in op.outputs if name is not None))
+    return replace(program, operators=operators, outputs=results)

@@ -10,7 +10,7 @@ the loss may be any function of the batch: a weighted mean, a sum, a ranking of 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class BatchLoss(StepLoss):
         labels: of this replica's batch, on the device.
         plan: micro-batches, directions, replicas and their shares.
         groups: of this rank or cell.
+        alike: numbers of the leaves of the output that are the same for all images; the loss takes them once.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class BatchLoss(StepLoss):
         labels: torch.Tensor,
         plan: ParallelPlan,
         groups: Groups,
+        alike: Set[int] = frozenset(),
     ) -> None:
         super().__init__(labels.device)
         self._function, self._pick, self._labels = function, pick, labels
-        self._plan, self._groups = plan, groups
+        self._plan, self._groups, self._alike = plan, groups, alike
         self._order = _order(plan)
         self._gradients: LeafCotangents | None = None
         self.waits = True
@@ -82,15 +84,22 @@ class BatchLoss(StepLoss):
         if self._gradients is None:
             return zeros_of(leaves)
         start, stop = self._rows(self._groups.index, microbatch)
-        parts = [None if gradient is None else gradient[start:stop] for gradient in self._gradients]
-        make = torch.clone if first else torch.zeros_like  # in memory of its own, which may be spilled
-        return [None if part is None else make(part) for part in parts]
+        parts = [
+            gradient if gradient is None or at in self._alike else gradient[start:stop]
+            for at, gradient in enumerate(self._gradients)
+        ]
+        # What is the same for all images has its whole gradient in the first micro-batch.
+        begins = (self._groups.index, microbatch) == self._order[0]
+        counted = [first and (begins or at not in self._alike) for at in range(len(parts))]
+        makes = [torch.clone if counts else torch.zeros_like for counts in counted]  # memory that may be spilled
+        return [None if part is None else make(part) for make, part in zip(makes, parts, strict=True)]
 
     def _whole(self, outputs: Mapping[int, Leaves]) -> tuple[Leaves, torch.Tensor]:
         """Return the leaves of the output for the whole batch, in new memory, and its labels."""
         plan = self._plan
         any_output = next(iter(outputs.values()))
-        tensors = [at for at, leaf in enumerate(any_output) if isinstance(leaf, torch.Tensor)]
+        joined = {at: leaf.detach().clone() for at, leaf in enumerate(any_output) if at in self._alike}
+        tensors = [at for at, leaf in enumerate(any_output) if isinstance(leaf, torch.Tensor) and at not in joined]
         size = len(self._labels) // plan.microbatches
         for at in tensors:
             _refuse_without_batch(any_output[at], size)
@@ -99,7 +108,7 @@ class BatchLoss(StepLoss):
             labels = self._labels
         else:
             parts, labels = self._gathered(outputs, tensors)
-        joined = {at: torch.cat([parts[replica, m, at].detach() for replica, m in self._order]) for at in tensors}
+        joined |= {at: torch.cat([parts[replica, m, at].detach() for replica, m in self._order]) for at in tensors}
         return [joined.get(at, leaf) for at, leaf in enumerate(any_output)], labels
 
     def _gathered(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ def loss_of_step(
     plan: ParallelPlan,
     groups: Groups,
     over_batch: bool,
+    alike: Set[int] = frozenset(),
 ) -> StepLoss:
     """Return the loss of a step (collective over all trainers when the first one is over the whole batch).
 
@@ -31,10 +32,11 @@ def loss_of_step(
         plan: of the run, with every cell as a rank.
         groups: of this rank or cell.
         over_batch: whether it is computed once over the whole batch.
+        alike: numbers of the leaves of the output that are the same for all images.
     """
     if over_batch:
         groups.prepare_outputs()
-        return BatchLoss(function, pick, labels, plan, groups)
+        return BatchLoss(function, pick, labels, plan, groups, alike)
     count = plan.microbatches
     # With shares replicas count by their samples, and reduced gradients are sums (``plan.mean_over`` is 1).
     weight = float(count / plan.weight(groups.index)) if plan.shares else count

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,8 @@ def test_ranks_that_cannot_have_cells_choose_none(monkeypatch: pytest.MonkeyPatc
     shape, plan = (1, 3, 32, 32), plan_of(grids=((1, 2),), cells="auto", spill="memory")
     program = captured_once(model, shape, torch.float32)
 
+    subject: Any = SimpleNamespace(program=lambda shape: program, shapes=SimpleNamespace(widest=shape))
+
     class Ranks(AloneCommunicator):
         """Two ranks, by what they say of themselves."""
 
@@ -80,5 +84,5 @@ def test_ranks_that_cannot_have_cells_choose_none(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Ranks, "in_order", in_order, raising=False)
     with pytest.warns(UserWarning) if in_order else contextlib.nullcontext():
-        chosen = resolved(plan, lambda: program, Ranks(), GPU, True)
+        chosen = resolved(plan, subject, Ranks(), GPU, True)
     assert chosen.cells == (None if in_order else (2, 2))

@@ -158,11 +158,14 @@ def one_process(
     ]
     ordered = [part for row in (zip(*logits, strict=True) if plan.shares else logits) for part in row]
     flat, structure = zip(*(tree_flatten(part) for part in ordered), strict=True)
-    whole = tree_unflatten([torch.cat(leaves) for leaves in zip(*flat, strict=True)], structure[0])
+    joined = [
+        leaves[0] if isinstance(leaves[0], nn.Parameter) else torch.cat(leaves) for leaves in zip(*flat, strict=True)
+    ]
+    whole = tree_unflatten(joined, structure[0])
     value = loss(output(whole), labels)
     value.backward()
     named = [dict(module.named_parameters()) for module in copies]
-    gradients = {name: sum(each[name].grad for each in named) for name in named[0]}
+    gradients = {name: sum(each[name].grad for each in named if each[name].grad is not None) for name in named[0]}
     return value.item(), gradients, copies[0].state_dict()
 
 
