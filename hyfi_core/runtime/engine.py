@@ -115,9 +115,10 @@ class Engine(EngineState, EngineFacts):
         self._watch = WeightWatch(model, self._mirrors.arriving, plan.stages > 1)
         weights = SameWeights(self._watch, self._ownership.held(), self.settle, self._resend)
         changes, replica = self._runners[0].changes, self._groups.replica
+        judges = any(stage == plan.stages - 1 for stage, _ in self._groups.stages)
         unmixed = self.device.type if settings.autocast is None else None
         self._consensus = CallConsensus(
-            model, comm, replica, changes, weights, settings.loss, bool(plan.shares), plan.stages, unmixed
+            model, comm, replica, changes, weights, settings.loss, bool(plan.shares), plan.stages, unmixed, judges
         )
         self._scale = GradientScale(self._ownership.optimized() if plan.stages > 1 else ())
         self._mirrors.choose(lowered, self.settle)

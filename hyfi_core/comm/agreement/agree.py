@@ -67,33 +67,36 @@ def agree(
     return result  # type: ignore[return-value]
 
 
-def compare(comm: Communicator, facts: Mapping[str, str]) -> None:
+def compare(comm: Communicator, facts: Mapping[str, str] | None) -> None:
     """Refuse facts that differ between ranks (collective; sends only a digest unless they differ).
 
     Args:
         comm: the ranks to compare.
         facts: name -> value, short texts; a missing name counts as different.
+            None: this rank takes no part.
 
     Raises:
         RequestError: on every rank; names what differs first, with the value of each rank.
     """
     if comm.size == 1:
         return
-    digest = hashlib.sha256(json.dumps(sorted(facts.items())).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(facts and sorted(facts.items())).encode()).hexdigest()
     digests = comm.gather_objects(digest)
     if comm.broadcast_object(len(set(digests)) == 1 if digests is not None else None):
         return
-    gathered = comm.gather_objects(dict(facts))
+    gathered = comm.gather_objects(facts and dict(facts))
     difference = comm.broadcast_object(_first_difference(gathered) if gathered is not None else None)
     if difference is not None:
         raise RequestError(difference)
 
 
-def _first_difference(ranks: list[dict[str, str]]) -> str | None:
+def _first_difference(ranks: list[dict[str, str] | None]) -> str | None:
     """Return a sentence about the first fact that differs between ranks, None if all are equal."""
-    for name in dict.fromkeys(name for facts in ranks for name in facts):
+    for name in dict.fromkeys(name for facts in ranks for name in facts or ()):
         holders: dict[str, list[int]] = {}
         for rank, facts in enumerate(ranks):
+            if facts is None:
+                continue
             holders.setdefault(facts.get(name, "not given"), []).append(rank)
         if len(holders) > 1:
             values = "; ".join(f"{value} on {named_ranks(numbers)}" for value, numbers in holders.items())
@@ -170,6 +173,8 @@ class CallConsensus:
         shares: whether the plan gives replicas different numbers of images.
         stages: of the plan; between several the optimizer's groups may differ.
         unmixed: type of the device whose autocast the caller must not set around a call; None: it may.
+        judges: whether this rank computes the loss. It may keep values there, such as its terms for a log, which it has
+            not on ranks of earlier stages.
     """
 
     def __init__(
@@ -183,8 +188,9 @@ class CallConsensus:
         shares: bool = False,
         stages: int = 1,
         unmixed: str | None = None,
+        judges: bool = True,
     ) -> None:
-        self._weights, self._unmixed = weights, unmixed
+        self._weights, self._unmixed, self._judges = weights, unmixed, judges
         self._loss, self._modules = loss, frozenset(model.modules())
         self._shares, self._stages = shares, stages
         # Optimizer steps so far, and of the last one what gradients were clipped to and multiplied by: see `updated`.
@@ -237,15 +243,16 @@ class CallConsensus:
         settings = _describe_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
         done = f"{settings}, {self._updates} updates, max_norm={self._max_norm}"
         facts = self._loaded | around | {"the optimizer": done}
-        facts["the loss"] = describe_function(self._loss, self._modules)
+        loss = {"the loss": describe_function(self._loss, self._modules)} if self._judges else None
         weights: Scope | None = "training"
         if self._replica is not self._everyone:  # replicas may have images of different shapes
             of_all = facts | {"the labels' shape for each image": f"{tuple(labels.shape[1:])} {labels.dtype}"}
             if not self._shares:
                 of_all["a replica's number of images (set plan.shares for different numbers)"] = str(shape[0])
-            self._check(self._everyone, "training", None, str(program == "new"), of_all, weights)
+            self._check(self._everyone, "training", None, str(program == "new"), of_all, weights, loss)
             weights = None  # compared now
-        self._check(self._replica, "training", shape, program, facts | {"labels": describe_labels(labels)}, weights)
+        facts |= {"labels": describe_labels(labels)}
+        self._check(self._replica, "training", shape, program, facts, weights, loss)
         _refuse_modes(around)
 
     def check_evaluation(self, call: str, shape: Shape, program: str) -> None:
@@ -272,6 +279,7 @@ class CallConsensus:
         program: str,
         facts: Mapping[str, str] | None = None,
         weights: Scope | None = None,
+        loss: Mapping[str, str] | None = None,
     ) -> None:
         """Refuse a call that differs between ranks: one maximum shows whether, and then its facts show in what.
 
@@ -282,6 +290,7 @@ class CallConsensus:
             program: digest of the program to run; "" or "new" if there is none yet.
             facts: name -> value of what else must be the same.
             weights: the scope in which weights are compared; None: they are not.
+            loss: the same as ``facts``, of ranks that compute the loss; None on others.
         """
         if comm.size == 1:
             return
@@ -289,17 +298,20 @@ class CallConsensus:
         flags = bytes(m.training for m in modules) + bytes(p.requires_grad for p in parameters)
         number = zlib.crc32(f"{call} {shape} {program} {facts}".encode() + flags)
         scales = _scale_words(self._factor if weights == "training" else None)
+        of_loss = zlib.crc32(str(loss).encode()) if loss else None
+        judged = [_NO_FACTOR, _NO_FACTOR] if of_loss is None else [of_loss, -of_loss]
         words = self._weights.words(weights) if weights is not None else []
         # Each number beside its negative: one maximum gives the largest and the smallest of all ranks.
-        extremes = torch.tensor([number, -number, *scales, *words])
+        extremes = torch.tensor([number, -number, *judged, *scales, *words])
         comm.all_reduce(extremes, "max")
         # ``minus_…``: a maximum of negatives, so the negative of the smallest.
-        highest, minus_lowest, largest, minus_smallest, *words = extremes.tolist()
-        if highest != -minus_lowest:
+        highest, minus_lowest, most, minus_least, largest, minus_smallest, *words = extremes.tolist()
+        if highest != -minus_lowest or (most != minus_least and most != -minus_least):
             # What the user did comes first, what followed from it last: the first difference is the one that is named.
             compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))
             compare(comm, self._describe_changes())
             compare(comm, {"the program that will run": program or "new"} | dict(facts or {}))
+            compare(comm, loss)
         # The largest less the smallest, of the factors that are known.
         if largest + minus_smallest > _SAME_FACTOR * max(abs(largest), abs(minus_smallest)):
             self._refuse_factors(comm)

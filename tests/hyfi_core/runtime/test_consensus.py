@@ -16,6 +16,7 @@ import hyfi_core
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
+from tests.harness import run_copies
 
 SHAPE = (2, 3, 16, 24)
 
@@ -315,3 +316,48 @@ def stepped(comm: Communicator, case: str) -> None:
 def test_steps_that_differ_are_named(case: str, words: str) -> None:
     (said,) = refusals(2, lambda comm: stepped(comm, case))
     assert re.search(words, said), said
+
+
+class Noted(torch.nn.Module):
+    """A loss that keeps its last terms, for a log, and weighs classes by how often it has seen them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = torch.nn.Buffer(torch.ones(4))
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.counts += torch.bincount(labels, minlength=4)
+        self.terms = torch.nn.functional.cross_entropy(logits, labels, 1 / self.counts, reduction="none")
+        return self.terms.mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_a_loss_keeps_values_on_the_ranks_that_compute_it(schedule: str) -> None:
+    labels = torch.tensor([0, 1])
+    torch.manual_seed(0)
+    images = torch.randn(SHAPE)
+
+    def body(comm: Communicator, model: torch.nn.Module) -> list[float]:
+        stages = ((1, 1),) * comm.size
+        cuts = ("0",) if comm.size > 1 else ()
+        plan = hyfi_core.ParallelPlan(stages, cuts, microbatches=2, schedule=schedule if cuts else "1f1b")  # type: ignore[arg-type]
+        engine = hyfi_core.parallelize(model, SHAPE, plan, comm, loss=Noted())
+        return [engine.accumulate(images, labels) for _ in range(3)]
+
+    model = network()
+    wanted = run_copies(model, 1, body)[0]
+    for losses in run_copies(model, 2, body):
+        assert losses == pytest.approx(wanted)
+
+
+def test_a_loss_that_changes_on_a_rank_of_the_last_stage_is_named() -> None:
+    def body(comm: Communicator) -> None:
+        loss = torch.nn.CrossEntropyLoss()
+        plan = hyfi_core.ParallelPlan(((1, 1), (1, 2)), ("0",))
+        engine = hyfi_core.parallelize(network(), SHAPE, plan, comm, loss=loss)
+        for smoothing in (0.0, 0.1 * comm.rank):
+            loss.label_smoothing = smoothing
+            engine.accumulate(torch.zeros(SHAPE), torch.tensor([0, 1]))
+
+    (said,) = refusals(3, body)
+    assert re.search("the loss is .*label_smoothing=0.1 on rank 1; .*label_smoothing=0.2 on rank 2", said), said
