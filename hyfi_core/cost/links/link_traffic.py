@@ -150,6 +150,7 @@ def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dic
     """
     received: dict[tuple[int, int], float] = {}
     sent: dict[tuple[int, int], float] = {}
+    across: dict[tuple[int, int], float] = {}
     for call in ranked.instructions:
         if not isinstance(call, CollectiveCall):
             continue
@@ -160,13 +161,21 @@ def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dic
             continue
         info = ranked.values[name]
         pixel_bytes = prod(info.shape) * info.dtype.itemsize / max(1, transfer.map.area)
-        for totals, strips, sign in ((received, transfer.receives, 1), (sent, transfer.sends, -1)):
-            for strip in strips:
-                y, x = divmod(strip.peer, columns)
-                offset = sign * (y - middle[0]), sign * (x - middle[1])
-                totals[offset] = totals.get(offset, 0.0) + pixel_bytes * strip.box.area
-    # Of two rows, the middle one has no neighbour below: what it sends up is what the other row receives from below.
-    return sent | received
+        incoming, outgoing = (
+            {(s.peer // columns - middle[0], s.peer % columns - middle[1]): s.box for s in strips}
+            for strips in (transfer.receives, transfer.sends)
+        )
+        for (y, x), box in incoming.items():
+            received[y, x] = received.get((y, x), 0.0) + pixel_bytes * box.area
+        for (y, x), box in outgoing.items():
+            sent[-y, -x] = sent.get((-y, -x), 0.0) + pixel_bytes * box.area
+        for corner, above, beside in (((-1, 1), incoming, outgoing), ((1, -1), outgoing, incoming)):
+            if (-1, 0) in above and (0, -1) in beside:
+                corner_px = above[-1, 0].height * beside[0, -1].width
+                across[corner] = across.get(corner, 0.0) + pixel_bytes * corner_px
+    # Of two rows, the middle one has no neighbour below: what it sends up is what the other row receives from below. Of
+    # 2 × 2, it has no peer across its own diagonal: such a corner has the rows and columns of its halos.
+    return across | sent | received
 
 
 def _reduced(

@@ -73,6 +73,8 @@ def traffic(batch: int, **fields: Any) -> LinkTraffic:
     [
         (1, {"grids": ((1, 4),), "fused_halo": 1}),
         (1, {"grids": ((3, 2),), "fused_halo": 3}),
+        (1, {"grids": ((2, 2),), "fused_halo": 3}),
+        (1, {"grids": ((2, 3),), "fused_halo": 1}),
         (2, {"grids": ((2, 2), (1, 2)), "cuts": ("two",), "microbatches": 2}),
         (2, {"grids": ((1, 2), (1, 1)), "cuts": ("two",), "microbatches": 2, "schedule": "chimera"}),
     ],
