@@ -12,7 +12,7 @@ from data.files import write_atomically
 from hyfi_core.errors import RequestError
 from workflows.console import emit_json, plain_json, say, warn
 from workflows.cross_validation.fold_runs import FoldRuns
-from workflows.exit_codes import DONE
+from workflows.exit_codes import DONE, SOME_FAILED
 from workflows.own_command import run_command
 
 if TYPE_CHECKING:
@@ -41,9 +41,11 @@ def run(runs: FoldRuns, as_json: bool) -> int:
         say(f"fold {fold}: reported on fold {fold}, best checkpoint chosen on fold {runs.table.validating(fold)}")
         code = run_fold(runs, fold)
         if code != DONE:
+            # A run whose loss is not finite ends with this code: it would meet the same numbers again.
+            mended = " once the cause is mended (optimizer.lr, run.on_nonfinite)," if code == SOME_FAILED else ""
             warn(
-                f"hyfi: fold {fold} ended with exit code {code}; the same command with --resume continues there, and "
-                "keeps the folds that are finished"
+                f"hyfi: fold {fold} ended with exit code {code};{mended} the same command with --resume continues "
+                "there, and keeps the folds that are finished"
             )
             return code
     summary = _pool(runs)

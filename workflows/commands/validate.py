@@ -245,7 +245,8 @@ def _print_enlarged(slides_shown: WholeSlides, model: Mapping[str, Any], slides:
     ):
         if indices:
             names = ", ".join(slides_shown.dataset.samples[index].slide_id for index in sorted(indices))
-            say(f"{len(indices)} slides have more tissue than fits {height} × {width} px; shown {how}: {names}")
+            have = "slide has" if len(indices) == 1 else "slides have"
+            say(f"{len(indices)} {have} more tissue than fits {height} × {width} px; shown {how}: {names}")
 
 
 def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDataset:

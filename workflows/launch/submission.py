@@ -19,19 +19,28 @@ _NEVER = {
     "QOSNotAllowed": "the partition does not allow this quality of service",
 }
 """Slurm's reasons that keep a job waiting until somebody changes the job or the cluster."""
+_SUBMISSION_S = 120
+"""Longest submission. A controller that does not answer makes ``sbatch`` try again for a minute or more."""
 
 
 def submit(path: Path) -> str:
     """Submit a script to Slurm and return the job's id.
 
     Raises:
-        RequestError: There is no ``sbatch``, or it refuses the job.
+        RequestError: There is no ``sbatch``, or it refuses the job, or does not answer.
     """
     if shutil.which("sbatch") is None:
         raise RequestError(
             "--submit: sbatch not found; without --submit the script is written, to be submitted on a login node"
         )
-    completed = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    command = ["sbatch", "--parsable", str(path)]
+    try:
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=_SUBMISSION_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise RequestError(
+            f"--submit: sbatch has not answered within {_SUBMISSION_S} s; see with `squeue --me` whether the job is "
+            "there before submitting it again"
+        ) from error
     if completed.returncode != 0:
         # Slurm names its program in front of each line; the message does so once.
         lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in completed.stderr.splitlines()]

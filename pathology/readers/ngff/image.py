@@ -124,7 +124,7 @@ def _series_names(root: ZarrGroup, described: int) -> list[str]:
     group = read_group(root.path / "OME")
     listed = group.attributes.get("series") if group is not None else None
     if isinstance(listed, list) and listed:
-        return [str(name) for name in listed]
+        return [_inside(str(name)) for name in listed]
     numbers = range(described) if described else count()
     return [str(k) for k in _existing(root, numbers)]
 
@@ -188,7 +188,18 @@ def _level(dataset: Mapping[str, Any], shared_scale: tuple[float, ...] | None, a
     # NGFF 0.4 and 0.5: transformations of the multiscale apply after those of each dataset.
     if scale is not None and shared_scale is not None:
         scale = tuple(a * b for a, b in zip(scale, shared_scale, strict=True))
-    return NgffLevel(str(dataset["path"]), scale or shared_scale)
+    return NgffLevel(_inside(str(dataset["path"]).strip("/")), scale or shared_scale)
+
+
+def _inside(name: str) -> str:
+    """Return the name of a group or array inside a store.
+
+    Raises:
+        SlideError: It leads out of the store, to what may be another slide.
+    """
+    if name.startswith("/") or ".." in name.split("/"):
+        raise SlideError(f"its OME-Zarr metadata name {name!r}, which is not inside of it")
+    return name
 
 
 def _scale(of: Mapping[str, Any], axes: int) -> tuple[float, ...] | None:

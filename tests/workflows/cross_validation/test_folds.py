@@ -100,7 +100,11 @@ def test_a_fold_that_fails_ends_with_its_code(
     config = make_config(tmp_path, store, data={"splits": str(folds_of(store, tmp_path / "folds.csv"))})
     monkeypatch.setattr(train_folds, "run_command", lambda arguments: 1)
     assert train_folds.run(asked(config, "1,2"), as_json=False) == 1
-    assert "fold 1 ended with exit code 1; the same command with --resume" in capfd.readouterr().err
+    told = "fold 1 ended with exit code 1; once the cause is mended (optimizer.lr, run.on_nonfinite), the same command"
+    assert told in capfd.readouterr().err
+    monkeypatch.setattr(train_folds, "run_command", lambda arguments: 3)
+    assert train_folds.run(asked(config, "1,2", resume=True), as_json=False) == 3
+    assert "fold 1 ended with exit code 3; the same command with --resume" in capfd.readouterr().err
 
 
 def test_wrong_requests_are_refused_before_anything_is_written(

@@ -119,6 +119,22 @@ def test_a_series_that_is_missing_is_noticed_where_something_names_it(tmp_path: 
         assert scene_count(path) == 1
 
 
+@pytest.mark.parametrize("name", ["../b.zarr/0", "/srv/b.zarr/0", "0/../../b.zarr/0"])
+def test_names_that_lead_out_of_the_store_are_refused(tmp_path: Path, name: str) -> None:
+    """Another slide would be shown under this one's name."""
+    path, _ = (write_series(tmp_path / f"{stem}.zarr", [(IMAGE, "")], xml=False) for stem in "ab")
+    (path / "OME").mkdir()
+    (path / "OME" / ".zattrs").write_text(json.dumps({"series": [name]}))
+    with pytest.raises(SlideError, match="is not inside of it"):
+        open_source(path)
+    (path / "OME" / ".zattrs").unlink()
+    attributes = json.loads((path / "0" / ".zattrs").read_text())
+    attributes["multiscales"][0]["datasets"][0]["path"] = f"../{name}"
+    (path / "0" / ".zattrs").write_text(json.dumps(attributes))
+    with pytest.raises(SlideError, match="is not inside of it"):
+        open_source(path / "0")
+
+
 def test_planes_are_refused_or_picked(tmp_path: Path) -> None:
     planes = np.stack([in_axes(IMAGE, "cyx"), in_axes(textured(390, 520, 9), "cyx")], 1)
     path = write_arrays(tmp_path / "z.zarr", [planes], "czyx", [0.5])
