@@ -106,6 +106,8 @@ def _report_stalled(stall: Stall) -> None:
 
 
 def _report_lost(rank: int) -> None:
+    # A rank that a library or a user's module ended by `os._exit(0)` has the code of one that is done.
+    leave_exit_code(FAULT)
     warn(
         f"hyfi: rank {rank} was killed or crashed (by a signal, out of memory, or with its node); all ranks were "
         f"stopped. If memory ran out: {advice()}",

@@ -56,6 +56,9 @@ def body():
     if what == "killed" and rank == 1:
         time.sleep(0.3)  # the launcher has seen all ranks begin
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "left" and rank == 1:
+        time.sleep(0.3)
+        os._exit(0)
     if what == "bus":
         os.kill(os.getpid(), signal.SIGBUS)
     if what == "loop":
@@ -71,7 +74,7 @@ def body():
         world.Barrier()
     while what == "deaf":
         time.sleep(0.02)
-    if what in ("fail", "killed", "memory"):
+    if what in ("fail", "killed", "memory", "left"):
         world.Barrier()
     if what == "threads":
         sys.stdout.write(os.environ["OMP_NUM_THREADS"] + "\\n")
@@ -201,6 +204,11 @@ def test_only_the_first_failure_is_told(job: Job) -> None:
     code, _, err = job.run("all-fail", ranks=4)
     assert code == 70
     assert err.count("Traceback") == err.count("ValueError: bad part") == 1
+
+
+def test_a_rank_that_leaves_with_0_before_its_end_is_a_failure(job: Job) -> None:
+    code, _, err = job.run_soon("left")
+    assert code == 70 and "rank 1" in err
 
 
 def test_running_out_of_memory_ends_with_advice_and_no_traceback(job: Job) -> None:

@@ -264,19 +264,23 @@ def test_setup_may_read_variables_that_are_not_set(tmp_path: Path, by: str) -> N
 
 
 FAKE_LAUNCHER = """#!/bin/bash
-# Stands in for mpiexec and torchrun: on USR1 its only rank ends as it is told, and it returns 1, as some launchers do.
+# Stands in for mpiexec and torchrun: on USR1 its only rank ends as it is told, and it returns a code of its own.
 [[ $1 == --version ]] && exit 0
 trap 'stopped=yes' USR1
 echo ready >> ready
 while [[ -z ${stopped:-} ]]; do sleep 0.02; done
 if [[ -n $RANK_CODE ]]; then echo "$RANK_CODE" > "$HYFI_EXIT_FILE"; fi
-exit 1
+exit "$OWN_CODE"
 """
 
 
-@pytest.mark.parametrize(("rank", "code"), [("3", 3), ("70", 70), ("", 1)], ids=["stopped", "failed", "killed"])
+@pytest.mark.parametrize(
+    ("rank", "own", "code"),
+    [("3", 1, 3), ("70", 1, 70), ("", 1, 1), ("70", 0, 70), ("0", 0, 0)],
+    ids=["stopped", "failed", "killed", "one rank ended with 0", "done"],
+)
 @pytest.mark.parametrize("by", ["mpiexec", "torchrun"])
-def test_code_3_is_that_of_ranks_that_stopped(tmp_path: Path, by: str, rank: str, code: int) -> None:
+def test_code_3_is_that_of_ranks_that_stopped(tmp_path: Path, by: str, rank: str, own: int, code: int) -> None:
     """After a request to stop, the scripts made every code a 3, also that of a failure while saving."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / by).write_text(FAKE_LAUNCHER)
@@ -286,7 +290,8 @@ def test_code_3_is_that_of_ranks_that_stopped(tmp_path: Path, by: str, rank: str
     script = tmp_path / "job.sh"
     script.write_text(text.replace(f"cd {Path.cwd()}", f"cd {tmp_path}").replace("pkill -USR1 -P", "kill -USR1"))
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    job = subprocess.Popen(["bash", script], cwd=tmp_path, env=os.environ | {"PATH": path, "RANK_CODE": rank})
+    environment = os.environ | {"PATH": path, "RANK_CODE": rank, "OWN_CODE": str(own)}
+    job = subprocess.Popen(["bash", script], cwd=tmp_path, env=environment)
     deadline_s = time.monotonic() + PATIENCE_S
     while not (tmp_path / "ready").exists():
         assert time.monotonic() < deadline_s and job.poll() is None
