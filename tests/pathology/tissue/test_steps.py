@@ -245,6 +245,9 @@ def test_exact_black_is_unscanned_at_the_border_and_in_rectangles(seed: int) -> 
     black[24, 34] = seed % 2 == 0  # of a hundred, one missing is still a rectangle
     black |= ndimage.binary_dilation(np.eye(60, 70, 5, bool) & (np.arange(70) < 15) & (np.arange(70) > 8))
     image[:, black] = 0
+    # A rectangle of one pure colour is none of black.
+    pure = np.s_[40:50, 40:50]
+    image[:, *pure], image[seed % 3, *pure], black[pure] = 0, 200, False
     unscanned = np.zeros_like(black)
     pieces = label(black, connectivity=1)
     for number in range(1, pieces.max() + 1):
