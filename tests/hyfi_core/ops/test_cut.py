@@ -109,6 +109,15 @@ def test_words_are_as_large_as_rows_and_places_allow(channels: int, left: int, s
     assert channels == 1 or in_words(small, small.contiguous()) is None
 
 
+def test_some_channels_of_a_channels_last_map_are_not_rows() -> None:
+    """Between the pixels of a row there are other channels, also if there are two pixels."""
+    few, many = (torch.zeros(1, count, 3, 2, dtype=torch.bfloat16) for count in (8, 24))
+    few, many = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (few, many))
+    assert in_words(many[:, :8], few) is None and in_words(few, many[:, 8:16]) is None
+    # One pixel of each row has no neighbour.
+    assert in_words(many[:, :8, :, :1], few[..., :1]) is not None
+
+
 @pytest.mark.parametrize("of_target", [True, False])
 @pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view])
 def test_views_that_are_changed_when_they_are_read_are_not_copied_in_words(lazy: Any, of_target: bool) -> None:
