@@ -13,7 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core import ParallelPlan, parallelize
+from hyfi_core.capture.export import capture
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.lower import Target, lower
+from hyfi_core.rules.instructions import CollectiveCall
 from tests.harness import (
     OffsetImages,
     assert_answers_equal_one_process,
@@ -126,6 +129,17 @@ def test_what_fills_up_small_parts_is_not_taken_for_an_infinite_pixel() -> None:
     values, positions = run_copies(Best(), 3, body)[0]
     assert values.tolist() == [[2, 1, *[-9] * 18]]
     assert len(set(positions[0].tolist())) == 20 and positions[0, :2].tolist() == [56, 55]
+
+
+def test_candidates_of_all_ranks_have_the_shape_that_costs_are_computed_of() -> None:
+    class Best(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.flatten(2).transpose(1, 2).topk(5, 1)[0]
+
+    ranked = lower(capture(Best(), (2, 3, 7, 9), torch.float32), Target((1, 2), 0, gather_bytes=0))
+    calls = [call for call in ranked.instructions if isinstance(call, CollectiveCall)]
+    sent = [ranked.values[name].shape for call in calls for name in call.inputs if name is not None]
+    assert sent == [(2, 2, 3, 5)] * 2  # values and places: (ranks, images, channels, candidates)
 
 
 OUTSIDE: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {

@@ -47,6 +47,16 @@ def test_patches_are_measured_where_half_of_them_is_tissue_without_ink(
     assert np.array_equal(np.isfinite(blur.values)[clear], ((on_tissue > 0.5) & (inked < 0.02))[clear])
 
 
+def test_a_patch_of_which_exactly_half_is_tissue_is_measured() -> None:
+    tissue = np.zeros((2 * PATCH_PX, PATCH_PX), bool)
+    tissue[PATCH_PX // 2 : PATCH_PX] = True
+    tissue[PATCH_PX : 2 * PATCH_PX, 1 : PATCH_PX // 2] = True
+    blur = BlurMap(2 * PATCH_PX, PATCH_PX)
+    blur.values[:] = 1.0
+    blur.restrict_to(tissue, np.zeros_like(tissue))
+    assert np.isfinite(blur.values[:, 0]).tolist() == [True, False]
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_patches_of_one_row_or_column_of_a_mask_are_measured_by_its_pixels(axis: int) -> None:
     share = np.random.default_rng(4).choice([0.0, 0.25, 0.75, 1.0], (4, 5))
