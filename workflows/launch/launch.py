@@ -358,10 +358,9 @@ PEER_LOST_S = 2.0
 
 
 def _leave_to_launcher(status: RunStatus, rank: int, error: str) -> bool:
-    """Let the launcher print the error, as this rank's output may be lost with the process manager's pipes.
+    """Let the launcher print the error: this rank's output may be lost with the process manager's pipes.
 
-    Returns:
-        False if the error cannot be written for it, such as on a full disk.
+    Return False if the error cannot be left for it, as on a full disk.
     """
     try:
         status.claim_failure(rank, error)
