@@ -121,6 +121,8 @@ class EngineState:
     ) -> None:
         """Write weights, buffers, optimizer and random state to a folder; ``load`` goes on as if undisturbed.
 
+        Gradients that were accumulated since the last ``update`` are among it.
+
         The weights are safetensors under the names of the user's model. The folder depends neither on plan nor on
         ranks. It is written beside, synced and renamed; an earlier checkpoint of this name is replaced.
 
@@ -135,15 +137,15 @@ class EngineState:
             OSError: it cannot be written.
         """
         self.settle()
-        optimizer = None if self._optimizer is None else self.owned_optimizer()
+        optimizer = None if self._optimizer is None else self.owned_optimizer(gradients=True)
         part = CheckpointPart(self.owned_state(), optimizer, buffers=self.owned_buffers())
         save_engine(Path(folder), self._groups.all, part, self.random, extra, model_json)
 
     def load(self, folder: str | PathLike[str]) -> Any:
         """Load what ``save`` wrote, under any plan, and return its ``extra``.
 
-        Gradients accumulated so far are cleared. An engine without optimizer loads weights and buffers only; it returns
-        None.
+        Gradients accumulated so far give way to those saved. An engine without optimizer loads weights and buffers
+        only; it returns None.
 
         Raises:
             RequestError: it is no checkpoint, is damaged or of another model, or lacks the optimizer of this engine.
@@ -155,10 +157,11 @@ class EngineState:
             return None
         # A parameter without a saved state must have none: an entry of before would be used with the loaded weights.
         self.optimizer.state.clear()
+        self.optimizer.zero_grad(set_to_none=True)
         named = self._model.named_parameters()
         # Each rank loads its own parameters: if one refuses, all must.
         agree(self._groups.all, lambda: load_optimizer_state(self.optimizer, named, training.optimizer))
-        self.optimizer.zero_grad(set_to_none=True)
+        self._scale.note()
         restore_random(self.random, training.state)
         return training.state.get("extra")
 
@@ -167,10 +170,10 @@ class EngineState:
         state = local_state(self._model)
         return {name: state[name] for name in self._ownership.owned_names()}
 
-    def owned_optimizer(self) -> dict[str, Any]:
+    def owned_optimizer(self, gradients: bool = False) -> dict[str, Any]:
         """Return the optimizer state of the parameters that this rank writes, by name; see ``optimizer_state``."""
         owned = set(self._ownership.owned_names())
-        return restricted(optimizer_state(self.optimizer, self._model.named_parameters()), owned)
+        return restricted(optimizer_state(self.optimizer, self._model.named_parameters(), gradients), owned)
 
     def owned_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that training changes and the ``state_dict`` leaves out, for this rank to write."""

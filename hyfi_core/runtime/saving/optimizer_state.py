@@ -10,15 +10,19 @@ import torch
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.saving.weight_shards import is_shard, shard_like
 
+_GRADIENT = "accumulated gradient"
+"""Key of a gradient among the state of its parameter."""
+
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]], gradients: bool = False
 ) -> dict[str, Any]:
     """Return the optimizer state by parameter *name*, so that it is valid for any plan.
 
     Args:
         optimizer: with parameters in ``named``.
         named: the model's ``named_parameters()``.
+        gradients: whether to add those accumulated for the next update.
 
     Returns:
         ``{"tensors": {"<name>/<key>": tensor}, "groups": [{hyper-parameters, "names": [...], "values": {...}}]}``;
@@ -37,6 +41,8 @@ def optimizer_state(
                     tensors[f"{name}/{key}"] = value
                 else:
                     values.setdefault(name, {})[key] = value
+            if gradients and parameter.grad is not None:
+                tensors[f"{name}/{_GRADIENT}"] = parameter.grad
         hyper = {key: value for key, value in group.items() if key != "params"}
         groups.append({**hyper, "names": [names[id(p)] for p in named_here], "values": values})
     return {"tensors": tensors, "groups": groups}
@@ -83,7 +89,7 @@ def load_optimizer_state(
     named: Iterable[tuple[str, torch.nn.Parameter]],
     saved: Mapping[str, Any],
 ) -> None:
-    """Load an ``optimizer_state`` into ``optimizer``, by parameter name.
+    """Load an ``optimizer_state`` into ``optimizer`` and, if it has gradients, its parameters, by parameter name.
 
     Raises:
         RequestError: parameters or groups differ from the saved ones.
@@ -110,6 +116,9 @@ def load_optimizer_state(
             state = dict(saved_group["values"].get(name, {}))
             for entry in entries.get(name, ()):  # only these are read
                 key = entry.rpartition("/")[2]
+                if key == _GRADIENT:
+                    parameter.grad = _like(parameter, saved["tensors"][entry])
+                    continue
                 # As in torch: kernels that count the steps themselves read them on the device, others on the host.
                 on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
                 value = saved["tensors"][entry]

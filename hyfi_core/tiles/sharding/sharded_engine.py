@@ -104,9 +104,9 @@ class ShardedTilesEngine(TilesEngine):
         owned = set(self._ownership.owned_names())
         return whole_of(local_state(self._model), owned.__contains__)
 
-    def owned_optimizer(self) -> dict[str, Any]:
+    def owned_optimizer(self, gradients: bool = False) -> dict[str, Any]:
         """Return the optimizer state of the parameters that this rank writes, whole (collective)."""
         owned = set(self._ownership.owned_names())
-        state = optimizer_state(self.optimizer, self._model.named_parameters())
+        state = optimizer_state(self.optimizer, self._model.named_parameters(), gradients)
         tensors = whole_of(state["tensors"], lambda key: key.rpartition("/")[0] in owned)
         return restricted({**state, "tensors": tensors}, owned)

@@ -200,3 +200,38 @@ def test_a_full_disk_is_told_on_every_rank_and_leaves_the_earlier_checkpoint(
         return str(engine.load(tmp_path / "saved")["step"])
 
     assert set(run_copies(model(), 2, body)) == {"1"}
+
+
+@pytest.mark.parametrize(("before", "after"), [("alone", "stages"), ("parts", "alone"), ("stages", "parts")])
+def test_gradients_accumulated_so_far_are_saved(before: str, after: str, tmp_path: Path) -> None:
+    batches = [torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+    def some(engine: Any, numbers: range) -> None:
+        for number in numbers:
+            engine.accumulate(batches[number], torch.tensor([number % 3, 1]))
+
+    def undisturbed(comm: Any, module: nn.Module) -> Any:
+        engine, _ = made(comm, module, PLANS["alone"])
+        some(engine, range(3))
+        return engine.update(max_norm=1.0), engine.gather_state_dict()
+
+    def saving(comm: Any, module: nn.Module) -> None:
+        engine, _ = made(comm, module, PLANS[before])
+        some(engine, range(2))
+        engine.save(tmp_path / "saved")
+
+    def resumed(comm: Any, module: nn.Module) -> Any:
+        engine, _ = made(comm, module, PLANS[after])
+        some(engine, range(1))  # what this engine has accumulated gives way
+        engine.load(tmp_path / "saved")
+        some(engine, range(2, 3))
+        return engine.update(max_norm=1.0), engine.gather_state_dict()
+
+    torch.manual_seed(3)  # the key of dropout, which is saved, too
+    norm, state = run_copies(model(), 1, undisturbed)[0]
+    torch.manual_seed(3)
+    run_copies(model(), PLANS[before].ranks, saving)
+    found_norm, found = run_copies(model(5), PLANS[after].ranks, resumed)[0]
+    assert found_norm == pytest.approx(norm, rel=1e-9)
+    for name, value in state.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10)
