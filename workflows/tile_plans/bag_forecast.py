@@ -46,6 +46,11 @@ class BagForecast:
     kept: float
     slides: int
 
+    @property
+    def bound_by(self) -> str:
+        """The part that takes most of the step."""
+        return max(self.parts_s, key=lambda name: self.parts_s[name])
+
 
 def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineModel) -> BagForecast:
     """Return the forecast of a step.

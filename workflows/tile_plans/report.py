@@ -68,7 +68,8 @@ def describe_bags(forecast: BagForecast, machine: MachineModel) -> list[str]:
     if forecast.kept < 1:
         kept = f"activations of {forecast.kept:.0%} of the tiles are kept, the others computed again"
     return [
-        f"{forecast.step_s:.3g} s per step, {forecast.slides / forecast.step_s:.3g} slides/s ({parts})",
+        f"{forecast.step_s:.3g} s per step, {forecast.slides / forecast.step_s:.3g} slides/s; bound by "
+        f"{forecast.bound_by} ({parts})",
         f"memory: {forecast.memory_bytes / 1e9:.2g} GB for each rank of {machine.memory_bytes / 1e9:.2g} GB, at least "
         f"{forecast.least_bytes / 1e9:.2g} GB; chunks of {forecast.chunk} tiles; {kept}",
     ]
@@ -78,6 +79,8 @@ def bags_json(forecast: BagForecast) -> dict[str, Any]:
     """Return a forecast as one JSON object; of its plan only what bags have."""
     plan = forecast.plan
     fields = asdict(forecast)
+    # The keys that every plan has; no rank waits for another stage, because there is one.
+    fields |= {"bubble": 0.0, "bound_by": forecast.bound_by}
     fields["plan"] = {"tiles": plan.tiles, "replicas": plan.replicas, "memory_bytes": plan.memory_bytes}
     return fields
 
