@@ -117,8 +117,9 @@ def run(
     words = MISSING if missing is None else tuple(missing.split(","))
     stored = _stored_rows(store, merge_alike, words)
     table, notes = _in_one_way(table, stored, group, chosen, merge_alike, words)
+    table, repeated = _each_once(table)
     groups = _groups(table, group)
-    notes = [*note, *notes, *_ungrouped(table, group)]
+    notes = [*note, *notes, *repeated, *_ungrouped(table, group)]
     groups, same = _with_same_content(table, groups, stored or table.rows)
     strata = strata_of(table, chosen) if chosen else [""] * len(table.rows)
     # A class that cannot be in every part is an error only if the user asked for balance by exactly it.
@@ -218,6 +219,19 @@ def _in_one_way(
         named.table.require(group, "--group")
         named = column_in_one_way(without_missing(named, group, missing), group, "name", merge=merge)
     return named.table, list(named.notes)
+
+
+def _each_once(table: Table) -> tuple[Table, list[str]]:
+    """Return a table of slides without rows that repeat an earlier one, which would count twice; and a note on them."""
+    if table.key != "slide_id":  # of cases: a row for each slide of a case may be meant
+        return table, []
+    first = {tuple(row.items()): k for k, row in reversed(list(enumerate(table.rows)))}
+    kept = sorted(first.values())
+    if len(kept) == len(table.rows):
+        return table, []
+    again = console.counted(len(table.rows) - len(kept), "row")
+    rows, lines = (tuple(values[k] for k in kept) for values in (table.rows, table.lines))
+    return replace(table, rows=rows, lines=lines), [f"{table.name}: {again} repeat an earlier row and do not count"]
 
 
 def _with_cases_of(table: Table, rows: Sequence[Mapping[str, str]]) -> tuple[Table, tuple[str, ...]]:

@@ -304,6 +304,17 @@ def test_one_slide_with_two_labels_is_refused(tmp_path):
         run(path, tmp_path / "out.csv", None, "case_id", None, 0)
 
 
+def test_a_row_that_is_there_twice_counts_once(tmp_path, capsys):
+    """As after two exports were pasted together: the classes of a split were balanced by rows."""
+    rows = "".join(f"s{k},c{k},{'ab'[k % 2]}\n" for k in range(20))
+    for name, text in (("once", rows), ("twice", rows + "s0,c0,a\n" * 5)):
+        (tmp_path / f"{name}.csv").write_text("slide_id,case_id,label\n" + text)
+        assert run(tmp_path / f"{name}.csv", tmp_path / f"{name}-splits.csv", None, "case_id", "label", 0) == 0
+    assert (tmp_path / "once-splits.csv").read_text() == (tmp_path / "twice-splits.csv").read_text()
+    said = capsys.readouterr()
+    assert "twice.csv: 5 rows repeat an earlier row and do not count" in said.err and "25 rows" not in said.out
+
+
 def test_names_of_slides_may_be_in_another_column(tmp_path):
     path = tmp_path / "labels.csv"
     path.write_text("File,label\n" + "".join(f"s{k}.svs,{'ab'[k % 2]}\n" for k in range(12)))
