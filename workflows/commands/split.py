@@ -229,9 +229,9 @@ def _each_once(table: Table) -> tuple[Table, list[str]]:
     kept = sorted(first.values())
     if len(kept) == len(table.rows):
         return table, []
-    again = console.counted(len(table.rows) - len(kept), "row")
+    again = console.counted(len(table.rows) - len(kept), "repeated row")
     rows, lines = (tuple(values[k] for k in kept) for values in (table.rows, table.lines))
-    return replace(table, rows=rows, lines=lines), [f"{table.name}: {again} repeat an earlier row and do not count"]
+    return replace(table, rows=rows, lines=lines), [f"{table.name}: {again} left out: each row of a slide counts once"]
 
 
 def _with_cases_of(table: Table, rows: Sequence[Mapping[str, str]]) -> tuple[Table, tuple[str, ...]]:

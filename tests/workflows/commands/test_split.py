@@ -312,7 +312,7 @@ def test_a_row_that_is_there_twice_counts_once(tmp_path, capsys):
         assert run(tmp_path / f"{name}.csv", tmp_path / f"{name}-splits.csv", None, "case_id", "label", 0) == 0
     assert (tmp_path / "once-splits.csv").read_text() == (tmp_path / "twice-splits.csv").read_text()
     said = capsys.readouterr()
-    assert "twice.csv: 5 rows repeat an earlier row and do not count" in said.err and "25 rows" not in said.out
+    assert "twice.csv: 5 repeated rows left out" in said.err and "25 rows" not in said.out
 
 
 def test_names_of_slides_may_be_in_another_column(tmp_path):
