@@ -230,7 +230,7 @@ def _each_once(table: Table) -> tuple[Table, list[str]]:
     if len(kept) == len(table.rows):
         return table, []
     again = console.counted(len(table.rows) - len(kept), "repeated row")
-    rows, lines = (tuple(values[k] for k in kept) for values in (table.rows, table.lines))
+    rows, lines = tuple(table.rows[k] for k in kept), tuple(table.lines[k] for k in kept)
     return replace(table, rows=rows, lines=lines), [f"{table.name}: {again} left out: each row of a slide counts once"]
 
 
