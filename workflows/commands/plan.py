@@ -78,14 +78,18 @@ def run(
     machine_model = machine_model if memory is None else replace(machine_model, memory_bytes=bytes_of(memory))
     ranks = ranks or machine_model.devices_per_node
     if settings.data.kind != "images":
-        from workflows.tile_plans.report import plan_bags
+        from workflows.tile_plans.report import bags_json, plan_bags
 
-        best = plan_bags(settings, machine_model, ranks, images, top, as_json)
-        return _written(config, best.plan) if write else DONE
+        bags = plan_bags(settings, machine_model, ranks, images, top)
+        if write:
+            _write(config, bags[0].plan)
+        if as_json:
+            emit_json({"machine": machine_model.name, "ranks": ranks, "plans": list(map(bags_json, bags))})
+        return DONE
     search = _search(settings, machine_model, ranks, images, top)
     _print_plans(search, settings, images, machine_model)
     if write:
-        _written(config, search.plans[0].plan)
+        _write(config, search.plans[0].plan)
     if as_json:
         plans = [
             {**forecast_json(forecast, images), "input_bytes_per_s": input_bytes_per_s(forecast, images, settings)}
@@ -96,11 +100,10 @@ def run(
     return DONE
 
 
-def _written(config: Path, plan: ParallelPlan) -> int:
-    """Write a plan into the YAML of a run; return the exit code."""
+def _write(config: Path, plan: ParallelPlan) -> None:
+    """Write a plan into the YAML of a run, and say so."""
     write_plan(config, plan)
     say(f"{config}: plan written")
-    return DONE
 
 
 def _plan_predictions(
@@ -228,9 +231,7 @@ def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: b
     if settings.data.kind != "images":
         from workflows.tile_plans.report import plan_bags
 
-        return _as_overrides(
-            plan_bags(settings, machine, trainers, settings.data.batch_size, top=1, as_json=False).plan
-        )
+        return _as_overrides(plan_bags(settings, machine, trainers, settings.data.batch_size, top=1)[0].plan)
     search = _search(settings, machine, trainers, settings.data.batch_size, top=1)
     _print_plans(search, settings, settings.data.batch_size, machine)
     return _as_overrides(search.plans[0].plan)

@@ -14,8 +14,8 @@ from workflows.tile_plans.bag_costs import BagCosts
 from workflows.tile_plans.bag_forecast import BagForecast, bag_plans, forecast_bags
 
 
-def plan_bags(config: Config, machine: MachineModel, ranks: int, slides: int, top: int, as_json: bool) -> BagForecast:
-    """Print the best plans of a run of bags and return the best.
+def plan_bags(config: Config, machine: MachineModel, ranks: int, slides: int, top: int) -> list[BagForecast]:
+    """Print the ``top`` best plans of a run of bags and return their forecasts, the fastest first.
 
     Raises:
         RequestError: The run cannot be used, or no plan fits.
@@ -32,9 +32,7 @@ def plan_bags(config: Config, machine: MachineModel, ranks: int, slides: int, to
             say(f"   {line}")
     for line in refused:
         say(line)
-    if as_json:
-        emit_json({"machine": machine.name, "ranks": ranks, "plans": list(map(bags_json, plans[:top]))})
-    return plans[0]
+    return plans[:top]
 
 
 def simulate_bags(config: Config, plan: ParallelPlan, slides: int, machine: MachineModel, as_json: bool) -> None:
