@@ -319,7 +319,9 @@ def _plain_name(source: Path, scene: str, folders: _Folders) -> str:
     elif folders.has_twin(source):
         stem = source.name
     # NFC: macOS writes é as e and an accent, and the same slide copied to Linux must keep its name.
-    name = re.sub(r"[\\\x00-\x1f]", "_", unicodedata.normalize("NFC", stem)).lstrip(".") or "slide"
+    name = re.sub(r"[\\\x00-\x1f]", "_", unicodedata.normalize("NFC", stem))
+    # Without white space at its ends, as tables are read: no row could name `x .svs` otherwise.
+    name = re.sub(r"^[\s.]+|\s+$", "", name) or "slide"
     if len(name.encode("utf-8", "replace")) > _LONGEST_NAME_BYTES:
         # File systems allow 255 bytes, and temporary names and suffixes are added.
         name = f"{name[:30]}-{_short_digest(name)}"

@@ -184,6 +184,15 @@ def test_names_stay_unique_when_a_file_is_called_like_a_twin(tmp_path: Path) -> 
     assert len(set(names)) == 4 and "x.tiff" in names
 
 
+def test_names_have_no_white_space_at_their_ends_as_rows_of_tables(tmp_path: Path) -> None:
+    for name in (" lead.tiff", "trail .tiff", "trail\u00a0.svs", " .hidden .tif", "in side.tif"):
+        (tmp_path / name).write_bytes(b"x")
+    names = {job.source.name: job.slide_id for job in find_jobs([tmp_path], {})}
+    assert names[" lead.tiff"] == "lead" and names[" .hidden .tif"] == "hidden" and names["in side.tif"] == "in side"
+    trails = {names["trail .tiff"], names["trail\u00a0.svs"]}
+    assert len(trails) == 2 and all(name.startswith("trail-") for name in trails)  # two slides are not one
+
+
 def test_names_of_an_earlier_version_stay(tmp_path: Path) -> None:
     for name in ("x.tif", "x.tiff"):
         (tmp_path / name).touch()
