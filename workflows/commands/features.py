@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows import console
-from workflows.exit_codes import DONE, SOME_FAILED
+from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 from workflows.features.request import FeatureRequest
 from workflows.paths import require_writable
 
@@ -28,11 +28,10 @@ def run(request: FeatureRequest, as_json: bool) -> int:
 
     Returns:
         0 if all slides are done, also before; 1 if some failed (each is named on standard error and in
-        ``DIR/features.csv``).
+        ``DIR/features.csv``); 3 if stopped on request: the same command continues.
 
     Raises:
         RequestError: The store, the encoder or the folder cannot be used; nothing was written.
-        KeyboardInterrupt: Stopped on request; the same command continues.
     """
     from data.location import location
     from data.store.unfinished import unfinished_note
@@ -60,15 +59,20 @@ def run(request: FeatureRequest, as_json: bool) -> int:
     owner = FolderOwner(request.out, advice, f"{number}-of-{parts}" if parts > 1 else "")
     folder.begin()
     task = EncodingRun(store, encoder, folder, request.tiling, request.precision, request.batch, request.workers, stain)
-    report = FeatureReport()
+    report, stopped = FeatureReport(), False
     try:
         with console.progress(len(sources), "features") as bar:
             encode_slides(task, list(sources), report, bar.advance, console.warn)
+    except KeyboardInterrupt:
+        console.warn("hyfi: stopped on request")
+        stopped = True
     finally:
         # Also after an error: the table lists what is there. Before the release, as another process may write after it.
         table = folder.write_table()
         owner.release()
-    _report(report, table, request, encoder, as_json)
+    _report(report, table, request, encoder, stopped, as_json)
+    if stopped:
+        return STOPPED
     return SOME_FAILED if report.failed else DONE
 
 
@@ -168,7 +172,9 @@ def _settings(request: FeatureRequest, encoder: TileEncoder, stain: StainNormali
     }
 
 
-def _report(report: FeatureReport, table: Path, request: FeatureRequest, encoder: TileEncoder, as_json: bool) -> None:
+def _report(
+    report: FeatureReport, table: Path, request: FeatureRequest, encoder: TileEncoder, stopped: bool, as_json: bool
+) -> None:
     """Print what was done and what failed."""
     from data.samples.colours.stain_normalisation import as_scanned_text
 
@@ -176,9 +182,10 @@ def _report(report: FeatureReport, table: Path, request: FeatureRequest, encoder
         console.warn(as_scanned_text(report.as_scanned))
     for slide_id, reason in report.failed:
         console.warn(f"failed: {slide_id}: {reason}")
+    ended = "; stopped on request, run the same command to continue" if stopped else ""
     console.say(
         f"{len(report.done)} done ({console.counted(report.tiles, 'tile')}), {len(report.failed)} failed, "
-        f"{len(report.skipped)} finished before: {table}"
+        f"{len(report.skipped)} finished before{ended}: {table}"
     )
     if as_json:
         console.emit_json(
@@ -191,5 +198,6 @@ def _report(report: FeatureReport, table: Path, request: FeatureRequest, encoder
                 "done": report.done,
                 "skipped": report.skipped,
                 "failed": [{"slide_id": slide_id, "reason": reason} for slide_id, reason in report.failed],
+                "stopped": stopped,
             }
         )

@@ -107,13 +107,12 @@ class IngestArguments:
 
 
 def run(arguments: IngestArguments) -> int:
-    """Ingest slides into a store; return 0, or 1 if slides failed. Ranks of a launcher share the slides.
+    """Ingest slides into a store; return 0, 1 if slides failed, or 3 if stopped. Ranks of a launcher share the slides.
 
     Raises:
         RequestError: A path, a value or the store is not valid; nothing was written.
-        KeyboardInterrupt: Stopped on request; the same command continues.
     """
-    from pathology.ingest.archive import ingest
+    from pathology.ingest.archive import IngestReport, ingest
     from pathology.memory import worker_count
 
     if inside_launcher():
@@ -123,8 +122,13 @@ def run(arguments: IngestArguments) -> int:
     if arguments.dry_run:
         return _dry_run(work, request, processes, arguments.as_json)
     run_ingest = partial(ingest, request, workers=processes, memory_bytes=memory_bytes, work=work)
-    with _progress(work.jobs) as shown:
-        report = run_ingest(progress=shown.progress)
+    so_far = IngestReport(skipped=list(work.finished))
+    try:
+        with _progress(work.jobs) as shown:
+            report = run_ingest(progress=shown.progress, finished=so_far.add)
+    except KeyboardInterrupt:
+        console.warn("hyfi: stopped on request")
+        report, so_far.interrupted = so_far, True
     return _report(report, request, arguments.as_json)
 
 
@@ -339,7 +343,7 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
                     {"slide_id": r.slide_id, "source_path": r.source_path, "reason": r.reason} for r in report.failed
                 ],
                 "skipped": report.skipped,
-                "stopped": report.stopped or None,
+                "stopped": report.stopped or ("on request" if report.interrupted else None),
             }
         )
     if report.interrupted:

@@ -84,20 +84,29 @@ def run(
         if write:
             _write(config, bags[0].plan)
         if as_json:
-            emit_json({"machine": machine_model.name, "ranks": ranks, "plans": list(map(bags_json, bags))})
+            _emit(machine_model, ranks, [bags_json(one) for one in bags])
         return DONE
     search = _search(settings, machine_model, ranks, images, top)
     _print_plans(search, settings, images, machine_model)
     if write:
         _write(config, search.plans[0].plan)
     if as_json:
-        plans = [
-            {**forecast_json(forecast, images), "input_bytes_per_s": input_bytes_per_s(forecast, images, settings)}
-            for forecast in search.plans
-        ]
-        alternatives = _alternatives(search)
-        emit_json({"machine": machine_model.name, "ranks": ranks, "plans": plans, "alternatives": alternatives})
+        alternatives = {"alternatives": _alternatives(search)}
+        _emit(machine_model, ranks, _plans_json(search, settings, images), alternatives)
     return DONE
+
+
+def _plans_json(search: PlanSearch, settings: Config, images: int) -> list[dict[str, Any]]:
+    """Return plans for batches of ``images`` as JSON objects."""
+    return [
+        {**forecast_json(forecast, images), "input_bytes_per_s": input_bytes_per_s(forecast, images, settings)}
+        for forecast in search.plans
+    ]
+
+
+def _emit(machine: MachineModel, ranks: int, plans: list[dict[str, Any]], more: dict[str, Any] | None = None) -> None:
+    """Print plans as one JSON object."""
+    emit_json({"machine": machine.name, "ranks": ranks, "plans": plans, **(more or {})})
 
 
 def _write(config: Path, plan: ParallelPlan) -> None:

@@ -163,19 +163,22 @@ def test_sigterm_ends_cleanly_and_the_same_command_goes_on(tmp_path: Path) -> No
     folder.mkdir()
     for k in range(12):
         write_slide(folder / f"{k:02}.tiff", stained(1500, 1500, k), compression="jpeg")
-    words = ["ingest", str(folder), "--out", str(store), "--mpp", "0.5", "--workers", "2"]
+    words = ["ingest", str(folder), "--out", str(store), "--mpp", "0.5", "--workers", "2", "--json"]
     command = [sys.executable, "-m", "workflows.cli", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes)  # type: ignore[call-overload]
     while not list(store.glob(".records/*.json")):
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=PATIENCE_S)
+    printed, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3, said
+    report = json.loads(printed.splitlines()[-1])
+    assert report["stopped"] == "on request" and "run the same command to continue" in printed
     assert [p.name for p in store.iterdir() if ".tmp-" in p.name] == []
     finished = {row["slide_id"] for row in load_manifest(store)}
-    assert 0 < len(finished) < 12
+    assert 0 < len(finished) < 12 and finished >= set(report["done"])
     assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0
     assert len(load_manifest(store)) == 12
 

@@ -277,6 +277,7 @@ class Slow(torch.nn.Module):
 def test_a_request_to_stop_leaves_nothing_half_done(store: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     words = ["features", str(store), "--encoder", "slow:Slow", "--out", "out", "--tile-px", "96", "--batch-size", "8"]
+    words.append("--json")
     command = [sys.executable, "-P", "-m", "workflows.cli", *words]
     process = subprocess.Popen(
         command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -284,8 +285,10 @@ def test_a_request_to_stop_leaves_nothing_half_done(store: Path, tmp_path: Path)
     wait_for(lambda: any((tmp_path / "out").glob(".a.h5.tmp-*")), process)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=PATIENCE_S)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3 and "stopped on request" in stderr, stderr
+    report = json.loads(stdout.splitlines()[-1])
+    assert report["stopped"] is True and report["done"] == [] and "run the same command to continue" in stdout
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"features.csv", "features.json", ".hyfi", ".owner"}
 
