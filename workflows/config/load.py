@@ -208,9 +208,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
-    """Set the key of an override ``section.key=value`` in the tree."""
+    """Set the key of an override ``section.key=value``, or of ``plan=auto``, in the tree."""
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
+    # The only section that may be a word; keys of the file's plan are no part of it.
+    if names == ["plan"] and text.strip() == AUTO_PLAN:
+        tree["plan"] = AUTO_PLAN
+        return
     if not equals or len(names) < 2 or not all(names):
         raise RequestError(f"override {override!r}: section, key or '=' is missing; allowed: section.key=value")
     # Bytes of the command line that Python could not decode (surrogateescape); YAML's own message would not name them.

@@ -115,6 +115,11 @@ def test_plan_auto_is_refused_where_nobody_chooses(config: Path) -> None:
     with pytest.raises(RequestError, match=r"hyfi plan .* --ranks N --write"):
         load_config(auto(config))
     assert load_config(config, ["plan.grids=[[1, 2]]"]).plan.grids == ((1, 2),)
+    # On the command line, over a plan of the file.
+    config.write_text(config.read_text().replace("plan: auto", "plan: {grids: [[1, 1]], microbatches: 2}"))
+    assert not asks_for_plan(config) and asks_for_plan(config, ["plan=auto"])
+    assert load_config(config, ["plan=auto", "plan.grids=[[1, 2]]"]).plan.microbatches == 1
+    config.write_text(config.read_text().replace("plan: {grids: [[1, 1]], microbatches: 2}", "plan: auto"))
     assert not asks_for_plan(config, ["plan.grids=[[1, 2]]"])
 
 

@@ -118,6 +118,7 @@ def test_config_cannot_be_changed(path: Path) -> None:
         ("lr_schedule.name=step", ["lr_schedule", "every_steps"]),
         ("roles.design=[inline]", ["roles.design", "['inline']", "offload_data"]),  # was a traceback
         ("seed=3", ["'seed=3'", "section.key=value"]),
+        ("plan=fast", ["'plan=fast'", "section.key=value"]),
         ("run.seed", ["'run.seed'", "section.key=value"]),
         ("run.seed=[", ["'['", "not a YAML value"]),
     ],
