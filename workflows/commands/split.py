@@ -118,9 +118,8 @@ def run(
     stored = _stored_rows(store, merge_alike, words)
     table, notes = _in_one_way(table, stored, group, chosen, merge_alike, words)
     table, repeated = _each_once(table)
-    groups = _groups(table, group)
     notes = [*note, *notes, *repeated, *_ungrouped(table, group)]
-    groups, same = _with_same_content(table, groups, stored or table.rows)
+    groups, same = _with_same_content(table, _groups(table, group), stored or table.rows)
     strata = strata_of(table, chosen) if chosen else [""] * len(table.rows)
     # A class that cannot be in every part is an error only if the user asked for balance by exactly it.
     strict = stratify is not None and len(chosen) == 1 and not is_numbers([row[chosen[0]] for row in table.rows])
