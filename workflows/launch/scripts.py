@@ -177,7 +177,11 @@ def log_name(path: Path, job: str) -> str:
     if not path.name.isprintable() or "\\" in path.name:
         raise RequestError(f"--script {str(path)!r}: give a name without control characters and backslashes")
     # Slurm's patterns are not only those of the job.
-    return shlex.quote(f"{path.stem.replace('%', '_')}-{job}.log")
+    name, folder = f"{path.stem.replace('%', '_')}-{job}.log", str(Path.cwd())
+    # A name alone gets the folder of `sbatch` in front, whose patterns Slurm replaces, too, and then the job fails.
+    if "%" in folder and "\\" not in folder and folder.isprintable():
+        name = f"{folder.replace('%', '%%')}/{name}"
+    return shlex.quote(name)
 
 
 def _signal_s(resources: Resources, site: Site) -> int:

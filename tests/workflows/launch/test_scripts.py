@@ -18,7 +18,7 @@ from tests.conftest import Hyfi
 from tests.patience import PATIENCE_S
 from tests.workflows.archive import make_config
 from workflows.commands.launch import ScriptOptions, run
-from workflows.launch.scripts import Resources, Site, _seconds_of, script_of
+from workflows.launch.scripts import Resources, Site, _seconds_of, log_name, script_of
 
 HYFI = (sys.executable, "-m", "workflows")
 OPEN_MPI = "--bind-to none -x HYFI_EXIT_FILE -x OMP_NUM_THREADS "
@@ -206,6 +206,15 @@ def test_names_of_scripts_and_folders_are_quoted(hyfi_here: Hyfi, tmp_path: Path
     )
     assert (done.returncode, done.stderr) == (3, "")
     assert by == "local" or any(name.startswith(f".{ODD}-") for name in (folder / "seen").read_text().splitlines())
+
+
+def test_a_folder_like_a_pattern_of_slurm_has_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm replaced the folder's %j, found no such folder, and the job failed without a log."""
+    (tmp_path / "50%j").mkdir()
+    monkeypatch.chdir(tmp_path / "50%j")
+    assert log_name(Path("run.sbatch"), "%j") == f"{tmp_path}/50%%j/run-%j.log"
+    monkeypatch.chdir(tmp_path)
+    assert log_name(Path("run.sbatch"), "%j") == "run-%j.log"
 
 
 def test_names_of_jobs_are_quoted(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.workflows.launch.test_launchers import open_mpi
 from tests.workflows.predictions import rows_of, save
 from tests.workflows.runs import losses
 from tests.workflows.slurm import CONFIGURATION, Slurm, running_slurm, slurm
+from workflows.launch.scripts import log_name
 from workflows.training.metrics_log import read_metrics
 
 __all__ = ["slurm"]
@@ -229,6 +230,22 @@ def test_a_requeued_job_starts_where_killed_ranks_left_shared_memory(slurm: Slur
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("array", [None, "1-1"])
+def test_a_job_in_a_folder_like_a_pattern_runs_and_has_its_log(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: str | None
+) -> None:
+    folder = tmp_path / "50%j of %A"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    more = ["#SBATCH --array=1-1"] if array else []
+    lines = ["#!/bin/bash", f"#SBATCH --output={log_name(Path('a.sbatch'), '%A_%a' if array else '%j')}", *more, "pwd"]
+    (folder / "a.sbatch").write_text("\n".join(lines) + "\n")
+    code, said = run(slurm, folder, "sbatch", "--wait", "a.sbatch")
+    assert code == 0, said
+    (log,) = folder.glob("a-*.log")
+    assert log.read_text() == f"{folder}\n"
+
+
 def test_a_job_that_is_told_to_end_saves_first(slurm: Slurm, tmp_path: Path, store: Path) -> None:
     """The script passed TERM on to srun, which killed the ranks by it."""
     config = make_config(tmp_path, store, run={"steps": 5000}, validation={"every_steps": 5000})
