@@ -152,6 +152,12 @@ def test_padding_in_memory_as_on_gpus_equals_one_process(grid: tuple[int, int]) 
         check((33, 38), grid, how | {"groups": 2}, batch=1, bias=False)
 
 
+def test_a_stride_in_one_direction_and_a_dilation_in_the_other_are_both() -> None:
+    plain, strided, dilated = AxisWindow(3, 1, 1), AxisWindow(3, 2, 1), AxisWindow(3, 1, 2, 2)
+    assert all(map(is_sparse, [Window(strided, dilated), Window(dilated, strided)]))
+    assert not any(map(is_sparse, [Window(strided, plain), Window(plain, dilated), Window(strided, strided)]))
+
+
 def test_under_autocast_the_types_are_those_of_autocast() -> None:
     how: Settings = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
     x, w = noise(1, 4, 16, 20, dtype=torch.float32), noise(4, 4, 3, 3, seed=1, dtype=torch.float32)
