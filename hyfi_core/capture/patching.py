@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 PATCHING = threading.RLock()
 """Held while PyTorch is patched: two threads patching at the same time would not restore the original."""
 
@@ -31,3 +33,12 @@ def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
             delattr(holder, name)
         else:
             setattr(holder, name, before)
+
+
+def compiling_here() -> contextlib.AbstractContextManager[None]:
+    """Context in which PyTorch's flag of a compilation, which holds for all threads, holds for this one only.
+
+    An optimizer that steps in another thread would take its step count for a traced one, and correct in float32.
+    """
+    here, is_compiling = threading.get_ident(), torch.compiler.is_compiling
+    return patched(torch.compiler, "is_compiling", lambda: threading.get_ident() == here and is_compiling())

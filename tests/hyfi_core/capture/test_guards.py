@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hyfi_core
-from hyfi_core.capture.export import capture
+from hyfi_core.capture.export import _decompositions, capture
 from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
 from hyfi_core.capture.storing.stored_tensors import StoredTensors
 from hyfi_core.comm.alone import AloneCommunicator
@@ -258,6 +258,19 @@ def test_an_optimizer_in_another_thread_does_not_take_itself_for_traced() -> Non
     compiling = mock.patch("torch.compiler._is_compiling_flag", True)
     with trace_guards(GuardedNet(""), StoredTensors(), None), compiling, ThreadPoolExecutor(1) as pool:
         assert torch.compiler.is_compiling() and not pool.submit(torch.compiler.is_compiling).result()
+
+
+def test_nor_while_a_graph_is_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def decompositions(traced: Any) -> Any:
+        with mock.patch("torch.compiler._is_compiling_flag", True), ThreadPoolExecutor(1) as pool:
+            found.append((torch.compiler.is_compiling(), pool.submit(torch.compiler.is_compiling).result()))
+        return _decompositions(traced)
+
+    monkeypatch.setattr("hyfi_core.capture.export._decompositions", decompositions)
+    capture(nn.Conv2d(3, 4, 3), (1, 3, 8, 8), torch.float32)
+    assert found and set(found) == {(True, False)}
 
 
 def test_the_momentum_of_a_cumulative_average_is_data_and_the_module_is_left_as_it_is() -> None:
