@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from hyfi_core.capture.functions.pointwise import function_of
 from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
-from hyfi_core.capture.patching import PATCHING, compiling_here, patched
+from hyfi_core.capture.patching import PATCHING, patched, traced_here
 from hyfi_core.capture.places import explained, traced_line
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo, copying_returned_inputs
 from hyfi_core.capture.released import device_of, stood_in
@@ -96,7 +96,7 @@ def _exported(
             traced = torch.export.export(model, (image,), strict=False)
         # Outside of the guards: decompositions run PyTorch's own code, which they would take for the model's.
         # The contexts only save time: the graph is the same without them.
-        with _own_composites_only(traced), _without_metadata(), _traced_places_only(), compiling_here():
+        with _own_composites_only(traced), _without_metadata(), _traced_places_only(), traced_here():
             exported: ExportedProgram = traced.run_decompositions(_decompositions(traced))
         return exported
 

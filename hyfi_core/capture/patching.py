@@ -35,8 +35,8 @@ def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
             setattr(holder, name, before)
 
 
-def compiling_here() -> contextlib.AbstractContextManager[None]:
-    """Context in which PyTorch's flag of a compilation, which holds for all threads, holds for this one only.
+def traced_here() -> contextlib.AbstractContextManager[None]:
+    """Context in which PyTorch's flag of a trace, which holds for all threads, holds for this one only.
 
     An optimizer that steps in another thread would take its step count for a traced one, and correct in float32.
     """
