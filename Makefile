@@ -20,9 +20,8 @@ demo: .venv/.installed
 	$(BIN)/hyfi demo --out demo
 
 # Bytecode is kept, whatever the environment says: the tests start many processes, each of which would compile it all.
-# Three workers also where there are two cores: many tests wait, for processes that start and for ranks that end.
 test: .venv/.installed-test
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n 3 --dist loadfile $(PYTEST_FLAGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 soak: .venv/.installed-test
 	$(BIN)/python -m pytest -m soak $(PYTEST_FLAGS)

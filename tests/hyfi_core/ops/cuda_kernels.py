@@ -166,7 +166,13 @@ KERNELS: Mapping[str, Kernel] = {
         name: Kernel()
         for name in (
             *("_native_batch_norm_legit.default", "slice_scatter.default", "upsample_nearest2d.default"),
-            *("_upsample_nearest_exact2d.default", "alias.default", "copy.default", "_to_copy.default"),
+            *(
+                "_upsample_nearest_exact2d.default",
+                "alias.default",
+                "copy.default",
+                "_to_copy.default",
+                "clone.default",
+            ),
             *("reshape.default", "is_non_overlapping_and_dense.default", "squeeze.dims"),
             "unfold_backward.default",  # refused at capture: never called
         )
