@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import zarr
 from zarr.storage import LocalStore
 
 from data.errors import StoreError
@@ -160,8 +161,6 @@ class _CopiedFiles(LocalStore):
 
 def _write(store: SlideStore, files: LocalStore, threads: int, progress: Callable[[int], None]) -> None:
     """Write the copy of a slide into a new folder."""
-    import zarr
-
     ome = read_json(store.path / "zarr.json")["attributes"]["ome"]
     label = store.path / "labels" / "tissue"
     label_ome = read_json(label / "zarr.json")["attributes"]["ome"]
