@@ -81,12 +81,13 @@ class Expected:
         *shown, last = [f"{name}={self.environment[name]}" for name in self.variables[:_SHOWN]] or ["variables"]
         subject = f"{', '.join(shown)} and {last}" if shown else last
         subject += " in the environment"
+        says = "says" if len(self.variables) == 1 else "say"
         if self.launcher != "torchrun":
-            return f"{subject} say that {self._starter} started this process as one of several ranks"
+            return f"{subject} {says} that {self._starter} started this process as one of several ranks"
         rank, size = self.environment.get("RANK", "?"), self.environment.get("WORLD_SIZE", "?")
         where = f"{self.environment.get('MASTER_ADDR', '?')}:{self.environment.get('MASTER_PORT', '?')}"
         whom = f"the other ranks of {size} have not all come to" if rank == "0" else "rank 0 does not answer at"
-        return f"{subject} say that this is rank {rank} of {size}, and {whom} {where}"
+        return f"{subject} {says} that this is rank {rank} of {size}, and {whom} {where}"
 
     def advice(self) -> str:
         """Return what to do, as text."""

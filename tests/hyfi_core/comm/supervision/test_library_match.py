@@ -46,7 +46,7 @@ def test_a_connection_of_an_earlier_launcher_that_is_closed_is_named() -> None:
 
 def test_a_rank_of_pmix_without_a_server_is_named() -> None:
     """As PMIX_RANK alone, left in a job's environment file: MPICH aborted with "launcher not compatible"."""
-    with pytest.raises(RendezvousError, match=r"PMIX_RANK=0 in the environment.* `env -u PMIX_RANK .* …`"):
+    with pytest.raises(RendezvousError, match=r"PMIX_RANK=0 in the environment says.* `env -u PMIX_RANK .* …`"):
         check_library("MPICH Version: 5.0.2", {"PMIX_RANK": "0"})
     # A server's address that has another form than this module knows: the library decides.
     check_library("MPICH Version: 5.0.2", {"PMIX_RANK": "0", "PMIX_SERVER_URI2": "pmix.1;usock"})
