@@ -37,6 +37,7 @@ _LOOK_ALIKE = str.maketrans(
 )
 """Cyrillic letters that look like Latin ones, small or capital: keyboards of both alphabets mix them within a name."""
 _ALPHABET = "alphabet (Cyrillic letters that look like Latin ones)"
+_WITHOUT_ARTICLE = ("invisible characters", "white space", "zeros or dashes")
 _ROUNDED = re.compile(r"[0-9]([.,][0-9]+)?E\+[0-9]{2,3}", re.IGNORECASE)
 """Numbers as spreadsheets write long ones, ``1.23E+11``: names that differed in the digits left out are one then."""
 
@@ -203,20 +204,23 @@ def _refusal(
         pairs: (name, how it is written elsewhere).
         where: What has these names.
         lines: Lines of names, if they are from a table.
-        settled: Names whose spelling is known from elsewhere.
-        knows: What knows them.
+        settled: Spellings known from elsewhere.
+        knows: What has the settled spellings, as the subject of a sentence, such as ``the store``.
     """
 
-    def quoted(text: str, kind: str) -> str:
+    def escaped(text: str, kind: str) -> str:
         # Letters that look alike are told apart by their escapes only.
-        words = ascii(text) if kind == _ALPHABET else shown(text)
-        return f"{words} (line {lines[text]})" if text in lines else words
+        return ascii(text) if kind == _ALPHABET else shown(text)
+
+    def quoted(text: str, kind: str) -> str:
+        return f"{escaped(text, kind)} (line {lines[text]})" if text in lines else escaped(text, kind)
 
     described = []
     for text, spelling in pairs[:_MOST_NAMED]:
         kind = difference(text, spelling)
+        other = "other" if kind in _WITHOUT_ARTICLE else "another"
         described.append(
-            f"  {quoted(text, kind)}: {knows} has {shown(spelling)}, another {kind}"
+            f"  {quoted(text, kind)}: {knows} has {escaped(spelling, kind)}, {other} {kind}"
             if spelling in settled
             else f"  {quoted(text, kind)} and {quoted(spelling, kind)} differ only in {kind}"
         )

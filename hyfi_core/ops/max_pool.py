@@ -123,7 +123,10 @@ class MaxPool(Banded, RemakesSaved):
         return (d_own,)
 
     def _back_from_canvas(self, comm: Communicator, saved: Any, dy: torch.Tensor | None) -> Waits[Cotangents]:
-        """Return the cotangent of the map, by way of the canvas on which the pool was computed."""
+        """Return the cotangent of the map by that of the canvas: own part, strips and fill value in one tensor.
+
+        There are no indices if this rank has no outputs.
+        """
         back, canvas, indices, _ = saved
         if dy is None or indices is None:
             d_canvas = torch.zeros_like(canvas)

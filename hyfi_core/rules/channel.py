@@ -115,7 +115,7 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: 
         if not isinstance(dim, int):
             builder.refuse(op, "works on the flattened tensor, across all dims", "an explicit dim")
         reduced = None if keepdim_at is None else _keeps(op, keepdim_at)
-        # Positions of a flat map first: their rule sends results, not rows.
+        # First, positions of a flat map (B, C, H · W): their rule sends the few results of each part, not whole rows.
         if positions is not None and over_positions(builder, op, dim):
             positions(builder, op)
         elif dim % dims in split.dims:

@@ -270,7 +270,7 @@ class Pipeline:
         return flight
 
     def _backward(self, key: Key, microbatch: int, step: Step, in_two: bool) -> None:
-        """Run the backward of a micro-batch in a stage; ``in_two``: only its first part."""
+        """Run the backward of a micro-batch in a stage; ``in_two``: its first part; the second waits in ``_rests``."""
         flight = self._flights[key, microbatch]
         # From here on it counts edges along which cotangents have left.
         flight.sends = 0

@@ -148,8 +148,7 @@ class SlidePool:
                 # Before the claims are removed: a worker that lived on would write a slide that others may take.
                 _end_workers(pool, children_before)
                 for number in running.values():
-                    remove_ended(self.store / CLAIMS, self._jobs[number].slide_id)
-                    remove_leftovers(slide_path(self.store, self._jobs[number].slide_id))
+                    self._remove_unfinished(number)
                 raise
 
     def _submit(self, pool: ProcessPoolExecutor, number: int) -> Future[Outcome | None]:
@@ -162,19 +161,29 @@ class SlidePool:
         return max(1, self.cores // self.workers)
 
     def _run_alone(self, number: int) -> Outcome | None:
-        """Ingest one slide in a process of its own; if that dies, the slide fails."""
+        """Ingest one slide in a process of its own; if that dies, the slide fails. None: another run works on it."""
         job = self._jobs[number]
+        children_before = multiprocessing.active_children()
         with _pool(1, self._done, self._threads) as pool:
             try:
                 return self._submit(pool, number).result()
             except BrokenProcessPool:
-                remove_ended(self.store / CLAIMS, job.slide_id)
-                remove_leftovers(slide_path(self.store, job.slide_id))
+                self._remove_unfinished(number)
                 reason = "the process that decoded it died (a crash in the decoder, or out of memory)"
                 path = "" if job.secret else str(job.source)
                 record = SlideRecord(job.slide_id, path, FAILED, reason=reason, extra=user_columns(job.row))
                 save_outcome(record, self.store)
                 return Outcome(record, job)
+            except BaseException:
+                # Else the pool would wait until the slide is done.
+                _end_workers(pool, children_before)
+                self._remove_unfinished(number)
+                raise
+
+    def _remove_unfinished(self, number: int) -> None:
+        """Remove the claim and the unfinished files of a slide whose worker has ended."""
+        remove_ended(self.store / CLAIMS, self._jobs[number].slide_id)
+        remove_leftovers(slide_path(self.store, self._jobs[number].slide_id))
 
 
 @contextlib.contextmanager

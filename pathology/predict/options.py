@@ -121,7 +121,8 @@ class PredictOptions:
                 f"--evidence-blocks {self.evidence_blocks}: give the most forwards for each slide, 1 or more, together "
                 f"with --evidence occlusion"
             )
-        ParallelPlan(((1, 1),), cells=self.cells, memory_bytes=self.memory_bytes, spill=self.spill)  # refuses them
+        # Only for its checks: it refuses cells, memory and spill that are wrong or do not fit together.
+        ParallelPlan(((1, 1),), cells=self.cells, memory_bytes=self.memory_bytes, spill=self.spill)
 
 
 def ingest_options(config: Mapping[str, Any], mpp: float, options: PredictOptions) -> IngestOptions:

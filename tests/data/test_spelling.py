@@ -59,6 +59,13 @@ def test_names_that_differ(one: str, other: str) -> None:
 def test_letters_that_look_alike_are_told_apart_in_the_message() -> None:
     with pytest.raises(RequestError, match=r"'\\u041a12' and 'K12' differ only in alphabet"):
         one_spelling(["K12", "K12", "\u041a12"], "name", "t.csv", merge=False)
+    with pytest.raises(RequestError, match=r"'K12': the store has '\\u041a12', another alphabet"):
+        one_spelling(["K12"], "name", "t.csv", merge=False, known_names=["\u041a12"])
+
+
+def test_kinds_of_several_are_other_not_another() -> None:
+    with pytest.raises(RequestError, match="'7': the store has '007', other zeros or dashes"):
+        one_spelling(["7"], "name", "t.csv", merge=False, known_names=["007"])
 
 
 def test_an_ending_counts_where_both_have_one() -> None:

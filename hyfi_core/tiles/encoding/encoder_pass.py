@@ -152,9 +152,10 @@ class EncoderPass:
         self.waited_s += seconds
 
     def _encoded(self, chunk: TileChunk, tiles: torch.Tensor, keeps: bool) -> torch.Tensor:
-        """Return the features of a chunk; ``keeps``: with the graph by which backward returns."""
+        """Return the features (n, D) of a chunk; ``keeps``: with the graph by which backward returns."""
         inputs = as_input(tiles, self.call.device, self.call.dtype)
         key = DrawKey(self.seed, self.step, self.parts.first_slide + chunk.slide)
+        # For exact norms: the ranks that share the slide, and its number of tiles.
         group = (self.comm, self.parts.tiles[chunk.slide]) if self.trains else None
         # With a graph in both cases: without one, kernels may differ, and so the last bits of the two passes.
         nothing: AbstractContextManager[Any] = nullcontext() if keeps else keeping_nothing()

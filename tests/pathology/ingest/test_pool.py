@@ -7,7 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +103,29 @@ def test_an_interrupted_pool_ends_its_own_workers_only(tmp_path: Path) -> None:
         SlidePool(tmp_path, IngestOptions(mpp=0.5), 2, lambda outcome: None, interrupt).run(jobs)
     assert multiprocessing.active_children() == [other] and other.is_alive()
     other.kill()
+
+
+class InterruptedAlone(SlidePool):
+    """Works on a slide for long; Ctrl-C is pressed as soon as it has begun."""
+
+    def _submit(self, pool: ProcessPoolExecutor, number: int) -> Future[Any]:
+        self.submitted = pool.submit(time.sleep, 20)
+        while not self.submitted.running():
+            time.sleep(0.01)
+
+        class Interrupted(Future[Any]):
+            def result(self, timeout: float | None = None) -> Any:
+                raise KeyboardInterrupt
+
+        return Interrupted()
+
+
+def test_a_slide_that_is_tried_alone_is_ended_by_an_interrupt(tmp_path: Path) -> None:
+    pool = InterruptedAlone(tmp_path, IngestOptions(mpp=0.5), 2, lambda outcome: None)
+    pool._jobs = (SlideJob(tmp_path / "a.tiff", "a"),)
+    with pytest.raises(KeyboardInterrupt):
+        pool._run_alone(0)
+    assert isinstance(pool.submitted.exception(), BrokenProcessPool)  # ended, instead of finished
 
 
 def test_a_pool_may_run_twice(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def draw(task: PositionsTask, folder: Path, splits: tuple[str, ...] = ("train", 
     if (folder / "manifest.csv").exists():
         return
     slides = [slide for slide in task.slides if slide.split in splits]
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)  # it may be left of a drawing that was interrupted
     with get_context("spawn").Pool(2) as pool:
         pool.map(partial(_draw_slide, task, folder), slides)
     write_manifest(slides, folder)
