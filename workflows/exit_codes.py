@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from hyfi_core.errors import FAULT, RequestError
 
@@ -21,6 +22,7 @@ def exit_code_of(body: Callable[[], int], prepare: Callable[[], None] | None = N
         prepare: Called before ``body``; its errors are reported in the same way.
     """
     try:
+        _require_working_folder()
         if prepare is not None:
             prepare()
         return body()
@@ -40,6 +42,19 @@ def exit_code_of(body: Callable[[], int], prepare: Callable[[], None] | None = N
         memory = message_of(error)
         _warn(f"hyfi: {memory}" if memory else traceback.format_exc().rstrip())
         return FAULT
+
+
+def _require_working_folder() -> None:
+    """Check that the working folder exists: without it, no library finds its files, and relative paths mean nothing.
+
+    Raises:
+        RequestError: It was removed, and perhaps made again: a shell that was in it is still in the removed one.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        removed = "the working folder was removed; change to another one, or to the new one of its name"
+        raise RequestError(f'{removed}: cd "$PWD"') from None
 
 
 def _warn(text: str) -> None:

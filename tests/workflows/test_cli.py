@@ -91,6 +91,17 @@ def test_each_end_has_its_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_a_removed_working_folder_is_a_wrong_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert exit_code_of(lambda: 0) == 2
+    assert capsys.readouterr().err == (
+        'hyfi: the working folder was removed; change to another one, or to the new one of its name: cd "$PWD"\n'
+    )
+
+
 @pytest.mark.parametrize("name", ["TERM", "USR1", "INT"])
 def test_signals_stop_a_command(name: str) -> None:
     code = f"""
