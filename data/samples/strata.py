@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from data.csv_table import Table
 from data.samples.labels import one_of_each
+from data.spelling import canonical, one_spelling
 from hyfi_core.errors import RequestError
 
 QUANTILES = 4
@@ -41,30 +42,58 @@ def is_numbers(texts: Sequence[str]) -> bool:
     return len(values) > _MOST_CLASSES and all(map(_is_number, values))
 
 
-def fixed_groups(table: Table, groups: Sequence[str], fixed_test: str | None) -> set[str]:
+def fixed_groups(table: Table, groups: Sequence[str], fixed_test: str | None, *, merge: bool = False) -> set[str]:
     """Return the groups of the rows that the user gives as the test set.
 
+    Args:
+        table: The labels.
+        groups: The group of each row.
+        fixed_test: ``COLUMN=VALUE,VALUE``; None: no such rows.
+        merge: Whether other spellings of a value are joined with it, see `data.spelling`.
+
     Raises:
-        RequestError: The column is missing, no row has such a value, all have, or a group has rows of both kinds.
+        RequestError: The column is missing, no row has one of the values, all rows have one, a value has another
+            spelling in a row and ``merge`` is off, or a group has rows of both kinds.
     """
     if fixed_test is None:
         return set()
     column, equals, text = fixed_test.partition("=")
-    if not equals:
+    values = {value.strip() for value in text.split(",")}
+    if not equals or "" in values:
         raise RequestError(f"--fixed-test: given {fixed_test!r}; allowed: COLUMN=VALUE, as in site=Leeds or split=test")
     table.require(column, "--fixed-test")
-    values = {value.strip() for value in text.split(",")}
+    texts = _as_given(table, column, values, merge)
     kinds: dict[str, set[bool]] = {}
-    for name, row in zip(groups, table.rows, strict=True):
-        kinds.setdefault(name, set()).add(row[column] in values)
+    for name, value in zip(groups, texts, strict=True):
+        kinds.setdefault(name, set()).add(value in values)
     both = next((name for name, in_test in kinds.items() if len(in_test) > 1), None)
     if both is not None:
         raise RequestError(f"--fixed-test {fixed_test}: {both} has rows of the test set, and others")
     fixed = {name for name, in_test in kinds.items() if True in in_test}
-    if not fixed or len(fixed) == len(kinds):
+    absent = sorted(values.difference(texts))
+    if absent or len(fixed) == len(kinds):
         has = ", ".join(sorted({row[column] or "(empty)" for row in table.rows})[:_NAMED])
-        raise RequestError(f"--fixed-test {fixed_test}: {'every' if fixed else 'no'} row has it; {column} has: {has}")
+        which = f"no row has {', '.join(absent)}" if absent else "every row has it"
+        raise RequestError(f"--fixed-test {fixed_test}: {which}; {column} has: {has}")
     return fixed
+
+
+def _as_given(table: Table, column: str, values: Collection[str], merge: bool) -> list[str]:
+    """Return a column's texts; those that are another spelling of one of ``values`` are refused, or spelled like it."""
+    texts = [row[column] for row in table.rows]
+    forms = {canonical(value) for value in values}
+    alike = [(text, line) for text, line in zip(texts, table.lines, strict=True) if canonical(text) in forms]
+    # A row of the test site in another spelling would be trained on.
+    spelled = one_spelling(
+        [text for text, _ in alike],
+        "name",
+        f"{table.name}: {column}",
+        merge=merge,
+        lines=[line for _, line in alike],
+        known_names=sorted(values),
+        knows="--fixed-test",
+    )
+    return [spelled.spelling.get(text, text) for text in texts]
 
 
 def _quarters(texts: Sequence[str]) -> list[str]:

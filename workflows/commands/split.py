@@ -123,7 +123,7 @@ def run(
     strata = strata_of(table, chosen) if chosen else [""] * len(table.rows)
     # A class that cannot be in every part is an error only if the user asked for balance by exactly it.
     strict = stratify is not None and len(chosen) == 1 and not is_numbers([row[chosen[0]] for row in table.rows])
-    fixed = fixed_groups(table, groups, options.fixed_test)
+    fixed = fixed_groups(table, groups, options.fixed_test, merge=merge_alike)
     divided = [(name, stratum) for name, stratum in zip(groups, strata, strict=True) if name not in fixed]
     try:
         parts = [_drawn(divided, shares, seed + repeat, strict) for repeat in range(options.repeats)]
@@ -264,8 +264,8 @@ def _groups(table: Table, group: str) -> list[str]:
     for line, row in zip(table.lines, table.rows, strict=True):
         if not row[key]:
             raise RequestError(f"{table.name}, line {line}: no {key}")
-        # A row without the group is one of its own, under its own key.
-        name = f"{group} {row[group]}" if row.get(group) else f"{key} {row[key]}"
+        # Without the group, the case is one: slides of a patient stay together. Without both, the row is.
+        name = next(f"{k} {row[k]}" for k in (group, "case_id", key) if row.get(k))
         for item in (f"{k} {row[k]}" for k in ("slide_id", "case_id") if row.get(k)):
             if first.setdefault(item, name) != name:
                 raise RequestError(
@@ -283,7 +283,9 @@ def _ungrouped(table: Table, group: str) -> list[str]:
     rows = console.counted(len(table.rows), "row")
     if group not in table.columns:
         return [f"{table.name}: no column {group}: each of its {rows} is a case of its own, slides of one patient too"]
-    return [f"{table.name}: {without} of {rows} have no {group}: each is a group of its own"]
+    of_cases = group not in KEYS and "case_id" in table.columns
+    own = "those of a case are a group" if of_cases else "each is a group of its own"
+    return [f"{table.name}: {without} of {rows} have no {group}: {own}"]
 
 
 def _with_same_content(

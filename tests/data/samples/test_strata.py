@@ -36,7 +36,7 @@ def test_groups_with_a_value_are_the_test_set() -> None:
     ("words", "message"),
     [
         ("site", "allowed: COLUMN=VALUE"),
-        ("site=Bath", "no row has it; site has: Leeds, York"),
+        ("site=Bath", "no row has Bath; site has: Leeds, York"),
         ("site=Leeds,York", "every row has it"),
         ("site=York", "g2 has rows of the test set, and others"),
     ],

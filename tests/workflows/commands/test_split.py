@@ -261,6 +261,26 @@ def test_fractions_and_a_fixed_test_set_are_kept(labels, tmp_path):
     assert abs(parts.count("train") - parts.count("val")) <= 3
 
 
+def test_rows_of_the_test_set_in_another_spelling_are_not_trained_on(tmp_path):
+    path, out = tmp_path / "labels.csv", tmp_path / "splits.csv"
+    path.write_text("slide_id,site\n" + "".join(f"s{k},{('Leeds', 'York', 'leeds')[k % 3]}\n" for k in range(12)))
+    chosen = SplitOptions(fixed_test="site=Leeds")
+    with pytest.raises(RequestError, match=r"'leeds' \(line 4\): --fixed-test has 'Leeds', another case"):
+        run(path, out, None, "case_id", None, 0, options=chosen)
+    run(path, out, None, "case_id", None, 0, options=chosen, merge_alike=True)
+    assert {slide for slide, part in load_splits(out).items() if part != "test"} == {"s1", "s4", "s7", "s10"}
+
+
+def test_slides_of_a_case_without_a_site_are_one_group(tmp_path, capsys):
+    path, out = tmp_path / "labels.csv", tmp_path / "splits.csv"
+    sites = ["A", "B", "C", "", "", ""]
+    path.write_text("slide_id,case_id,site\n" + "".join(f"s{k},c{k // 2},{sites[k // 2]}\n" for k in range(12)))
+    run(path, out, None, "site", None, 0)
+    splits = load_splits(out)
+    assert [k for k in range(0, 12, 2) if splits[f"s{k}"] != splits[f"s{k + 1}"]] == []
+    assert "6 of 12 rows have no site: those of a case are a group" in capsys.readouterr().err
+
+
 def test_folds_are_drawn_several_times_without_the_test_set(labels, tmp_path):
     out = tmp_path / "folds.csv"
     run(labels, out, 3, "case_id", None, 0, options=SplitOptions(repeats=2, fixed_test="hospital=h3"))
@@ -288,7 +308,9 @@ def test_numbers_are_balanced_by_quarters_also_with_classes(tmp_path, capsys):
         ({"fractions": [0.5, 0.2, 0.3], "fixed_test": "hospital=h1"}, "its share must be 0"),
         ({"fixed_test": "hospital"}, "COLUMN=VALUE"),
         ({"fixed_test": "hospitl=h1"}, "no column 'hospitl'"),
-        ({"fixed_test": "hospital=h99"}, "no row has it; hospital has: h0"),
+        ({"fixed_test": "hospital=h1,h99"}, "no row has h99; hospital has: h0"),
+        ({"fixed_test": "hospital=h1,"}, "COLUMN=VALUE"),
+        ({"fixed_test": "hospital=H1"}, r"'h1' \(line [0-9]+\): --fixed-test has 'H1', another case"),
         ({"repeats": 2}, "needs --folds"),
     ],
 )
