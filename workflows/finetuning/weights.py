@@ -94,7 +94,7 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     """Copy matching tensors of a ``.safetensors`` or ``.pth`` file into ``model``, in place.
 
     Raises:
-        RequestError: The file is missing, has another format, or none of its tensors matches the model.
+        RequestError: The file is missing, has another format, is quantised, or none of its tensors matches the model.
     """
     file, own = read_weights(path), model.state_dict()
     prefix = _prefix(file.tensors, own)
@@ -103,6 +103,7 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     tensors = {prefix.renamed(name): file.tensors[name] for name in in_order}
     reshaped = tuple(name for name in own if name in tensors and own[name].shape != tensors[name].shape)
     fitting = {name: tensors[name] for name in own if name in tensors and name not in reshaped}
+    _check_scale(path, own, fitting)
     counters = {name for name in own if name.endswith("num_batches_tracked")}
     # Counters of batches fit any model with batch norm, so they do not show that the file belongs to this one.
     if not set(fitting) - counters:
@@ -116,6 +117,17 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     unexpected = tuple(sorted(tensors.keys() - own.keys()))
     loaded = tuple(name for name in fitting if name not in counters)
     return WeightsReport(loaded, missing, unexpected, reshaped, f"{file}{prefix}")
+
+
+def _check_scale(path: Path, own: Mapping[str, torch.Tensor], fitting: Mapping[str, torch.Tensor]) -> None:
+    """Refuse integers in place of weights: those of a quantised file mean nothing without its scales."""
+    integers = [n for n in fitting if own[n].is_floating_point() and not fitting[n].is_floating_point()]
+    if integers:
+        dtype = str(fitting[integers[0]].dtype).removeprefix("torch.")
+        raise RequestError(
+            f"model.weights {path}: has {dtype} numbers in place of weights ({listed(integers, _NAMED)}), as in a "
+            f"quantised file, whose scales are kept elsewhere; use the file in float32, float16 or bfloat16"
+        )
 
 
 def _prefix(file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Prefix:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,13 @@ _WRAPPERS = (
 """Keys under which training scripts keep the weights, in the order in which they are looked for."""
 _DEEPEST = 3
 _NAMED = 3
-"""Largest number of classes in a message."""
+"""Largest number of classes, entries or files in a message."""
+_SUFFIXES = {".safetensors", ".pth", ".pt", ".bin", ".ckpt"}
+_OTHER_CONTENT = {
+    b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; run git lfs pull in its repository",
+    b"<": "is a web page, not the file itself; download it again",
+}
+"""First bytes of files that are often there in place of weights, and what to say of them."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,10 @@ def read_weights(path: Path) -> WeightsFile:
     Raises:
         RequestError: The file is missing, has another format, or has no tensors where they are usually found.
     """
+    if path.is_dir():
+        files = sorted(file.name for file in path.iterdir() if file.suffix in _SUFFIXES)
+        inside = f"name one of its files: {listed(files, _NAMED)}" if files else "name a .safetensors or .pth file"
+        raise RequestError(f"model.weights {path}: is a folder; {inside}")
     if not path.is_file():
         raise RequestError(f"model.weights {path}: no such file; use a local .safetensors or .pth file")
     value: Any
@@ -74,12 +85,27 @@ def read_weights(path: Path) -> WeightsFile:
             # Scripts save their arguments beside the weights (DINO, MAE): an object with attributes, and no code.
             with torch.serialization.safe_globals([argparse.Namespace]):
                 value = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise RequestError(f"model.weights {path}: {_describe_pickle(path, error)}") from error
-    except (SafetensorError, RuntimeError, ValueError, OSError, EOFError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RequestError(f"model.weights {path}: not a file of tensors only: {reason}") from error
+    except (pickle.UnpicklingError, SafetensorError, RuntimeError, ValueError, OSError, EOFError, KeyError) as error:
+        raise RequestError(f"model.weights {path}: {_describe_unreadable(path, error)}") from error
     return _unwrapped(path, value)
+
+
+def _describe_unreadable(path: Path, error: Exception) -> str:
+    """Return why a file could not be read, and what would help."""
+    with path.open("rb") as file:
+        first = file.read(32).lstrip()
+    for start, description in _OTHER_CONTENT.items():
+        if first.startswith(start):
+            return description
+    if not first:
+        return "is empty"
+    if isinstance(error, pickle.UnpicklingError):
+        return _describe_pickle(path, error)
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if "TorchScript" in reason:
+        code = f"import torch; torch.save(torch.jit.load({str(path)!r}).state_dict(), 'weights.pth')"
+        return f'is a program of TorchScript. If you trust the file, write its tensors: python -c "{code}"'
+    return f"not a file of tensors only: {reason}"
 
 
 def _describe_pickle(path: Path, error: Exception) -> str:
@@ -87,12 +113,15 @@ def _describe_pickle(path: Path, error: Exception) -> str:
     try:
         classes = [name for name in get_unsafe_globals_in_checkpoint(str(path)) if name != "argparse.Namespace"]
     except Exception:  # not a file of torch.save, or an old one
-        classes = []
+        classes = re.findall(r"GLOBAL (\S+) was not", str(error))
     if not classes:
-        return f"not a file of tensors only: {str(error).splitlines()[0]}"
+        return "not a file of tensors only: it is damaged, or neither of safetensors nor of torch.save"
+    # Dicts within dicts keep their keys, so that weights are found where they are in the file.
     code = (
-        f"import torch; m = torch.load({str(path)!r}, weights_only=False); m = m.state_dict() if hasattr(m, "
-        f"'state_dict') else m.get('state_dict', m.get('model', m)); torch.save(m, 'weights.pth')"
+        "import torch; t = lambda v: t(v.state_dict()) if hasattr(v, 'state_dict') else {k: t(x) for k, x in v.items() "
+        "if isinstance(x, dict) or hasattr(x, 'state_dict') or hasattr(x, '__array__')} if isinstance(v, dict) else "
+        f"torch.as_tensor(v); torch.save(t(torch.load({str(path)!r}, map_location='cpu', weights_only=False)), "
+        "'weights.pth')"
     )
     return (
         f"has objects besides tensors ({listed(sorted(classes), _NAMED)}), which may run code when they are loaded, as "
@@ -115,6 +144,12 @@ def _unwrapped(path: Path, value: Any) -> WeightsFile:
         # As of an average beside the weights: the user should know that it was not taken.
         other_keys += tuple(inside[1:])
         value = value[inside[0]]
+    if isinstance(value, dict) and sum(isinstance(tensor, torch.Tensor) for tensor in value.values()) > 1:
+        others = [f"{name!r} ({type(v).__name__})" for name, v in value.items() if not isinstance(v, torch.Tensor)]
+        raise RequestError(
+            f"model.weights {path}: has entries that are not tensors among the weights: {listed(others, _NAMED)}; save "
+            f"the file without them"
+        )
     kind = f"a dict with {', '.join(map(repr, list(value)[:5]))}" if isinstance(value, dict) else type(value).__name__
     raise RequestError(
         f"model.weights {path}: has {kind}, not a state_dict (names and tensors), nor one under "

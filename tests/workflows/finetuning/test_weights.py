@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -121,12 +122,56 @@ def test_arguments_beside_the_weights_do_not_matter_and_other_objects_are_named_
     model = resnet.resnet18(2, width=8)
     torch.save({"model": model.state_dict(), "args": argparse.Namespace(lr=0.1)}, "mae.pth")
     assert str(load_weights(resnet.resnet18(2, width=8), Path("mae.pth"))).startswith("102 of 102")
-    torch.save(model, "whole.pth")
+    torch.save({"step": Path("log"), "net": {"teacher": model, "loss": {"best": numpy.float64(1.0)}}}, "whole.pth")
     with pytest.raises(RequestError, match=r"has objects besides tensors .* may run code") as refused:
         load_weights(model, Path("whole.pth"))
     code = str(refused.value).partition('python -c "')[2].rpartition('"')[0]
     exec(code, {})
-    assert str(load_weights(resnet.resnet18(2, width=8), Path("weights.pth"))).startswith("102 of 102")
+    again = str(load_weights(resnet.resnet18(2, width=8), Path("weights.pth")))
+    assert again.startswith("102 of 102 tensors loaded ('net.teacher' of the file)")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("w.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS"),
+        ("w.pth", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS"),
+        ("w.pth", b"<!DOCTYPE html><html></html>", "is a web page"),
+        ("w.pth", b"", "is empty"),
+        ("w.pth", b"\x89HDF\r\n\x1a\n00000", "neither of safetensors nor of torch.save"),
+    ],
+)
+def test_content_in_place_of_weights_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RequestError, match=message) as refused:
+        load_weights(nn.Linear(1, 1), tmp_path / name)
+    assert "weights_only" not in str(refused.value)
+    with pytest.raises(RequestError, match=f"is a folder; name one of its files: {name}"):
+        load_weights(nn.Linear(1, 1), tmp_path)
+
+
+def test_an_entry_that_is_no_tensor_is_named(tmp_path: Path) -> None:
+    torch.save(nn.Linear(1, 1).state_dict() | {"epoch": 3}, tmp_path / "w.pth")
+    with pytest.raises(RequestError, match=r"not tensors among the weights: 'epoch' \(int\)"):
+        load_weights(nn.Linear(1, 1), tmp_path / "w.pth")
+
+
+def test_integers_of_a_quantised_file_are_refused_as_weights(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(1, 1, dtype=torch.int8), "bias": torch.ones(1)}, tmp_path / "w.pth")
+    with pytest.raises(RequestError, match=r"int8 numbers in place of weights \(weight\)"):
+        load_weights(nn.Linear(1, 1), tmp_path / "w.pth")
+
+
+def test_tensors_of_a_torchscript_program_are_extracted_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    linear = nn.Linear(1, 1)
+    torch.jit.script(linear).save("program.pt")
+    with pytest.warns(UserWarning, match="TorchScript"), pytest.raises(RequestError, match="is a program") as refused:
+        load_weights(linear, Path("program.pt"))
+    exec(str(refused.value).partition('python -c "')[2].rpartition('"')[0], {})
+    assert str(load_weights(linear, Path("weights.pth"))).startswith("2 of 2")
 
 
 def test_a_file_of_two_networks_is_refused_with_the_parts_that_fit(tmp_path: Path) -> None:
