@@ -78,8 +78,9 @@ class LossGuard(TorchFunctionMode):
         if gets_gradient and id(tensor) not in self._trained:
             raise RequestError(
                 f"the loss uses a trainable parameter of shape {tuple(tensor.shape)} that the model's forward does not "
-                f"use ({calling_line()}); its gradient would not be summed over the ranks. Use it in the model's "
-                f"forward and return the result, or call requires_grad_(False) if it is a constant"
+                f"use ({calling_line()}); its gradient would not be summed over the ranks, and the model's optimizer "
+                f"does not update it. Use it in the model's forward and return the result, or call "
+                f"requires_grad_(False) if it is a constant"
             )
 
 

@@ -10,11 +10,14 @@ Outputs are those of the model, for a regression in the units of the labels. Lab
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from hyfi_core.capture.loss_guard import LossGuard
 from hyfi_core.errors import RequestError
 from hyfi_core.user_code import load_user_code
 
@@ -26,9 +29,21 @@ def load_loss(name: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Return the loss of a name.
 
     Raises:
-        RequestError: It cannot be imported.
+        RequestError: It cannot be imported, or is a class.
     """
-    return load_user_code(LOSS_KEY, name, "a function of (outputs, labels)")
+    return _own_function(LOSS_KEY, name)
+
+
+def _own_function(key: str, name: str) -> Callable[..., Any]:
+    """Return a user's function; refuse a class, whose arguments are not outputs and labels."""
+    function = load_user_code(key, name, "a function of (outputs, labels)")
+    if inspect.isclass(function):
+        of_class = metric_name(name)
+        raise RequestError(
+            f"{key} {name!r}: {of_class} is a class; name a function of (outputs, labels), or an object of the class, "
+            f"as after my_{of_class.lower()} = {of_class}()"
+        )
+    return function
 
 
 def metric_name(name: str) -> str:
@@ -48,7 +63,7 @@ def own_numbers(
     if loss:
         numbers["loss"] = _one_number(LOSS_KEY, loss, _loss_of(loss, outputs, labels))
     for name in metrics:
-        function: OwnFunction = load_user_code(METRICS_KEY, name, "a function of (outputs, labels)")
+        function: OwnFunction = _own_function(METRICS_KEY, name)
         numbers[metric_name(name)] = _one_number(METRICS_KEY, name, function(outputs, labels))
     return numbers
 
@@ -88,7 +103,8 @@ def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tens
         evaluated: Labels of the slides that will be evaluated.
 
     Raises:
-        RequestError: A function cannot be imported, fails, does not return one number, or is a loss without a gradient.
+        RequestError: A function cannot be imported, fails, does not return one number, or is a loss without a gradient
+            or with parameters to train.
     """
     if loss:
         zeros = torch.zeros(len(batch), outputs, requires_grad=True)
@@ -112,6 +128,11 @@ def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tens
             raise RequestError(f"{METRICS_KEY} {name!r}: returns {_described(value)}; it must return one number")
 
 
+def without_parameters() -> LossGuard:
+    """Context that refuses trainable parameters of a loss, also on one rank: no optimizer of a run updates them."""
+    return LossGuard(alone=False, trained=set(), elsewhere={})
+
+
 def _tried(
     key: str,
     name: str,
@@ -120,9 +141,12 @@ def _tried(
     call: Callable[[str, torch.Tensor, torch.Tensor], object] | None = None,
 ) -> object:
     """Return what a user's function returns for outputs and labels; refuse one that fails. ``call``: calls it."""
-    function: OwnFunction = load_user_code(key, name, "a function of (outputs, labels)")
+    function: OwnFunction = _own_function(key, name)
     try:
-        return function(outputs, labels) if call is None else call(name, outputs, labels)
+        with without_parameters():
+            return function(outputs, labels) if call is None else call(name, outputs, labels)
+    except RequestError as error:
+        raise RequestError(f"{key} {name!r}: {error}") from error
     except Exception as error:
         raise RequestError(
             f"{key} {name!r}: fails for outputs {tuple(outputs.shape)} {outputs.dtype} and labels "

@@ -14,6 +14,7 @@ from data.samples.labels import Target
 from hyfi_core.errors import RequestError
 from hyfi_core.user_code import load_user_code
 from workflows.config.targets import facts_of
+from workflows.tasks.own import without_parameters
 from workflows.tasks.task import Task
 
 KEY = "data.task"
@@ -64,7 +65,8 @@ def try_task(task: Task, targets: Sequence[Target]) -> None:
     labels = _tried(name, "tensor", lambda: task.tensor(targets))
     if not isinstance(labels, torch.Tensor) or len(labels) != len(targets):
         raise RequestError(f"{KEY} {name!r}: tensor must return a tensor with a row for each of {len(targets)} labels")
-    loss = _tried(name, "loss", lambda: task.loss(outputs, labels))
+    with without_parameters():
+        loss = _tried(name, "loss", lambda: task.loss(outputs, labels))
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
         raise RequestError(f"{KEY} {name!r}: loss must return a tensor without dims, computed from the outputs")
     values, counts = outputs.detach().double(), torch.ones(_DRAWS, len(targets), dtype=torch.float64)

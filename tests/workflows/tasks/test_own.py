@@ -58,6 +58,20 @@ def weighted(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(outputs, labels, weight=torch.tensor([1.0, 2.0]))
 
 
+class Scaled(torch.nn.Module):
+    """A loss with a scale that should be learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs * self.scale, labels)
+
+
+scaled = Scaled()
+
+
 def two_numbers(outputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
     return 1.0, 2.0
 
@@ -133,6 +147,9 @@ def test_a_predicted_number_is_in_the_units_of_its_labels() -> None:
         (f"data.loss={HERE}:apart", "without gradient; it must return one number"),
         # It was trained without learning anything.
         (f"data.loss={HERE}:constant", "constant': does not depend on the outputs"),
+        (f"data.loss={HERE}:Scaled", "Scaled is a class; name a function .* as after my_scaled = Scaled"),
+        # On one rank it was used, and its scale never changed.
+        (f"data.loss={HERE}:scaled", r"scaled': the loss uses a trainable parameter of shape \(\) .*not update it"),
         (f"data.loss={HERE}:fails", "fails for outputs .* ValueError: of course"),
         (f"validation.metrics=[{HERE}:two_numbers]", "returns a tuple; it must return one number"),
         (f"validation.metrics=[{HERE}:accuracy]", "accuracy is the name of another metric"),
