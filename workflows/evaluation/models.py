@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from data.loading.normalise import Normalisation
 from hyfi_core.models.by_name import unused_keys
 from workflows.config.data import ModelConfig
 from workflows.console import listed
+from workflows.encoders.timm_encoder import normalisation_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 """Dtype of weights and images for each ``run.precision``; with bfloat16, autocast computes in that dtype."""
@@ -65,6 +67,20 @@ def unused_settings(model: Mapping[str, Any]) -> str | None:
     keys = " and ".join(f"model.{key}: {model[key]}" for key in unused)
     verb, names = "have" if len(unused) > 1 else "has", " or ".join(unused)
     return f"{keys} {verb} no effect: {model['name']} has no parameter {names}"
+
+
+def other_normalisation(model: nn.Module, config: ModelConfig) -> str | None:
+    """Return a line for the user if a network of timm states other means than the default, and none are set."""
+    if config.mean is not None or config.std is not None:
+        return None
+    # The factory may have put the network into a module of its own.
+    stated = next(filter(None, map(normalisation_of, model.modules())), None)
+    if stated is None or stated == Normalisation():
+        return None
+    return (
+        f"model.mean and model.std are not set, so pixels are normalised with ImageNet's; timm's configuration of the "
+        f"network states others: set model.mean: {list(stated.mean)} and model.std: {list(stated.std)} for its weights"
+    )
 
 
 def _has_mode(module: nn.Module) -> bool:

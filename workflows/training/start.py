@@ -38,7 +38,14 @@ from hyfi_core.stored_state import StoredState
 from workflows.config.load import Config, load_config
 from workflows.console import say
 from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
-from workflows.evaluation.models import DTYPES, FORMATS, convert_model, set_training, unused_settings
+from workflows.evaluation.models import (
+    DTYPES,
+    FORMATS,
+    convert_model,
+    other_normalisation,
+    set_training,
+    unused_settings,
+)
 from workflows.evaluation.programs import ModelPrograms
 from workflows.finetuning.freezing import Freezing, freeze
 from workflows.finetuning.weights import load_weights
@@ -225,7 +232,7 @@ def make_model(
         say(f"weights from {path}: {load_weights(model, path)}")
     run = job.config.run
     modes, freezing = set_training(model), freeze(model, job.config.model)
-    for line in (unused_settings(described), modes, freezing):
+    for line in (unused_settings(described), other_normalisation(model, job.config.model), modes, freezing):
         if line is not None:
             tell(str(line))
     return convert_model(model, run.precision, run.memory_format), freezing

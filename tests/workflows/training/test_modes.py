@@ -11,8 +11,9 @@ from torch import nn
 from tests.workflows.archive import make_config
 from tests.workflows.faults import tiny
 from tests.workflows.runs import run_here, run_on, weights_of
+from workflows.config.data import ModelConfig
 from workflows.config.load import load_config
-from workflows.evaluation.models import set_training
+from workflows.evaluation.models import other_normalisation, set_training
 from workflows.evaluation.programs import ModelPrograms
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -148,14 +149,20 @@ def test_a_model_that_trains_nothing_is_refused(tmp_path: Path, store: Path, cap
 
 
 def bare(classes: int) -> nn.Module:
-    """Return a model whose factory has neither norm nor pool."""
-    return tiny(classes)
+    """Return a model whose factory has neither norm nor pool, with the configuration that timm adds to its networks."""
+    model = tiny(classes)
+    model.norm1.pretrained_cfg = {"mean": (0.5,) * 3, "std": (0.5,) * 3}  # type: ignore[assignment]
+    return model
 
 
-def test_a_setting_that_the_factory_does_not_take_is_named(
+def test_a_setting_that_the_factory_does_not_take_is_named_and_another_normalisation(
     tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert (
         run_here(make_config(tmp_path, store, model={"name": f"{HERE}:bare", "norm": "group"}, run={"steps": 1})) == 0
     )
-    assert f"model.norm: group has no effect: {HERE}:bare has no parameter norm" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert f"model.norm: group has no effect: {HERE}:bare has no parameter norm" in said
+    assert said.count("states others: set model.mean: [0.5, 0.5, 0.5] and model.std: [0.5, 0.5, 0.5]") == 1
+    assert other_normalisation(bare(2), ModelConfig(mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))) is None
+    assert other_normalisation(tiny(2), ModelConfig()) is None
