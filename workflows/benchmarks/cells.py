@@ -131,7 +131,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(args: argparse.Namespace, cells: Cells) -> ParallelPlan:
-    """Return the plan of one rank with these cells, and the memory limit and folder that were given."""
+    """Return the plan of one rank with these cells, and with the spilling that the options ask for."""
     import hyfi_core
 
     memory_bytes = int(args.memory) if args.memory and args.spill else None
@@ -139,7 +139,7 @@ def _plan(args: argparse.Namespace, cells: Cells) -> ParallelPlan:
 
 
 def _spilled(engine: Engine) -> dict[str, int]:
-    """Return the MB that the last call spilled; empty without spilling."""
+    """Return the MB of the last call: ``written_mb``, ``read_mb``, …; empty if the plan does not spill."""
     counts = engine.spilled()
     return {} if counts is None else {f"{key}_mb": round(getattr(counts, f"{key}_bytes") / 1e6) for key in _SPILLED}
 
@@ -166,7 +166,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         plan = _plan(args, cells)
         shape = (1, 3, args.size, args.size)
         engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator(), autocast=autocast)
-    # Before the clock and the memory are read: in one piece, the image is given.
+    # In one piece, the whole image exists before clock and memory are read: neither time nor memory of it counts.
     image = None if engine is not None else images.read(Box.of_size(args.size, args.size), 0, 1)
 
     def step() -> float:
@@ -195,7 +195,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class PatternImages:
-    """A batch of one image that repeats a pattern of random bytes, as images of slides are given in training."""
+    """A batch of one image that repeats a pattern of random bytes; the engine reads it box by box, like a slide."""
 
     def __init__(self) -> None:
         import torch
@@ -221,7 +221,7 @@ def read(pattern: torch.Tensor, box: Box) -> torch.Tensor:
     import torch
 
     rows, columns = (torch.arange(start, stop) % _PATTERN_PX for start, stop in ((box.y0, box.y1), (box.x0, box.x1)))
-    # Indices modulo the pattern: any box, without the whole image.
+    # Indices are taken modulo the pattern's size: the whole image never exists.
     return pattern[:, :, rows][:, :, :, columns]
 
 

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def compare(path: Path, region_px: int, rounds: int, threads: int) -> dict[str, object]:
-    """Return the median rates of both readers for a region in the middle of a slide."""
+    """Return the median rates of both readers, in megapixels per second, for a square in the middle of a slide."""
     source = open_source(path)
     finest = source.levels[0]
     height, width = min(region_px, finest.height_px), min(region_px, finest.width_px)
@@ -95,7 +95,7 @@ def compare(path: Path, region_px: int, rounds: int, threads: int) -> dict[str, 
 def _check_equal(source: SlideSource, path: Path, box: Box) -> None:
     """Stop if OpenSlide returns other pixels than ``source`` in a corner of the box."""
     corner = Box(box.y0, min(box.y1, box.y0 + 2048), box.x0, min(box.x1, box.x0 + 2048))
-    # Readers that decode differently could not be compared.
+    # Times of readers that decode differently cannot be compared.
     slow = OpenSlideSource(path)
     if not np.array_equal(source.read(corner, 0), slow.read(corner, 0)):
         raise SystemExit(f"{path}: the two readers return different pixels; nothing was measured")
@@ -108,7 +108,7 @@ def _read_with_openslide(path: Path, box: Box, threads: int) -> None:
 
     def read(thread: int) -> None:
         with open_handle(path) as slide:
-            # Alternating strips, so that threads end together.
+            # Thread k of n reads the strips k, k + n, …, so that all threads end at about the same time.
             for strip in strips[thread::threads]:
                 slide.read_region((strip.x0, strip.y0), 0, (strip.width, strip.height))
 
@@ -117,7 +117,7 @@ def _read_with_openslide(path: Path, box: Box, threads: int) -> None:
 
 
 def write_large_svs(path: Path, size_px: int) -> Path:
-    """Write an SVS, ``size_px`` squared with downsamples 1, 2, 4, 8, from a synthetic slide's encoded tiles."""
+    """Write an SVS of ``size_px`` × ``size_px`` with downsamples 1, 2, 4, 8 that repeats a synthetic slide's tiles."""
     motif = path.with_name("motif.tiff")
     write_slide(make_anatomy(SlideSpec(seed=0, index=0, case=0, size_px=_MOTIF_PX, positive=True)), motif)
     with tifffile.TiffFile(motif) as read, tifffile.TiffWriter(path, bigtiff=True) as tiff:
@@ -148,7 +148,7 @@ def _tiles(page: tifffile.TiffPage | tifffile.TiffFrame, count: int) -> Iterator
     own = round(len(tiles) ** 0.5)
     for row in range(count):
         for column in range(count):
-            # Encoded bytes as they are: no pixel is encoded again.
+            # The encoded bytes are copied: no pixel is encoded again.
             yield tiles[row % own * own + column % own]
 
 

@@ -6,10 +6,10 @@ Plain PyTorch in one process: the result depends on the synthetic slides, not on
     python -m workflows.benchmarks.demo_task --maps demo/predictions
     python -m workflows.benchmarks.demo_task --mean-head demo/run/checkpoints/best --drawn demo/slides
 
-With ``--maps``, nothing is trained: the scores in the heatmaps of a folder of predictions are compared, cell by cell,
-with the foci that were drawn. With ``--mean-head``, the pooling of a trained network is replaced by the mean, its head
-alone is fitted to the training slides, and its scores are compared likewise. All other options are those of the
-archive.
+With ``--maps``, nothing is trained: the scores in the heatmaps of a folder of predictions are compared, square by
+square, with the foci that were drawn. With ``--mean-head``, the pooling of a trained network is replaced by the mean,
+its head alone is fitted to the training slides, and its scores are compared likewise. All other options are those of
+the archive.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def shrink(slides: Slides, size_px: int) -> Slides:
     """Return the slides as thumbnails of ``size_px``, by averaging squares of pixels."""
     n, height = slides.images.shape[:2]
     factor = height // size_px
-    # Whole blocks only.
+    # Squares of factor x factor pixels; the pixels that fill no square, at the lower and right edge, are left out.
     cut = slides.images[:, : size_px * factor, : size_px * factor].reshape(n, size_px, factor, size_px, factor, 3)
     return Slides(np.round(cut.mean((2, 4), dtype=np.float32)).astype(np.uint8), slides.labels)
 
@@ -108,7 +108,7 @@ def augmented(image: NDArray[np.uint8], rng: np.random.Generator) -> torch.Tenso
 
 
 def normalised(batch: torch.Tensor) -> torch.Tensor:
-    """Return images of 0…255 normalised for the network."""
+    """Return images of 0…255 shifted and scaled to about mean 0 and variance 1."""
     return (batch - 178.5) / 51.0
 
 
@@ -160,7 +160,10 @@ def auroc(score: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
 
 
 def compare(splits: dict[str, Slides], recipe: TaskRecipe, seed: int, log: bool = False) -> dict[str, float]:
-    """Train on whole slides and on thumbnails; return both AUROCs on the test split, and the seconds of the first."""
+    """Train on whole slides, then on thumbnails; return both AUROCs of the test split.
+
+    ``seconds_whole`` are those of training and testing on whole slides.
+    """
     start = time.perf_counter()
     test = splits["test"]
     whole_auroc = auroc(scores(train(splits["train"], recipe, seed, log), test), test.labels)
@@ -171,9 +174,9 @@ def compare(splits: dict[str, Slides], recipe: TaskRecipe, seed: int, log: bool 
 
 
 def auroc_by_position(planned: list[ArchiveSlide], predictions: Path) -> dict[str, float]:
-    """Return the AUROC of the positive class's scores, of all cells with tissue of all slides, against the drawn foci.
+    """Return how well heatmaps find the drawn foci: the AUROC of the positive class's scores in squares with tissue.
 
-    A cell is positive if its centre lies in a focus of a positive slide.
+    The squares of all slides are pooled. A square is positive if its centre lies in a focus of a positive slide.
     """
     import tifffile
 
@@ -186,25 +189,26 @@ def auroc_by_position(planned: list[ArchiveSlide], predictions: Path) -> dict[st
         counted = np.isfinite(score) & tissue
         scored.append(score[counted])
         truth.append(focus[counted])
-    return {"slides": len(slides), **_auroc_of_cells(np.concatenate(scored), np.concatenate(truth))}
+    return {"slides": len(slides), **_auroc_of_squares(np.concatenate(scored), np.concatenate(truth))}
 
 
 def drawn_truth(slide: ArchiveSlide, shape: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return the masks of the foci and of the tissue of a drawn slide, on a grid of cells of this shape."""
-    anatomy, cell_um = make_anatomy(slide.spec), slide.spec.size_um / shape[0]
-    y, x = (np.arange(shape[0]) + 0.5)[:, None] * cell_um, (np.arange(shape[1]) + 0.5) * cell_um
+    """Return (mask of the foci, mask of the tissue) of a drawn slide, for a heatmap of this shape."""
+    anatomy, square_um = make_anatomy(slide.spec), slide.spec.size_um / shape[0]
+    # Centres of the squares.
+    y, x = (np.arange(shape[0]) + 0.5)[:, None] * square_um, (np.arange(shape[1]) + 0.5) * square_um
     focus = np.zeros(shape, bool)
     for centre_y, centre_x, radius in anatomy.nests[anatomy.foci] if slide.spec.positive else ():
         focus |= np.hypot(y - centre_y, x - centre_x) < radius
-    return focus, tissue_truth(anatomy, cell_um)
+    return focus, tissue_truth(anatomy, square_um)
 
 
-def _auroc_of_cells(scores: NDArray[np.floating], positive: NDArray[np.bool_]) -> dict[str, float]:
-    """Return the area under the ROC curve of a heatmap's cells, and how many of them are positive."""
+def _auroc_of_squares(scores: NDArray[np.floating], positive: NDArray[np.bool_]) -> dict[str, float]:
+    """Return the area under the ROC curve of squares, their number (``cells``), and how many of them are positive."""
     from scipy.stats import rankdata
 
     ranks, n = rankdata(scores), int(positive.sum())
-    # Mann–Whitney's U by ranks: pairs of thousands of cells would not fit.
+    # Mann–Whitney's U by ranks, as `auroc` holds all pairs in memory: of thousands of squares, these would not fit.
     area = (ranks[positive].sum() - n * (n + 1) / 2) / (n * (len(positive) - n))
     return {"cells": len(positive), "positive": n, "auroc": round(float(area), 4)}
 
@@ -219,7 +223,7 @@ def fit_mean_head(planned: list[ArchiveSlide], drawn: Path, checkpoint: Path, st
         steps: Number of steps of AdamW at a learning rate of 1e-2, each over all training slides, without augmentation.
 
     Returns:
-        AUROC of the test slides, and of the smoothed scores of all their cells with tissue.
+        AUROC of the test slides, and of the smoothed scores of all their squares with tissue.
     """
     from data.loading.normalise import Normalisation
     from hyfi_core.models.by_name import build_model
@@ -231,7 +235,7 @@ def fit_mean_head(planned: list[ArchiveSlide], drawn: Path, checkpoint: Path, st
     model.load_state_dict(loaded.inference_weights)
     head, normalise = model.get_submodule("fc"), Normalisation.from_json(loaded.model["normalisation"])
     last: list[torch.Tensor] = []
-    # The last map: pooling is a function, so the module before the head returns it.
+    # The last map is the output of the module before the head: pooling is a function, not a module.
     list(model.children())[-2].register_forward_hook(lambda module, args, output: last.append(output))
     maps: dict[str, torch.Tensor] = {}
     for slide in planned:
@@ -252,14 +256,15 @@ def fit_mean_head(planned: list[ArchiveSlide], drawn: Path, checkpoint: Path, st
     for slide in tested:
         with torch.no_grad():
             logits = head(maps[slide.slide_id].permute(1, 2, 0))
+        # The difference of the two classes' logits: the log-odds of the positive one.
         mean_scores.append(float(logits.mean((0, 1)) @ torch.tensor([-1.0, 1.0])))
-        # As heatmaps are drawn.
+        # Smoothed, as in a heatmap of `hyfi predict`.
         score = smoothed(logits.softmax(-1).permute(2, 0, 1).numpy())[1]
         focus, tissue = drawn_truth(slide, score.shape)
         scored.append(score[tissue])
         truth.append(focus[tissue])
     slides = auroc(np.array(mean_scores), np.array([int(slide.spec.positive) for slide in tested]))
-    return {"slides": slides, "positions": _auroc_of_cells(np.concatenate(scored), np.concatenate(truth))}
+    return {"slides": slides, "positions": _auroc_of_squares(np.concatenate(scored), np.concatenate(truth))}
 
 
 def read_slide(slide: ArchiveSlide, folder: Path, mpp_um: float = 1.0) -> NDArray[np.uint8]:

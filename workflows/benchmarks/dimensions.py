@@ -45,14 +45,15 @@ ONE = (1, 1)
 
 def _plans() -> dict[str, ParallelPlan]:
     """Return plans for eight ranks; in each plan all ranks have the same work."""
+    # Eight stages of two blocks each; or the first half of the blocks on a grid, then four stages of two blocks.
     eight = tuple(f"blocks.{n}" for n in range(1, BLOCKS - 1, 2))
-    behind = ("blocks.7", "blocks.9", "blocks.11", "blocks.13")
+    after_grid = ("blocks.7", "blocks.9", "blocks.11", "blocks.13")
     plans = {
         "layer": ParallelPlan((ONE,) * 8, eight, BATCH, "sequential"),
         "pipeline, gpipe": ParallelPlan((ONE,) * 8, eight, BATCH, "gpipe"),
         "pipeline, 1f1b": ParallelPlan((ONE,) * 8, eight, BATCH, "1f1b"),
         "spatial, 2 x 4": ParallelPlan(((2, 4),), microbatches=BATCH),
-        "spatial + pipeline": ParallelPlan(((2, 2), ONE, ONE, ONE, ONE), behind, BATCH, "1f1b"),
+        "spatial + pipeline": ParallelPlan(((2, 2), ONE, ONE, ONE, ONE), after_grid, BATCH, "1f1b"),
         "two directions, gems_master": ParallelPlan((ONE,) * 8, eight, BATCH, "gems_master"),
         "two directions, chimera": ParallelPlan((ONE,) * 8, eight, BATCH, "chimera"),
         "all five": ParallelPlan(((1, 2), ONE, ONE), ("blocks.7", "blocks.11"), BATCH // 2, "chimera", replicas=2),
@@ -93,7 +94,7 @@ def _start(ranks: int, arguments: list[str]) -> None:
 
 
 def _sleeping_rank(out: Path | None, steps: int) -> None:
-    """Measure the plans of a sleeping network on this rank, and print a table on rank 0."""
+    """Time a sleeping network with each plan; all eight ranks call this, and rank 0 prints a table."""
     comm = hyfi_core.init()
     torch.manual_seed(0)
     if comm.rank == 0:
@@ -114,7 +115,7 @@ def _sleeping_rank(out: Path | None, steps: int) -> None:
 
 
 def _dividing_rank(out: Path | None, steps: int) -> None:
-    """Run four stages and eight micro-batches, backwards whole and in two parts, in turn."""
+    """Compare 1f1b with zb_h1, whose backwards have two parts, on four stages; rank 0 prints a table."""
     comm = hyfi_core.init()
     torch.manual_seed(0)
     cuts = tuple(f"blocks.{n}" for n in range(1, 7, 2))
@@ -131,18 +132,19 @@ def _dividing_rank(out: Path | None, steps: int) -> None:
             dry = simulate(engine.schedule(), Placement.of(plan), [(s, s + 1) for s in range(3)])
             stage_s, measured = 2 * LONG_BLOCK_S, bubble(events)
             span_s = max(e.end_s for e in events) - min(e.start_s for e in events)
-            # With F, I and W the seconds of a stage's forward and of its two gradients, all equal here.
-            formula_s = 3 * stage_s * (1 if plan.divides_backwards else 3)  # (D - 1)(F + I - W), (D - 1)(F + I + W)
+            # A rank of D stages waits (D - 1)(F + I + W) seconds in 1f1b, (D - 1)(F + I - W) in zb_h1. F, I and W are
+            # the seconds of a stage's forward and of its gradients of inputs and weights, here all `stage_s`.
+            formula_s = 3 * stage_s * (1 if plan.divides_backwards else 3)
             times = f"{seconds:.2f} | {measured:.3f} | {dry.bubble:.3f} | {measured * span_s:.3f} | {formula_s:.3f}"
             print(f"| {schedule} | {times} | {max(dry.peak_live)} |", flush=True)
             _write_timeline(out, schedule, events)
 
 
 def _timed(
-    comm: Communicator, plan: ParallelPlan, model: nn.Module, steps: int, images_of_all: int = BATCH
+    comm: Communicator, plan: ParallelPlan, model: nn.Module, steps: int, batch_of_all_replicas: int = BATCH
 ) -> tuple[float, Engine]:
-    """Return the median seconds of a step, and the engine."""
-    batch = images_of_all // plan.replicas
+    """Return the median seconds of a step of ``model`` with this plan, and its engine."""
+    batch = batch_of_all_replicas // plan.replicas
     engine = hyfi_core.parallelize(model, (batch, 3, SIZE_PX, SIZE_PX), plan, comm, verify=False)
     images, labels = torch.zeros(batch, 3, SIZE_PX, SIZE_PX), torch.zeros(batch, dtype=torch.long)
     return _median(comm, lambda: engine.accumulate(images, labels), steps), engine
@@ -162,12 +164,12 @@ def _median(comm: Communicator, step: Any, steps: int) -> float:
 
 
 def _gathered(comm: Communicator, engine: Engine) -> list[TraceEvent] | None:
-    """Return the events of all ranks on rank 0, from time 0; None on others."""
+    """Return the events of all ranks, the first at 0 s, on rank 0; None on other ranks."""
     mine = [[comm.rank, str(action), begin, end, str(action.verb)] for action, begin, end in engine.events]
     parts = comm.gather_objects(mine)
     if parts is None:
         return None
-    # One clock: the ranks are on one host.
+    # The times of ranks can be compared: on one host, all read the same clock.
     first = min(event[2] for part in parts for event in part)
     return [TraceEvent(r, name, b - first, e - first, kind) for part in parts for r, name, b, e, kind in part]
 
@@ -232,11 +234,11 @@ BRANCHING = {
     "2 replicas of 2 planes": (ParallelPlan((ONE,), replicas=2, branches=2), "4"),
     "4 planes": (ParallelPlan((ONE,), branches=4), "8/3"),
 }
-"""Plans for two images, and how much faster they would be if nothing but sleeping took time."""
+"""Name -> (plan for two images, its speed-up over one rank if nothing but sleeping took time)."""
 
 
 def _branching_rank(steps: int) -> None:
-    """Measure the plans with branches on this rank, and print a table on rank 0."""
+    """Time each plan of `BRANCHING`; all four ranks call this, and rank 0 prints a table."""
     comm = hyfi_core.init()
     torch.manual_seed(0)
     if comm.rank == 0:
@@ -245,8 +247,8 @@ def _branching_rank(steps: int) -> None:
         print("| plan | step (s) | to one rank | at most | values between planes (KB) | reduce KB |")
         print("|---|---|---|---|---|---|")
     first_s = 0.0
-    for name, (plan, most) in BRANCHING.items():
-        # Plans of fewer ranks leave the others idle; `split` is collective.
+    for name, (plan, ideal) in BRANCHING.items():
+        # A plan of fewer ranks leaves the others idle, but `split` is collective: they call it, too.
         group = comm.split(0 if comm.rank < plan.ranks else None, comm.rank)
         if group is not None:
             seconds, engine = _timed(group, plan, SleepingInception(), steps, IMAGES)
@@ -254,7 +256,7 @@ def _branching_rank(steps: int) -> None:
             traffic = group.gather_objects(engine.traffic())
             if traffic is not None:
                 sums = [sum(rank[kind]["bytes"] for rank in traffic) / 1e3 for kind in ("stage", "reduce")]
-                times = f"{seconds:.2f} | {first_s / seconds:.2f} | {most}"
+                times = f"{seconds:.2f} | {first_s / seconds:.2f} | {ideal}"
                 print(f"| {name} | {times} | {sums[0]:.0f} | {sums[1]:.0f} |", flush=True)
         comm.barrier()
 
@@ -271,7 +273,7 @@ REAL = {
 
 
 def _real(size_px: int, steps: int) -> None:
-    """Measure a real network with each plan, in processes, and print a table."""
+    """Train ResNet-18 with each plan of `REAL`, in an mpiexec of its own, and print a table."""
     print(f"ResNet-18, {size_px}², batch 4, float32, channels-last; every rank has one thread")
     print("| plan | step (s) | largest rank (MB) | stage MB | halo MB | reduce MB |\n|---|---|---|---|---|---|")
     for name, plan in REAL.items():
@@ -284,7 +286,7 @@ def _real(size_px: int, steps: int) -> None:
 
 
 def _real_rank(fields: dict[str, Any], size_px: int, steps: int) -> None:
-    """Measure one plan on this rank; rank 0 prints the cells of its row."""
+    """Measure one plan on this rank; rank 0 prints its row of the table, as a JSON list of strings."""
     comm, plan = hyfi_core.init(), ParallelPlan.from_json(fields)
     torch.manual_seed(0)
     batch = 4 // plan.replicas
@@ -300,8 +302,8 @@ def _real_rank(fields: dict[str, Any], size_px: int, steps: int) -> None:
     seconds = _median(comm, step, steps)
     reports = comm.gather_objects([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.traffic()])
     if reports is not None:
-        sums = [sum(rank[1][kind]["bytes"] for rank in reports) / 1e6 for kind in ("stage", "halo", "reduce")]
-        largest = max(rank[0] for rank in reports) / 1e3
+        sums = [sum(traffic[kind]["bytes"] for _, traffic in reports) / 1e6 for kind in ("stage", "halo", "reduce")]
+        largest = max(peak_kb for peak_kb, _ in reports) / 1e3
         print(json.dumps([f"{seconds:.2f}", f"{largest:.0f}", *(f"{item:.1f}" for item in sums)]))
 
 

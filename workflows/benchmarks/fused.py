@@ -40,11 +40,11 @@ def main() -> None:
 
 
 def compare(name: str, size: int, delay_s: float, fused_halo: int | str, rounds: int) -> dict[str, object]:
-    """Return the median seconds and the messages of a step, plain and fused, by turns; see the module."""
+    """Return median seconds and halo messages of a step, plain and fused in turns; see the module's docstring."""
     torch.manual_seed(0)
     model = amoebanet.amoebanet_d(2, 3, 64) if name == "amoebanet" else getattr(resnet, name)(2, width=16)
     halos = {"plain": 1, "fused": fused_halo}
-    # Ranks are threads: each needs its own parameters, for both sides.
+    # Ranks are threads of one process: each needs a model of its own, on both sides.
     models_of = {side: [copy.deepcopy(model) for _ in range(2)] for side in halos}
 
     def body(comm: Any) -> tuple[dict[str, list[float]], dict[str, int]]:

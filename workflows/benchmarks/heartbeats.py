@@ -34,7 +34,7 @@ SIZE_PX, WIDTH, STEPS = 64, 8, 20
 def heartbeats(rate: float) -> Iterator[None]:
     """Context in which a thread sends ``rate`` heartbeats a second to a child process that reads them."""
     mine, peer = socket.socketpair()
-    # Somebody must read: a full socket would block the heart.
+    # A child reads what is sent: a full socket would block the sending thread.
     reader = os.fork()
     if not reader:
         mine.close()
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with heartbeats(args.rate):
             with_beats += [step_s() for _ in range(STEPS)]
     plain_s, beaten_s = statistics.median(without), statistics.median(with_beats)
-    # A step of `beaten_s` has rate · beaten_s beats in it.
+    # During a step of `beaten_s` seconds, rate · beaten_s heartbeats are sent.
     beat_s = (beaten_s - plain_s) / (args.rate * beaten_s)
     print(
         json.dumps(

@@ -49,7 +49,7 @@ def main() -> None:
                 json.dumps({"size_px": size, **measured, "to_first": round(measured["growth_mb"] / first, 3)}),
                 flush=True,
             )
-            # One after the other: both files and both stores would not fit.
+            # Removed at once: the files of all sizes might not fit on the disk.
             slide.unlink()
 
 

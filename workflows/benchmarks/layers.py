@@ -60,7 +60,7 @@ def _rank(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     shape = (args.stages, 3, args.size, args.size)
     plan = ParallelPlan(((1, 1),) * args.stages, "auto", args.stages, "1f1b")
-    F.conv2d(torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 3, 3))  # what the first convolution loads
+    F.conv2d(torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 3, 3))  # loads libraries, which must not count as growth
     before = resident_bytes()
     forget_peak()
     model = amoebanet_d(CLASSES, args.depth, args.filters)
@@ -71,7 +71,7 @@ def _rank(args: argparse.Namespace) -> None:
     images, labels = torch.randn(shape), torch.zeros(args.stages, dtype=torch.long)
     for _ in range(STEPS):
         engine.accumulate(images, labels)
-        # Before the update, which drops them.
+        # Counted before the update, which frees them.
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         engine.update()
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
@@ -81,7 +81,7 @@ def _rank(args: argparse.Namespace) -> None:
         "gradients": gradients,
         "moments": sum(t.nbytes for t in states),
     }
-    # What is freed and kept by the heap is nobody's.
+    # Freed memory that the heap keeps must not count.
     return_freed_now()
     grown, peak = resident_bytes() - before, peak_bytes() - before
     stage_bytes, held_bytes = _stage_bytes(args, engine.plan, comm.rank), sum(tensor_bytes.values())

@@ -121,9 +121,9 @@ def networks() -> Iterator[tuple[str, Make]]:
 
 
 def _timm(module: Any, name: str, side_px: int) -> nn.Module:
-    """Return a network of timm without dropout, for images of this size if it has a size."""
+    """Return a timm network without dropout, built for images of ``side_px`` if it takes an image size."""
     drops = {"drop_rate": 0.0, "drop_path_rate": 0.0}
-    # From most to least: models of timm take different arguments.
+    # Not every timm model takes all of these arguments: after each TypeError, fewer are tried.
     for options in ({**drops, "img_size": side_px}, drops, {"drop_rate": 0.0}, {}):
         try:
             model: nn.Module = module.create_model(name, pretrained=False, num_classes=CLASSES, **options)
@@ -134,7 +134,7 @@ def _timm(module: Any, name: str, side_px: int) -> nn.Module:
 
 
 def _torchvision(module: Any, name: str, side_px: int) -> nn.Module:
-    """Return a network of torchvision, without outputs beside the logits."""
+    """Return a torchvision network without auxiliary classifiers: its only output is the logits."""
     options: dict[str, Any] = {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": False}
@@ -145,7 +145,7 @@ def _torchvision(module: Any, name: str, side_px: int) -> nn.Module:
 
 
 def _cv(module: Any, name: str, side_px: int) -> nn.Module:
-    """Return the network for 224 px, with its last pooling (7 x 7 pixels) replaced by global pooling."""
+    """Return a pytorchcv network; global pooling replaces its last pooling, whose 7 x 7 pixels fit 224 px only."""
     model: nn.Module = module.get_model(name, pretrained=False, num_classes=CLASSES)
     last = getattr(getattr(model, "features", None), "final_pool", None)
     if isinstance(last, nn.AvgPool2d):
@@ -171,7 +171,7 @@ def _transformers(module: Any, name: str, side_px: int) -> nn.Module:
 
 
 def _monai(module: Any, name: str, side_px: int) -> nn.Module:
-    """Return a network of MONAI, from the arguments that its family takes."""
+    """Return a MONAI network; each family has names of its own for the same arguments."""
     shape = {"spatial_dims": 2, "in_channels": 3}
     model: nn.Module
     if name.startswith("efficientnet"):
@@ -190,7 +190,7 @@ def without_drops(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        # Paths that are dropped are modules or numbers of their own in each package.
+        # Drop-path has no common class: each package has its own module or attribute for the probability.
         for name in ("drop_prob", "drop_path_rate", "drop_connect_rate"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
@@ -203,7 +203,7 @@ def full_size(make: Make) -> str:
     """Return the outcome of capturing and lowering one network at full size."""
     try:
         model = without_drops(make(FULL[-1])).train()
-        # Without memory: tells networks that do not run at this size from those that are refused.
+        # Fake tensors need no memory. A network that fails here fails at this size by itself: nothing refuses it.
         with FakeTensorMode(allow_non_fake_inputs=True):
             model(torch.empty(FULL))
     except Exception as error:
@@ -262,21 +262,21 @@ def trained(model: nn.Module, program: Program, images: torch.Tensor, labels: to
         engine.accumulate(images, labels)
         return engine.gather_gradients()
 
-    # Ranks are threads here: each would capture the same model again.
+    # Ranks are threads here. Without the patch, each would capture the same model again.
     with mock.patch("hyfi_core.runtime.subject.capture", lambda *args: program):
         gradients: dict[str, torch.Tensor] = run_ranks(len(copies), body)[0]
     return gradients
 
 
 def worst(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the largest error of a gradient relative to its norm, or to 1/1000 of the norm of all gradients.
+    """Return the largest relative error of a gradient; infinite if names differ, NaN if a gradient has NaN.
 
-    Infinite if gradients are missing, or there are others; NaN if one is NaN.
+    An error is relative to the norm of its gradient, or to 1/1000 of the norm of all gradients if that is larger.
     """
     if set(gradients) != set(expected):
         return float("inf")
     everything = torch.cat([g.flatten() for g in expected.values()]).norm()
-    # A gradient that is almost 0, as of a bias before batch norm, is rounding: relative to itself it may be all wrong.
+    # Batch norm makes the gradient of a bias before it 0 but for rounding, whose error relative to itself is large.
     return largest(float((gradients[n] - g).norm() / max(g.norm(), 1e-3 * everything)) for n, g in expected.items())
 
 
@@ -287,7 +287,7 @@ def largest(errors: Iterable[float]) -> float:
 
 def in_child(check: Callable[[Make], str], make: Make, limit_s: float) -> str:
     """Return the outcome of ``check(make)`` in a child process; hanging or crashing is an outcome, too."""
-    # fork: makers and imported packages need not be pickled or imported again.
+    # fork: the child has the makers without pickling, and the packages without importing them again.
     receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def run() -> None:
@@ -298,7 +298,7 @@ def in_child(check: Callable[[Make], str], make: Make, limit_s: float) -> str:
 
     child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
     child.start()
-    # Else the pipe never ends, and a crash would be noticed only at the time limit.
+    # While this process has the sending end open, too, `poll` would not see a crash before the time limit.
     sender.close()
     try:
         return str(receiver.recv()) if receiver.poll(limit_s) else f"stopped after {limit_s:.0f} s"

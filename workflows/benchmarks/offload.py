@@ -66,13 +66,13 @@ def main() -> None:
 
 
 def compare(folder: Path, address: str, size_px: int, steps: int, share: float, rounds: int) -> dict[str, Any]:
-    """Return the seconds of a step of each run, and their ratios; ``address`` is that of a server of the folder."""
+    """Return the seconds of a step of each run, and their ratios; ``address``: of a web server of ``folder``."""
     store, small = make_store(folder, size_px, BATCH * steps), make_store(folder / "small", SMALL_PX, DRAWN)
     load_s = seconds_to_load(store, size_px)
     # Loading and validation take load_s each: together `share` of the step, computing the rest.
     compute_s = 2 * load_s * (1 - share) / share
     runs: dict[str, list[OffloadRun]] = {}
-    for turn in range(rounds):  # alternate, so that other processes disturb all runs
+    for turn in range(rounds):  # runs alternate, so that other processes disturb all of them
         for name, design in (
             ("pure", "inline"),
             ("inline", "inline"),
@@ -135,9 +135,9 @@ class OffloadRun:
         }
 
     def go(self, pure: bool = False) -> OffloadRun:
-        """Run it and set ``seconds``; ``pure``: with images in memory and without validation."""
+        """Run ``hyfi train`` and set ``seconds``; ``pure``: with images in memory and without validation."""
         if pure:
-            # Never within the run.
+            # More steps than the run has: no validation.
             self._tree["validation"]["every_steps"] = 10**9
         path = self._folder.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(self._tree))
@@ -226,7 +226,7 @@ def sleeper(classes: int, **_: Any) -> nn.Module:
 
 
 def _sleep_instead(setting: dict[str, Any]) -> None:
-    """Replace the computation of an engine by sleeping, for the seconds of ``setting``."""
+    """Patch `Engine` so that steps and predictions sleep for the seconds of ``setting`` instead of computing."""
     from data.loading.feed import InlineFeed
     from hyfi_core.plan.box import Box
     from hyfi_core.plan.input_part import InputPart

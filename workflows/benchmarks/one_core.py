@@ -21,9 +21,9 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 @contextmanager
 def on_cores(number: int) -> Iterator[None]:
-    """Context in which processes are started on one core, by its number among those that this process may use."""
+    """Context in which children start on one core: ``number`` counts the cores of this process, -1 is the last."""
     allowed = os.sched_getaffinity(0)
-    # A child inherits it at its start: no other way reaches all of its threads.
+    # A child inherits the affinity of this process at its start. Set later, it would not reach all of its threads.
     os.sched_setaffinity(0, {sorted(allowed)[number]})
     try:
         yield
@@ -39,7 +39,7 @@ def start_on_a_core(memory: Memory) -> Worker:
 
 @dataclass(frozen=True)
 class Preparing:
-    """What a worker took to prepare images once.
+    """The time in which a worker prepared all images once.
 
     Attributes:
         seconds: Seconds by the clock.
@@ -53,14 +53,14 @@ class Preparing:
 def preparing(
     samples: Samples, count: int, size_px: tuple[int, int], passes: int, at_a_time: int = 1
 ) -> list[Preparing]:
-    """Return what a worker on one core takes to prepare images, in each pass; the first image is not counted.
+    """Return the time in which a worker on one core prepares images, for each pass; the first image is not counted.
 
     Args:
         samples: Reads and augments images; their number is ``count``.
         count: Number of images, at least 2.
         size_px: (height, width) of an image.
         passes: How often all images are prepared.
-        at_a_time: Images that the worker reads at a time.
+        at_a_time: Number of images that the worker reads concurrently.
     """
     extent, measured = Box.of_size(*size_px), []
     pool = DecodePool(samples, 1, slots=AHEAD, slot_bytes=3 * extent.area, start=start_on_a_core, at_a_time=at_a_time)
@@ -84,16 +84,17 @@ def _cpu_s(pool: DecodePool) -> float:
 
 def cpu_s(pid: int) -> float:
     """Return the processor time of a process so far."""
-    # Fields 14 and 15 of the line; the name before them may have spaces and brackets.
+    # utime and stime are the fields 14 and 15 of /proc/pid/stat. The name, field 2, may have spaces and brackets: only
+    # what follows its last bracket is split.
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) * _TICK_S
 
 
 def _prepare(pool: DecodePool, images: Sequence[int], extent: Box) -> None:
-    """Prepare images in order, as many ahead as the pool has slots."""
+    """Prepare images in order, as many ahead as the pool has slots, and release each when it is ready."""
     submitted = 0
     for number in range(len(images)):
-        # Always as many ahead as there are slots: the worker never waits for this process.
+        # While every slot has an image, the worker never waits for this process.
         while submitted < len(images) and pool.has_free_slot:
             pool.submit(submitted, 0, images[submitted], (extent,))
             submitted += 1

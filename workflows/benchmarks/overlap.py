@@ -73,7 +73,7 @@ def main() -> None:
 def _compare(size: int, latency_s: float, steps: int) -> None:
     """Measure how much of a latency forward and step hide, with and without overlap, and print it on rank 0."""
     comm, latency = hyfi_core.init(), Latency(0.0)
-    # Both with the delayed communicator, so that its own cost is in both.
+    # The delayed communicator is used without latency, too, so that its own cost is in both times.
     runs = {on: _runs(DelayedCommunicator(comm, latency), size, on) for on in (True, False)}
     for phase in ("forward", "step"):
         measured = {on: _measured(runs[on][phase], latency, latency_s, comm, steps) for on in (True, False)}
@@ -85,7 +85,7 @@ def _compare(size: int, latency_s: float, steps: int) -> None:
 
 
 def _runs(comm: DelayedCommunicator, size: int, overlapped: bool) -> dict[str, Callable[[], object]]:
-    """Return a prediction and a training step; without overlap, convolutions wait for their halo."""
+    """Return the calls to time: a prediction and a training step; without overlap, convolutions wait for their halo."""
     torch.manual_seed(0)
     model = convert_model(resnet.resnet18(2), "float32", "channels_last")
     images = torch.randn(1, 3, size, size).contiguous(memory_format=torch.channels_last)
@@ -109,7 +109,10 @@ def _runs(comm: DelayedCommunicator, size: int, overlapped: bool) -> dict[str, C
 def _measured(
     run: Callable[[], object], latency: Latency, late_s: float, comm: Communicator, steps: int
 ) -> dict[str, float]:
-    """Run with and without latency in turns; return the shortest times, and ``hidden`` of the rank that hid least."""
+    """Run with and without latency in turns; return seconds without it, and how much of it was hidden.
+
+    ``hidden`` is that of the rank that hid least.
+    """
     run()  # captures the model and fills caches
     times: dict[float, list[float]] = {0.0: [], late_s: []}
     latency.injected_s = latency.visible_s = 0.0
@@ -121,13 +124,13 @@ def _measured(
         times[latency.seconds].append(time.perf_counter() - start_s)
     latency.seconds = 0.0
     hidden = torch.tensor([1.0 - latency.visible_s / latency.injected_s])
-    # Each rank waits for itself: the one that hid least tells.
+    # Ranks wait for different times: the one that hid least counts.
     comm.all_reduce(hidden, "min")
     longer_s = min(times[late_s]) - min(times[0.0])
     return {
         "seconds": min(times[0.0]),
         "hidden": float(hidden),
-        # Per step, as latency was injected in every second run only.
+        # Divided by `steps`: latency was injected in one of two runs, so in `steps` of them.
         "left_in_step": longer_s / (latency.injected_s / steps),
     }
 

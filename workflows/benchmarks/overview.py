@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _clearest(demo: Path) -> tuple[str, Path, str]:
-    """Return (slide id, file, class and probability) of the first slide that was predicted positive."""
+    """Return (slide id, file, class and probability in words) of the first positive prediction with a region."""
     with (demo / "predictions" / "predictions.csv").open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["prediction"] == "malignant"]
     row = next(row for row in rows if _regions(demo / "predictions" / row["slide_id"] / "regions.geojson"))
@@ -69,7 +69,7 @@ def _thumbnail(path: Path) -> Image.Image:
 def _overlay(path: Path) -> Image.Image:
     """Return the overlay without its legend."""
     image = Image.open(path).convert("RGB")
-    # The legend is beside the square.
+    # The legend is right of or below the map, which is square.
     side = min(image.size)
     return image.crop((0, 0, side, side))
 
@@ -81,7 +81,7 @@ def _focus(regions: Path, path: Path) -> Image.Image:
     source = open_source(path)
     height, width = source.levels[0].height_px, source.levels[0].width_px
     half = 160
-    # Within the slide, so that the crop is whole.
+    # Moved inwards where the crop would reach beyond the slide.
     y = min(max(int(sum(ys) / len(ys)), half), height - half)
     x = min(max(int(sum(xs) / len(xs)), half), width - half)
     pixels = source.read(Box(y - half, y + half, x - half, x + half), 0)
@@ -90,7 +90,7 @@ def _focus(regions: Path, path: Path) -> Image.Image:
 
 
 def _curves(metrics: Path) -> Image.Image:
-    """Return a picture of the losses and AUROCs of a run."""
+    """Return a square picture of the losses and AUROCs of a run; ``metrics``: its metrics.jsonl."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     losses = [(line["step"], line["loss"]) for line in lines if line["kind"] == "train"]
     aurocs = [

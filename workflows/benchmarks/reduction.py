@@ -66,7 +66,7 @@ class _SleepFunction(torch.autograd.Function):
 
 
 def _rule(builder: Builder, op: Operator) -> None:
-    """Each rank sleeps for its part."""
+    """Lower `sleep`: each rank sleeps for its part of the map."""
     x, seconds_per_px = op.args
     split = builder.splits[x.name]
     part = builder.part(x.name, split)
@@ -79,7 +79,7 @@ OPERATORS["hyfi_benchmarks.sleep.default"] = OperatorFacts(_rule)
 
 @torch.library.custom_op("hyfi_benchmarks::sleeping_product", mutates_args=())
 def sleeping_product(x: torch.Tensor, weight: torch.Tensor, seconds_per_px: float) -> torch.Tensor:
-    """Sleep as `sleep` does; a product of nothing, but with a weight."""
+    """Sleep as `sleep` does and return a copy of ``x``; ``weight`` is not used, but gets a gradient."""
     result: torch.Tensor = sleep(x, seconds_per_px)
     return result
 
@@ -90,7 +90,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, seconds_per_px: float) -> torch.Ten
 
 
 class _OnceBack(torch.autograd.Function):
-    """Zeros like ``x`` whose backward sleeps as long as `sleep` does for ``x``, whatever it differentiates by."""
+    """Zeros like ``x``, computed from ``source`` for autograd; backward sleeps as long as `sleep` does for ``x``."""
 
     @staticmethod
     def forward(ctx: Any, source: torch.Tensor, x: torch.Tensor, seconds_per_px: float) -> torch.Tensor:
@@ -100,21 +100,21 @@ class _OnceBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         result: torch.Tensor = sleep(cotangents[0], ctx.seconds_per_px)
-        # A gradient has the shape of its source; the weight's is not that of the map.
+        # Of a map, the gradient is that of `sleep`; a weight has another shape, and its gradient is 0.
         return result if result.shape == ctx.source else result.new_zeros(ctx.source), None, None
 
 
 def _product_rule(builder: Builder, op: Operator) -> None:
-    """Each rank sleeps for its part: once in forward, and in backward once for the map and once for the weight."""
+    """Lower `sleeping_product`: a rank sleeps for its part in forward, and for each of two gradients in backward."""
     x, weight, seconds_per_px = op.args
     split = builder.splits[x.name]
     part = builder.part(x.name, split)
 
     def call(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         slept = sleep(tensor.detach(), seconds_per_px)
-        # Zeros, added for their backward alone: autograd runs each of them once.
-        backs = (_OnceBack.apply(source, slept, seconds_per_px) for source in (tensor, factor))  # type: ignore[no-untyped-call]
-        result: torch.Tensor = sum(backs, slept)
+        # Adding zeros changes no value, but autograd calls the backward of both: one for the map, one for the weight.
+        zeros = (_OnceBack.apply(source, slept, seconds_per_px) for source in (tensor, factor))  # type: ignore[no-untyped-call]
+        result: torch.Tensor = sum(zeros, slept)
         return result
 
     builder.compute(call, (part, weight.name), op.outputs, split, op)
@@ -182,7 +182,7 @@ class SleepingNetwork(nn.Module):
 
 
 class _DelayedReduction:
-    """A pending reduction that is not done before a given time."""
+    """A pending reduction that is done at ``done_s`` of the performance counter, or later."""
 
     def __init__(self, pending: Pending, done_s: float) -> None:
         self._pending, self._done_s = pending, done_s
@@ -195,7 +195,7 @@ class _DelayedReduction:
         return time.perf_counter() >= self._done_s and self._pending.test()
 
     def wait(self) -> None:
-        # First the link, then the message itself, which has come long before.
+        # The sleep stands for the slow link; the message itself arrived long before.
         time.sleep(max(0.0, self._done_s - time.perf_counter()))
         self._pending.wait()
 
@@ -209,7 +209,7 @@ class SlowLinkCommunicator(ForwardingCommunicator):
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start a reduction; it is done when the link has carried its bytes."""
-        # The link is free when it has carried what was sent before.
+        # One bucket after the other: this one starts when the link has carried those before it.
         self._free_s = max(time.perf_counter(), self._free_s) + tensor.nbytes * self._seconds_per_byte
         return _DelayedReduction(self._comm.start_all_reduce(tensor, op), self._free_s)
 
@@ -243,7 +243,7 @@ def _step_s(link_s: float, overlapped: bool) -> float:
     def do_nothing(self: Any, parameters: Sequence[Any]) -> None:
         """Start no reduction during backward; all are started after it."""
 
-    # Small buckets: of this small network, one of the usual size would have all gradients.
+    # Small buckets, because one bucket of the usual size would hold all gradients of this small network.
     with mock.patch.object(gradients, "BUCKET_BYTES", 128 << 10):
         if overlapped:
             return max(run_ranks(2, body))
@@ -262,7 +262,7 @@ def main() -> None:
         for name, side in sides.items():
             seconds_of[name].append(_step_s(*side))
     seconds = {name: statistics.median(times) for name, times in seconds_of.items()}
-    # 1: as fast as without a cost of the link; 0: as slow as after backward.
+    # 1: as fast as with a free link; 0: as slow as sending everything after backward.
     hidden = 1.0 - (seconds["overlapped"] - seconds["free"]) / (seconds["after"] - seconds["free"])
     print(json.dumps({**{f"{k}_s": round(v, 3) for k, v in seconds.items()}, "hidden": round(hidden, 3)}))
 

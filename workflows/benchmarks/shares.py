@@ -29,7 +29,8 @@ from hyfi_core.runtime.engine import Engine
 from workflows.training.pace import measured
 
 SAMPLE_S, SIZE_PX = 0.02, 16
-_THREAD = threading.local()  # each rank is a thread; values that a loss holds must be equal on all ranks
+_THREAD = threading.local()
+"""Holds ``sleep_s`` of each rank, which is a thread: values in the loss itself would have to be equal on all ranks."""
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
     shares = apportion(args.batch, run_ranks(2, lambda comm: _pace(comm, sleeps))[0])
     sides = {"alone": (args.batch,), "equal": (args.batch - half, half), "by_speed": shares}
     seconds = {name: _step_s(side, sleeps, args.steps) for name, side in sides.items()}
-    # Two replicas of speeds 1 and 1 / slower together, without any loss.
+    # The ideal: two replicas with speeds 1 and 1 / slower work all the time.
     least = seconds["alone"] / (1 + 1 / args.slower)
     ratios = {f"by_speed_to_{name}": round(seconds["by_speed"] / seconds[name], 3) for name in ("alone", "equal")}
     steps = {f"{name}_s": round(value, 4) for name, value in seconds.items()}
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def _pace(comm: Communicator, sleeps: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds that each replica takes for a sample."""
+    """Return the pace of each replica, by which `apportion` divides a batch, as ``hyfi train`` measures it."""
     group = comm.split(comm.rank)
     assert group is not None
     engine, images, labels = _engine(group, (1,), sleeps[comm.rank])

@@ -55,13 +55,13 @@ def main() -> None:
 
 
 def _rank(args: argparse.Namespace) -> None:
-    """Train or validate on this rank, once for each policy."""
+    """Train (rank 0) or serve validation (rank 1), once for each policy."""
     torch.set_num_threads(1)
     world = hyfi_core.init()
     group = world.split(world.rank, world.rank)
     assert group is not None
     engine, step_s = _trainer(args, group) if world.rank == 0 else (None, 0.0)
-    # Twice the time between two snapshots, so that the queue fills up.
+    # A validation takes twice the time between two snapshots, so that the queue fills up.
     seconds = 2 * args.every * float(world.broadcast_object(step_s))
     policies: tuple[Policy, ...] = ("all", "latest")
     for policy in policies:
@@ -76,7 +76,7 @@ def _rank(args: argparse.Namespace) -> None:
 
 
 def _trainer(args: argparse.Namespace, group: Communicator) -> tuple[Engine, float]:
-    """Return an engine and the median seconds of a step."""
+    """Return a trainer's engine, and the median seconds of a step."""
     torch.manual_seed(0)
     model = getattr(resnet, args.model)(2).to(memory_format=torch.channels_last)
     engine = hyfi_core.parallelize(
@@ -109,7 +109,7 @@ def measure(engine: Engine, client: ValidationClient, policy: Policy, args: argp
         _step(engine, args.size)
         before_s = time.perf_counter()
         if step % args.every == 0:
-            # Waited for here and not in `submit`, to be counted by itself.
+            # `submit` would wait for a free place, too; waiting here counts it apart from the sending.
             while policy == "all" and client.waiting >= QUEUE:
                 time.sleep(1e-3)
                 steps += [validated for validated, _ in client.collect()]
@@ -124,7 +124,7 @@ def measure(engine: Engine, client: ValidationClient, policy: Policy, args: argp
     client.drain(lambda: False)
     steps += [validated for validated, _ in client.collect()]
     client.close(stopped=False)
-    # Without the waiting, which depends on the validator alone.
+    # Waiting is left out, because it depends on the validator alone.
     between_s = (train_s - waiting_s) / args.validations
     return {
         "policy": policy,

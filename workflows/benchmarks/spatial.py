@@ -82,7 +82,7 @@ def main() -> None:
 def compare(
     model: str, size: int, rounds: int, steps: int, settings: dict[str, str], sides: Sequence[str] = SIDES
 ) -> dict[str, object]:
-    """Return times of all sides, which alternate so that other processes disturb all of them."""
+    """Return seconds and ratios of all sides, which alternate so that other processes disturb all of them."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, times in seconds.items():
@@ -114,13 +114,14 @@ def _run(
     ranks = 4 if side == "four_ranks" else 2 if side.endswith("two_ranks") else 1
     command = [sys.executable, "-m", "workflows.benchmarks.spatial", "--side", side, "--model", model]
     command += ["--size", str(size), "--steps", str(steps), *more]
-    # Settings that the caller has for itself would change `as_started`.
+    # Memory settings of this process must not reach `as_started`.
     environment = {name: value for name, value in os.environ.items() if name not in RANK_SETTINGS | KEEP_MEMORY}
     environment |= {"OMP_NUM_THREADS": str(max(1, 2 // ranks))} | ({} if side == "as_started" else settings)
     start = find().command(ranks) if ranks > 1 else []
     completed = subprocess.run([*start, *command], env=environment, capture_output=True, text=True, check=True)
     lists = [json.loads(numbers) for numbers in re.findall(r"\[.*?\]", completed.stdout)]
-    return [max(of) for of in zip(*lists, strict=True)]  # times are printed by one rank, memory by all
+    # One rank prints times, but all print memory: of each number, the largest of all ranks.
+    return [max(of_ranks) for of_ranks in zip(*lists, strict=True)]
 
 
 def _side(side: str, name: str, size: int) -> Callable[[], None]:
@@ -164,7 +165,7 @@ def _report(step: Callable[[], None], steps: int) -> None:
 
 def _report_memory(side: str, model: str, size: int) -> None:
     """Print the MB by which this process grows in its first and third step."""
-    # Else memory that a step has freed stays, and the next step seems to need none.
+    # Otherwise memory that a step freed stays in the process, and the next step seems to need none.
     return_what_is_freed()
     step, grown = _side(side, model, size), []
     for _ in range(3):

@@ -43,7 +43,7 @@ THREADS = usable_cores()
 
 @dataclass(frozen=True)
 class Timing:
-    """Median wall-clock seconds, and CPU seconds of all threads, for a number of megapixels."""
+    """What was timed: median wall-clock seconds, and CPU seconds of all threads, for so many megapixels."""
 
     name: str
     seconds: float
@@ -112,7 +112,7 @@ def _timed(name: str, runs: int, megapixels: float, folder: Path, work: Callable
         out = folder / name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        # What runs before have written is not written back in this one's time.
+        # Otherwise, the system would write the files of earlier runs to disk during this one.
         os.sync()
         begin, cpu_begin = time.perf_counter(), time.process_time()
         try:
@@ -131,7 +131,7 @@ def _printed(timing: Timing) -> Timing:
 
 
 def _compare(ours: Timing | None, rival: Timing | None) -> None:
-    """Print how many times as fast ours is, by the clock and by the processor; nothing if one was not measured."""
+    """Print the rival's seconds per megapixel divided by ours, of wall clock and of CPU, if both were measured."""
     if ours and rival:
         cpu = (rival.cpu_s / rival.megapixels) / (ours.cpu_s / ours.megapixels)
         print(f"ratio {ours.rate / rival.rate:6.2f}   by CPU time {cpu:6.2f}   {ours.name} : {rival.name}")
@@ -171,7 +171,7 @@ def _ome_zarr(pixels: Planes, out: Path) -> None:
 
     group = zarr.open_group(str(out / "s.zarr"), mode="w", zarr_format=3)
     write_image(pixels, group, axes="cyx", fmt=FormatV05(), storage_options={"chunks": (3, 512, 512)})
-    # All sides sync: else a disk's cache would make those that do not look fast.
+    # Every library's files are synced: one that leaves data in the disk's cache would look faster.
     _sync(*(f for f in (out / "s.zarr").rglob("*") if f.is_file()))
 
 
@@ -203,14 +203,14 @@ def _reading(path: Path, region: Box, runs: int) -> None:
 
 
 def _timed_read(name: str, runs: int, region: Box, work: Callable[[], object]) -> Timing:
-    """Print and return the median seconds of a call, on the clock and of the processor."""
+    """Print and return the median seconds of ``work``, of wall clock and of CPU."""
     seconds, cpu = [], []
     for _ in range(runs + 1):
         begin, cpu_begin = time.perf_counter(), time.process_time()
         work()
         seconds.append(time.perf_counter() - begin)
         cpu.append(time.process_time() - cpu_begin)
-    # Without the first, which fills caches.
+    # The first call, which fills caches, does not count.
     return _printed(Timing(name, statistics.median(seconds[1:]), statistics.median(cpu[1:]), region.area / 1e6))
 
 
@@ -222,8 +222,8 @@ def _sizes(path: Path, folder: Path, kinds: dict[str, IngestOptions]) -> None:
 
 
 def _growth(path: Path, folder: Path, options: IngestOptions) -> int:
-    """Return by how many bytes a new process grows that ingests the slide."""
-    # Not a fork, which has the memory of this process.
+    """Return the growth in bytes of the peak memory of a new process that ingests the slide."""
+    # Not a fork, which would start with this process's memory.
     context = get_context("spawn")
     results = context.SimpleQueue()
     out = folder / "memory"

@@ -36,7 +36,7 @@ from workflows.benchmarks.one_core import cpu_s
 
 @dataclass(frozen=True)
 class Served:
-    """Times of a series of tiles: milliseconds of each, and CPU seconds of the server for all of them."""
+    """Times of a series of requests: milliseconds of each, and CPU seconds of the server for all of them."""
 
     milliseconds: list[float]
     cpu_s: float
@@ -92,7 +92,7 @@ def _series(pid: int, slide: str, about: dict[str, Any], count: int) -> None:
 
 
 def _places(about: dict[str, Any], levels: Sequence[int], count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (zoom, row, column) of tiles as a user views them: twelve neighbours, then twelve elsewhere."""
+    """Yield (zoom, row, column) of ``count`` tiles, or a few more, as a user views them: 3 × 4 neighbours at a time."""
     generator = random.Random(0)
     for k in range(0, count, 12):
         zoom = levels[k // 12 % len(levels)]
@@ -104,7 +104,7 @@ def _places(about: dict[str, Any], levels: Sequence[int], count: int) -> Iterato
 
 
 def _fetch(pid: int, addresses: Sequence[str]) -> Served:
-    """Request addresses one after the other; return the time of each, and of the server's processor."""
+    """Request addresses one after the other; return the milliseconds of each, and the CPU seconds of the server."""
     parts = urlsplit(addresses[0])
     connection = HTTPConnection(parts.hostname or "", parts.port)
     before, times_ms = cpu_s(pid), []

@@ -77,15 +77,17 @@ class StepTime:
             self._now[kind] += time.perf_counter() - start_s
 
     def end_step(self, seconds: float) -> Spent:
-        """Return the time by kind of a step that took ``seconds`` and since the previous step; reset."""
+        """Return the seconds by kind of a step that took ``seconds``, and of the time before it; start from 0 again.
+
+        The time before it: validation and saving after the previous step.
+        """
         spent, self._now = self._now, dict.fromkeys(KINDS, 0.0)
         # Validation and saving happen between steps: they are not within `seconds`.
         measured = spent["compile"] + spent["wait"] + spent["spill"] + sum(spent[kind] for kind in MESSAGES)
         # Not below 0: the parts are measured by several clock readings, and may add up to a little more than the whole.
         spent["compute"] = max(0.0, seconds - measured)
         for kind in KINDS:
-            # What ran after an epoch's last step was reported with it: not again in the epoch of the step that records
-            # it.
+            # `_reported`: time after an epoch's last step, which `end_epoch` has counted in that epoch already.
             self._epoch[kind] += spent[kind] - self._reported[kind]
             self._interval[kind] += spent[kind]
         self._reported = dict.fromkeys(KINDS, 0.0)
@@ -102,7 +104,7 @@ class StepTime:
         return trainers.gather_objects(mine)
 
     def end_interval(self) -> Spent:
-        """Return the time by kind of the steps since the last call; reset."""
+        """Return the seconds by kind of the steps since the last call; start from 0 again."""
         mine, self._interval = self._interval, dict.fromkeys(KINDS, 0.0)
         return mine
 
@@ -137,9 +139,9 @@ class RunSetup:
 def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return each kind's fraction of an epoch, from the times of all trainers.
 
-    The kinds ``OF_THE_SLOWEST`` are those of the rank that spends most, because all others wait for it. ``halo`` and
-    ``reduce`` are those of the rank that spends least, which is the cost of the messages; the time that others spend
-    beyond that is ``imbalance``. ``compute`` and ``stage`` are means.
+    Each kind in ``OF_THE_SLOWEST`` is the fraction of the rank that spends most on it, because all others wait for that
+    rank. ``halo`` and ``reduce`` are the fractions of the rank that spends least on them, which is the cost of the
+    messages; the time that others spend beyond that is ``imbalance``. ``compute`` and ``stage`` are means.
     """
     # A trainer without any time counts as 0 in each kind, rather than dividing by 0.
     totals = [sum(times.values()) or math.inf for times in spent]

@@ -113,7 +113,7 @@ class CoreUse:
         host: Host name.
         cores: Numbers of the cores that it may use.
         usable: How many of them it may use at a time; a quota may allow fewer.
-        needs: How many it computes on; None for a loader, which takes the remaining ones.
+        needs: Number of cores on which it computes; None for a loader, which takes the remaining ones.
     """
 
     host: str
@@ -155,7 +155,7 @@ def cores_left(own: CoreUse, uses: Sequence[CoreUse]) -> int:
     # Containers of one host may have different cores; ranks with others do not compete for these.
     mates = [use for use in uses if (use.host, use.cores) == (own.host, own.cores)]
     loaders = sum(use.needs is None for use in mates)
-    # Floor, and it may be negative: the caller takes at least what it has.
+    # Negative if trainers need more cores than there are: `most_workers` allows one process a thread at least.
     return (own.usable - sum(use.needs or 0 for use in mates)) // max(1, loaders)
 
 
@@ -176,8 +176,8 @@ def make_loader(
     growth = None
     # `most` is None if `data.workers` is set: a number that the user chose does not grow.
     if most is not None and most > workers:
-        told = RaisedWorkers(roles.describe())
-        growth = WorkerGrowth(most, told, told.failed, getattr(samples, "kept_bytes", 0))
+        messages = RaisedWorkers(roles.describe())
+        growth = WorkerGrowth(most, messages, messages.failed, getattr(samples, "kept_bytes", 0))
     return LoaderService(
         roles.world,
         [trainer for trainer, loaders in roles.loaders_of.items() if rank in loaders],

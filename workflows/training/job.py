@@ -138,7 +138,7 @@ class TrainingJob:
         return self.task.tensor(_label(self.train_samples.samples[index]) for index in indices)
 
     def step_slides(self, step: int, turns: Sequence[int]) -> list[str]:
-        """Return the slides of some batches of a step, of all replicas; ``turns``: the batches, counted from 0."""
+        """Return the ids of the slides in some turns of a step, over all replicas; ``turns``: counted from 0."""
         first = (step - 1) * self.config.optimizer.accumulate
         numbers = [
             number
@@ -275,7 +275,7 @@ def _classes(labels: Labels, slides: Sequence[SlideRef]) -> set[str]:
 
 
 def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Sequence[SlideRef]) -> Task:
-    """Return the task with what it learns from the training slides, checked.
+    """Return the task, fitted to the training slides and checked.
 
     Raises:
         RequestError: The slides do not suffice, or a loss or metric of the user's own does not fit.
@@ -326,6 +326,7 @@ def mpp_of(config: Config) -> float:
     finest, coarsest = min(mpps, key=mpps.__getitem__), max(mpps, key=mpps.__getitem__)
     if kind == "features":  # no pixels are read
         return mpps[coarsest]
+    # The geometric mean: both ends differ from it by the same factor.
     middle = (mpps[finest] * mpps[coarsest]) ** 0.5
     if mpps[coarsest] > (1 + MPP_TOLERANCE) * middle:
         setting = "data.mpp: given native" if tiles is None else "data.tiles.mpp: not given"

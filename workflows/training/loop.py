@@ -96,6 +96,8 @@ class TrainingLoop:
         self._checkpoints = RunCheckpoints(inputs, roles.trainers, engine, self._average, recorder)
         self._validating = Validating(inputs, roles, engine, model, self._average, recorder, stop, self._checkpoints)
         self._batches = inputs.batches(roles, engine, self._start)
+        # `_late_s`: after a step's time was taken, trainers wait for each other to compare times and to vote; these
+        # seconds count in the next step. `_compared_s`: the part of comparing.
         self._time, self._late_s, self._compared_s, self._compile_s = StepTime(), 0.0, 0.0, 0.0
         self._fullest: dict[str, Any] | None = None
         self._places = gather_places(roles.trainers, roles.launched)
@@ -163,7 +165,7 @@ class TrainingLoop:
         return stopped
 
     def _release(self, step: int) -> None:
-        """Let what is frozen be trained from ``step`` on, if its epochs are over."""
+        """Train frozen parameters from ``step`` on, if their frozen epochs (``model.freeze_epochs``) are over."""
         if self._freezing is None or not self._freezing.is_over(self._job.epoch_of(step)):
             return
         self._freezing.release(self._model)
@@ -199,14 +201,14 @@ class TrainingLoop:
         self._time.add({"reduce": self._late_s, "compile": self._compiled_s()})
         seconds = time.perf_counter() - start_s + self._late_s
         spent = self._time.end_step(seconds)
-        # The first step captures the model and fills caches: it would hide what bounds the others.
+        # The first step captures the model and fills caches: its times would hide what bounds later steps.
         if step == self._start + 1:
             self._time.discard()
         segments = self._engine.segments
         news = None if segments is None else segments.news()
         if self._recorder is not None and news is not None:
             say(f"step {step}: {news}")
-        # After the step's time is taken: what comparing costs is counted in the next step, as `_late_s`.
+        # After the step's time is taken: the time of comparing counts in the next step, as `_late_s`.
         comparison = self._compare(step)
         if self._recorder is not None:
             times = {f"{kind}_seconds": spent[kind] for kind in spent if kind != "wait"}
@@ -255,7 +257,7 @@ class TrainingLoop:
         self._compared_s = time.perf_counter() - start_s
         if gathered is None or len(gathered) == 1:
             return {}
-        spent, used_bytes = [times for times, _ in gathered], [length for _, length in gathered]
+        spent, used_bytes = [times for times, _ in gathered], [size for _, size in gathered]
         # Rank 0 need not be the fullest: in a pipeline it may hold a quarter of what others do.
         fullest = self._places[used_bytes.index(max(used_bytes))]
         self._fullest = {"rank": fullest.rank, "host": fullest.host, "memory_bytes": max(used_bytes)}

@@ -39,12 +39,12 @@ _PIECES = 8
 def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], trainer_bytes: Sequence[int]) -> list[int]:
     """Return the bytes of each trainer's process in the host's memory.
 
-    A rank that writes checkpoints also has a copy of what it writes: its share of a stage's weights and moments.
+    A rank that writes checkpoints also holds a copy of its share of a stage's weights and moments.
 
     Args:
         plan: The run's plan.
         stages: Forecast for each stage.
-        trainer_bytes: Bytes in the host's memory that each rank of a plane needs for training.
+        trainer_bytes: Bytes in the host's memory that training needs on each rank of one plane; planes are alike.
     """
     written = _written_bytes(plan, Placement.of(plan), stages)
     # Ranks count through a plane, then the next plane, then the next replica: all planes need the same.
@@ -100,10 +100,10 @@ def check_room(
     Args:
         trainer_bytes: Least bytes of each trainer.
         pools: Memory of the run's hosts, or of its GPUs.
-        cheaper: Changes of the configuration, as on the command line, to the bytes of each trainer with them.
+        cheaper: Change of the configuration, as on the command line -> least bytes of each trainer with it.
 
     Raises:
-        RequestError: One does not. The message names it, both amounts, and the first change that would fit.
+        RequestError: A pool has too little. The message names it, both amounts, and the first change that would fit.
     """
     for pool in pools:
         total = sum(trainer_bytes[rank] for rank in pool.trainers)
@@ -125,9 +125,7 @@ def check_room(
 
 
 def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
-    """Return plans that need less memory and give the same result, by their change on the command line.
-
-    They are in the order in which to try them.
+    """Return change on the command line -> plan that needs less memory and gives the same result, to try in order.
 
     Args:
         plan: The run's plan.
@@ -240,10 +238,10 @@ class _Forecaster:
         return self._of_trainers(plan, rank_peaks(plan, stages, "least"))
 
     def of_changes(self, plans: Mapping[str, ParallelPlan]) -> dict[str, list[int]]:
-        """Return the lower bounds of the changed plans, without those that are too many pieces for a small model."""
+        """Return change -> lower bounds of its plan; changes that a small model does not allow are left out."""
         bounds = {}
         for change, plan in plans.items():
-            # A model with too few modules for 8 pieces: this change is no way out.
+            # A model with fewer modules than pieces cannot be cut.
             with contextlib.suppress(RequestError):
                 bounds[change] = self.least_bytes(plan)
         return bounds

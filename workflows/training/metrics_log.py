@@ -68,13 +68,13 @@ class MetricsLog:
             self._file.close()
         self.records = [record for record in self.records if record["step"] <= until_step]
         if self.path.exists():
-            # Another file takes the name: open it below, because lines written to the old one would be lost.
+            # A new file replaces the old one. It is opened below: lines written to the old one would be lost.
             write_atomically(self.path, "".join(map(_line, self.records)).encode())
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one record of ``kind``."""
-        # The same values in memory as in the file: decisions of a resumed run, which reads the file, do not differ.
+        # Memory has the same values as the file, so that a resumed run, which reads the file, decides alike.
         record = plain_json({"kind": kind, **values})
         self.records.append(record)
         assert self._file is not None

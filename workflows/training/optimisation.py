@@ -16,10 +16,10 @@ from workflows.finetuning.parameter_groups import parameter_groups
 def optimizer_factory(
     config: OptimizerConfig, model: torch.nn.Module, batch: int
 ) -> Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]:
-    """Return a function from this rank's parameters to their optimizer.
+    """Return a function that takes this rank's parameters and returns their optimizer.
 
-    The optimizer has the groups of the whole model, some of them empty on this rank. A parameter that the model does
-    not name belongs to the first group.
+    The optimizer has the groups of the whole model, some of them empty on this rank. A parameter without a name in
+    ``model`` belongs to the first group.
 
     Args:
         config: The section ``optimizer``.
@@ -40,8 +40,8 @@ def optimizer_factory(
         for parameter in parameters:
             members[place_of.get(names.get(id(parameter), ""), 0)].append(parameter)
         settings = [
-            {"params": of, "lr": group.lr, "weight_decay": group.weight_decay}
-            for of, group in zip(members, groups, strict=True)
+            {"params": params, "lr": group.lr, "weight_decay": group.weight_decay}
+            for params, group in zip(members, groups, strict=True)
         ]
         return make_optimizer(settings, config.scaled_lr(batch))
 
@@ -67,7 +67,7 @@ def describe_updates(config: OptimizerConfig, batch: int) -> str:
 
 
 def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
-    r"""Return the function from a step, counted from 0, to the factor of the learning rate; it has no state to save.
+    r"""Return a function that takes a step, counted from 0, and returns the factor of its learning rate, without state.
 
     ::
 

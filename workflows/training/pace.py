@@ -26,11 +26,11 @@ TIMED_TURNS = 3
 
 
 def with_shares(job: TrainingJob, roles: Roles) -> TrainingJob:
-    """Return the job with the shares of ``roles.design: offload_naive``, measured unless given (collective).
+    """Return the job with shares for ``roles.design: offload_naive``, measured unless given (collective).
 
     Raises:
         RequestError: On every trainer: the number of ranks is not a multiple of a replica's or does not match the
-            shares, the batch is too small, or one of them cannot build the model.
+            shares, the batch is too small, or a trainer cannot build the model.
     """
     trainers, replica_ranks = roles.trainers, job.config.plan.build().ranks_per_replica
     if job.config.roles.design != "offload_naive" or trainers is None:
@@ -46,7 +46,7 @@ def with_shares(job: TrainingJob, roles: Roles) -> TrainingJob:
     replica = trainers.rank // replica_ranks
     group = trainers.split(replica, trainers.rank)
     assert group is not None
-    # All trainers agree, not each replica alone: otherwise, if one is refused, the others wait for it in `measured`.
+    # `agree` over all trainers rather than over each replica: if one fails, the others would wait for it in `measured`.
     turn = agree(trainers, lambda: _timed_turn(job, replace(roles, trainers=group)))
     pace_s = measured(trainers, replica, turn)
     shares = apportion(job.config.data.batch_size, pace_s, job.plan.microbatches)

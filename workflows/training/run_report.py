@@ -32,7 +32,7 @@ def describe_start(job: TrainingJob, engine: TrainingEngine, start: int) -> str:
 
 
 def _samples(job: TrainingJob) -> str:
-    """Return how many slides, or cases of how many slides, are trained and validated on."""
+    """Return the numbers of training and validation samples in words: slides, or cases and their slides."""
     if job.config.data.bag == "slide":
         return f"{counted(len(job.train), 'slide')} to train on, {len(job.val):,} to validate on"
     train, val = job.train_samples, job.val_samples

@@ -201,10 +201,10 @@ def check_images(job: TrainingJob, programs: ModelPrograms) -> list[dict[str, An
 
 
 def drawn_by_stage(job: TrainingJob, device: str) -> InitialWeights | None:
-    """Return the weights if each trainer draws only those of its stages; None if it builds the whole model.
+    """Return initial weights of which each trainer draws those of its stages; None if it builds the whole model.
 
-    It builds the whole model if this is the user's (whose capture is verified with values), if weights are read from a
-    file, on a GPU, and if the plan has one stage.
+    A trainer builds the whole model if the model is the user's (its capture is verified with values), if weights are
+    read from a file, on a GPU, and if the plan has one stage.
     """
     if not job.config.model.built_in or job.config.model.weights is not None or device != "cpu" or job.plan.stages == 1:
         return None
@@ -214,16 +214,16 @@ def drawn_by_stage(job: TrainingJob, device: str) -> InitialWeights | None:
 def make_model(
     job: TrainingJob, loads: bool, drawn: InitialWeights | None = None, tell: Callable[[str], None] = lambda line: None
 ) -> tuple[torch.nn.Module, Freezing | None]:
-    """Return the initial model in the run's precision and memory format, in its modes of training, and what is frozen.
+    """Return the initial model in the run's precision and memory format, ready for training, and what is frozen in it.
 
     Args:
         job: The run.
         loads: Whether to load ``model.weights`` and report it; False if another rank or a checkpoint provides them.
         drawn: Weights that ``make_engine`` draws later; the model is then on the meta device.
-        tell: Called with lines about settings without effect, modules in evaluation mode (see `set_training`) and
-            frozen parts.
+        tell: Called with lines about settings without effect, modules that stay in evaluation mode (see
+            `set_training`) and frozen parts.
     """
-    # Directly before building: initial weights depend on the seed alone, not on what drew numbers before.
+    # Directly before building: initial weights depend on the seed alone, not on random numbers drawn earlier.
     torch.manual_seed(job.config.run.seed)
     described = job.model_json()["model"]
     model = build_model(described) if drawn is None else drawn.model
@@ -321,13 +321,13 @@ class SavedRun:
         """Open the checkpoint of step ``start``; None for a new run (0). Each trainer checks a share of its digests.
 
         Raises:
-            RequestError: The checkpoint is damaged (the message names the file, and checkpoints that are whole), the
-                run is longer than what is asked for, or the labels have changed, such as the classes.
+            RequestError: The checkpoint is damaged (the message names the file, and checkpoints that are whole), it is
+                of a later step than the run's last, or the labels have changed, such as the classes.
         """
         if start == 0:
             return None
         if start > job.steps:
-            # Its files would say that it is done after fewer steps than its weights have.
+            # Otherwise the run's files would state fewer steps than its weights were trained for.
             raise RequestError(
                 f"run.steps, run.epochs: given {job.steps} steps, but run {job.config.run.dir} has {start} already; "
                 "give more, go back to an earlier checkpoint (--resume-from), or use another run.dir"

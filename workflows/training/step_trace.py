@@ -81,7 +81,7 @@ class StepTrace:
         """Stop recording and write what was recorded, if anything."""
         if self._origin_s is None:
             return
-        # None already here: a second call, at the end of the run, then writes nothing.
+        # Set to None at once: a second call, at the end of the run, writes nothing.
         origin_s, self._origin_s = self._origin_s, None
         self._engine.record_spans(None)
         mine = self._named + [(kind, kind, begin, end) for kind, begin, end in self._spans]

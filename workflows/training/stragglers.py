@@ -73,15 +73,15 @@ def slowest(spent: Sequence[Mapping[str, float]], places: Sequence[TrainerPlace]
 
 
 def stragglers(spent: Sequence[Mapping[str, float]], places: Sequence[TrainerPlace]) -> list[dict[str, Any]]:
-    """Return those of ``slowest`` that delay the others so that it matters, the worst first, with their ``kind``."""
+    """Return the entries of `slowest` with a relevant delay of the others, the worst first, with their ``kind``."""
     whole_s = max((sum(times.values()) for times in spent), default=0.0)
     delays = []
     for kind, entry in slowest(spent, places).items():
         over = entry["over_median"]
-        # seconds − median, since over = seconds / median.
+        # seconds − median, as over = seconds / median; all seconds if the median is 0.
         delay_s = entry["seconds"] * (1 - 1 / over) if over is not None else entry["seconds"]
         late = delay_s >= MIN_DELAY * whole_s and (over is None or over >= MIN_OVER_MEDIAN)
-        # Rank 0 writes checkpoints, and is not slow because of that.
+        # A rank that writes checkpoints for others, such as rank 0, is not slow because of that.
         writes_for_all = kind == "save" and (over is None or over > _WRITES_FOR_ALL)
         if late and kind not in MESSAGES and not writes_for_all:
             delays.append((delay_s, {"kind": kind, **entry, "delay_seconds": delay_s}))

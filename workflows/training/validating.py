@@ -188,7 +188,7 @@ class Validating:
         share = (replica, plan.replicas)  # each replica predicts a part of the samples
         try:
             own_logits = predict_slides(self._inference, images, samples, share, self._interrupted, plan.shares)
-        # In the same poll on all trainers, so none waits in `gather_logits`.
+        # `_interrupted` is the same on all trainers, so all return here, and none waits in `gather_logits`.
         except Interrupted:
             return
         # All ranks of a replica have the same logits: one of them reports.
@@ -222,7 +222,7 @@ class Validating:
         current = {name: tensor.clone() for name, tensor in own.items()}
         self._unvalidated = list(steps)
         for step in steps:
-            # From here on, the step is kept by what validates it.
+            # Off the list: from here on, the validation itself keeps this checkpoint from being removed.
             self._unvalidated.remove(step)
             saved = load_checkpoint(step_folder(self._job.config.run.dir / "checkpoints", step))
             if self._remote:

@@ -5,7 +5,8 @@
 One rank trains with AdamW (weights and two moments are saved), in turns without saving, with checkpoints that are
 written while training continues, and with a wait for each checkpoint. Prints a JSON line: megabytes
 (10^6) of a checkpoint, the median seconds of a step, of the copy and of the writing, the copy as a fraction of the time
-between two checkpoints (``snapshot_share``), and an interval's median time with each way over that without saving.
+between two checkpoints (``snapshot_share``), and the ratio of an interval's median time with each way to that without
+saving.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart, Checkpoin
 from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 
 SavingWay = Literal["none", "beside", "at_once"]
+"""No saving, writing beside the next steps, waiting until all is written."""
 
 
 @dataclass
@@ -56,13 +58,13 @@ def main() -> None:
 
 
 def measure(engine: Engine, folder: Path, size: int, every: int, saves: int) -> dict[str, float]:
-    """Train and save with each way, by turns; return what the benchmark prints."""
+    """Train ``saves`` intervals of ``every`` steps with each way to save, in turns; return the printed line."""
     times: dict[SavingWay, Times] = {"none": Times(), "beside": Times(), "at_once": Times()}
     writer = CheckpointWriter(AloneCommunicator(), writes=True)
-    _save(engine, writer, folder, 0, Times())  # memory of the copy, and the optimizer's moments
+    _save(engine, writer, folder, 0, Times())  # not counted: the first copy allocates its memory
     writer.finish()
     for number in range(1, saves + 1):
-        # In turns: a disk that becomes slower is so for all.
+        # Ways alternate, so that a slow phase of the disk affects all of them.
         for way, measured in times.items():
             begun_s = time.perf_counter()
             if way != "none":

@@ -70,17 +70,17 @@ def main() -> None:
 
 
 def measure(store: Path, scratch: Path, args: argparse.Namespace) -> None:
-    """Measure the three ways on the first slide of a store, and print them."""
+    """Measure encoder, features and reading on the only slide of a store, and print a table."""
     (slide_id,) = slide_ids(store)
     encoder = load_encoder(NAME, size_px=args.side, options={"width": args.width, "depth": args.depth})
     tiling = Tiling(args.side, mpp=args.mpp)
     slide = open_store(store, slide_id)
     tiles = tissue_tiles(slide, tiling)
     starts = range(0, len(tiles), BATCH)
-    # Read before: the loop of the encoder takes tiles from memory.
+    # The plain loop of the encoder takes its tiles from memory.
     in_memory = [StoreTiles(slide, tiles).read(range(k, min(k + BATCH, len(tiles)))) for k in starts]
 
-    def read() -> None:
+    def only_read() -> None:
         reader = StoreTiles(slide, tiles, threads=args.workers)
         for k in starts:
             reader.read(range(k, min(k + BATCH, len(tiles))))
@@ -95,7 +95,7 @@ def measure(store: Path, scratch: Path, args: argparse.Namespace) -> None:
     ways: dict[str, Callable[[], object]] = {
         "encoder, tiles in memory": lambda: [encoder.encode(batch) for batch in in_memory],
         "features: read, encoded, written": encode_slide,
-        "only read": read,
+        "only read": only_read,
     }
     for act in ways.values():
         act()  # loads code that is used for the first time

@@ -166,7 +166,7 @@ class Study:
     Args:
         name: Name of the network.
         args: The options of the command.
-        machine: The machine for which cuts and the planner's choice are found.
+        machine: The machine for which stages are cut and the planner chooses its plan.
     """
 
     def __init__(self, name: str, args: argparse.Namespace, machine: MachineModel) -> None:
@@ -177,7 +177,7 @@ class Study:
         fastest = (best_plans(self._program, request).plans[0] for request in requests)
         self._best = min(fastest, key=lambda best: best.step_s).plan
         listed = [with_cuts(plan, self._of(plan), machine) for plan in PLANS[name] if plan.ranks in args.ranks]
-        # Each once, if the planner's choice is listed, too.
+        # dict.fromkeys: the planner's choice may be listed already.
         self._plans = list(dict.fromkeys([*listed, self._best]))
         self._rounds: list[tuple[MachineModel, list[tuple[float, int, int]]]] = []
 
@@ -196,7 +196,7 @@ class Study:
     def _case(self, index: int, plan: ParallelPlan) -> Comparison:
         """Print and return the comparison of a plan's forecast with what was measured."""
         rounds = [(machine, *of_plans[index]) for machine, of_plans in self._rounds]
-        # The round of the shortest step, with the machine as it was measured in that round.
+        # The round of the shortest step, and the machine as it was measured at the start of that round.
         machine, step_s, _, allocated = min(rounds, key=lambda of_round: of_round[1])
         grown = statistics.median(grown for _, _, grown, _ in rounds)
         forecast = forecast_step(self._of(plan), plan, machine, self._dtype)
@@ -214,7 +214,7 @@ class Study:
 
 
 def _measured(name: str, plan: ParallelPlan, args: argparse.Namespace) -> tuple[float, int, int]:
-    """Return (seconds of a step, growth of the process that grows most, peak of tensors of the rank that has most)."""
+    """Return (seconds of a step, bytes of the process that grows most, peak bytes of tensors of the largest rank)."""
     words = name, json.dumps(plan.to_json()), str(args.size), str(args.steps), args.precision
     command = [*find().command(plan.ranks), sys.executable, "-m", "workflows.benchmarks.forecast.rank", *words]
     completed = subprocess.run(

@@ -17,7 +17,7 @@ def peak_of(step: Callable[[], Any]) -> int:
         step()
     assert profiled.profiler is not None
     events = profiled.profiler.kineto_results.events()
-    # Freeing has negative bytes: the running sum is what is held.
+    # An event that frees memory has negative bytes: the running sum is what is allocated.
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     total = most = 0
     for _, change in changes:
@@ -28,7 +28,7 @@ def peak_of(step: Callable[[], Any]) -> int:
 
 def held_bytes() -> int:
     """Return the bytes of all CPU tensors that exist; tensors that share memory count once."""
-    # Cycles keep tensors that nobody uses.
+    # Cycles of unused objects keep tensors until the garbage collector runs.
     gc.collect()
     tensors = [
         tensor

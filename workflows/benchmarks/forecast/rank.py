@@ -48,7 +48,7 @@ def main() -> None:
     step_s = _step_s(comm, engine, shape, steps)
     grown = comm.gather_objects(peak_bytes() - before)
     images, labels = _batch(shape)
-    # What the engine holds between steps; images and labels are the caller's.
+    # What the engine holds between steps. Images and labels do not count: the forecast leaves them out.
     tensors = held_bytes() - tensors - images.nbytes - labels.nbytes
     allocated = comm.gather_objects(tensors + peak_of(lambda: engine.train_step(images, labels)))
     if grown is not None:

@@ -69,7 +69,7 @@ def compare_sleeping(steps: int) -> None:
 
 
 def besides_sleeping_s(grid: tuple[int, int], steps: int = _SHORT_STEPS) -> tuple[float, float]:
-    """Return what the (forward, backward) of a block takes besides sleeping, on a grid of threads with one image.
+    """Return (forward, backward) seconds of a block besides its sleep, on a grid of threads, for one image.
 
     Args:
         grid: Rows and columns of ranks.
@@ -80,7 +80,7 @@ def besides_sleeping_s(grid: tuple[int, int], steps: int = _SHORT_STEPS) -> tupl
     def body(comm: Communicator) -> tuple[float, float]:
         """Return the seconds of this rank, in forward and in backward."""
         torch.manual_seed(0)
-        # Times the ranks: each sleeps for its part of the image.
+        # A rank sleeps for its part of the image only: a whole block has to sleep `ranks` times as long.
         model = SleepingNetwork(BLOCKS, _SHORT_S * ranks, SIZE_PX)
         engine = hyfi_core.parallelize(model, (1, 3, SIZE_PX, SIZE_PX), ParallelPlan((grid,)), comm, verify=False)
         spans: dict[Verb, list[float]] = {Verb.F: [], Verb.B: []}
@@ -102,12 +102,12 @@ def predicted_step_s(
     block_s: float = BLOCK_S,
     besides: Mapping[tuple[int, int], tuple[float, float]] | None = None,
 ) -> float:
-    """Return the simulated seconds of a step in which nothing takes time but sleeping, and what is given besides.
+    """Return the simulated seconds of a step in which only sleeping, and ``besides``, take time.
 
     Args:
         plan: The plan, with named cuts.
         block_s: Seconds of one block's forward for one image.
-        besides: Grid -> what the (forward, backward) of a block takes besides; None: nothing.
+        besides: Grid -> (forward, backward) seconds of a block besides its sleep; None: 0.
     """
     more = {grid: (0.0, 0.0) for grid in plan.grids} | dict(besides or {})
     ends = [-1, *(int(str(cut).removeprefix("blocks.")) for cut in plan.cuts), BLOCKS - 1]

@@ -1,6 +1,6 @@
 """Our plans for the published networks and sizes, against the published systems on equal hardware.
 
-Each line is followed by the assumption that carries it.
+Each printed line is followed by the assumption on which it depends most.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CANDIDATES = (
 _LASSEN_HOST_BYTES = 256e9
 """LLNL, "Using LC's Sierra systems": main memory of a node."""
 _SIDES = (4, 8, 16)
-"""Rows, and columns, of cells for the two plans with the fewest messages, where no plan fits without."""
+"""Numbers of rows and columns of cells to try where no plan fits without cells."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Case:
         size: Height and width of the images.
         name: Name of the system.
         baseline: The plan that stands for it.
-        carried_by: The assumption on which the ratio depends most.
+        carried_by: The assumption on which the ratio to the published system depends most.
     """
 
     network: str
@@ -86,6 +86,7 @@ def print_ahead(forecasts: Forecasts) -> None:
 def _print_fitting(forecasts: Forecasts, case: _Case, slow: StepForecast) -> None:
     """Print the fastest plan with cells, which fits because it moves maps to the host's memory."""
     machine = forecasts.machine(LASSEN)
+    # The two candidates with the fewest messages.
     plans = [
         replace(plan, cells=(side, side), spill="memory", memory_bytes=machine.memory_bytes)
         for plan in (CANDIDATES[0], CANDIDATES[2])
@@ -96,7 +97,7 @@ def _print_fitting(forecasts: Forecasts, case: _Case, slow: StepForecast) -> Non
         print("    no plan in cells fits either", flush=True)
         return
     fast = min(fitting, key=lambda forecast: forecast.step_s)
-    # Moved to the host and back: half of it is there at a time.
+    # `moved_bytes` counts each map twice, to the host and back; the host holds each once.
     host_bytes = fast.moved_bytes / 2 * machine.devices_per_node
     where = (
         "fits with spilling" if host_bytes <= _LASSEN_HOST_BYTES else "fits with spilling, on hosts with more memory"
@@ -114,17 +115,17 @@ def _print_fitting(forecasts: Forecasts, case: _Case, slow: StepForecast) -> Non
 
 
 def _possible(forecasts: Forecasts, case: _Case, plans: Iterable[ParallelPlan]) -> Iterable[StepForecast]:
-    """Yield the forecasts of the plans whose largest step fits."""
+    """Yield the forecasts of the plans that can run within their memory limit."""
     for plan in plans:
         try:
             yield _step(forecasts, case, plan)
-        # Cells of this size do not fit either.
+        # These cells are too large as well.
         except MemoryLimitError:
             continue
 
 
 def _print_scaling(forecasts: Forecasts, case: _Case, plan: ParallelPlan) -> None:
-    """Print how a plan scales to 2,048 GPUs."""
+    """Print the scaling efficiency of a plan's replicas on 2,048 GPUs."""
     efficiency = scaling(forecasts, case.network, case.size, 2 // plan.replicas, plan, 2048)
     machine = forecasts.machine(LASSEN)
     print(f"    scaling to 2,048 V100s: {efficiency:.1%}")
@@ -137,7 +138,7 @@ def _print_scaling(forecasts: Forecasts, case: _Case, plan: ParallelPlan) -> Non
 
 
 def _print_largest(forecasts: Forecasts) -> None:
-    """Print what the largest published image would take."""
+    """Print seconds and memory of ResNet-50 on the largest published image, on 64 H100s and on one with cells."""
     machine = forecasts.machine("h100")
     cells = ParallelPlan(grids=((1, 1),), cells=(8, 8), spill="memory", memory_bytes=machine.memory_bytes)
     for plan in (ParallelPlan(grids=((8, 8),)), cells):
@@ -193,7 +194,7 @@ def _named(plan: ParallelPlan) -> str:
 
 
 def _most(forecast: StepForecast, plan: ParallelPlan) -> float:
-    """Return the GB of a rank; of one that spills, its limit: it keeps as many maps as fit."""
+    """Return the GB of the rank that needs most; its limit if it spills, as it keeps all maps that fit."""
     if plan.spill is not None and plan.memory_bytes is not None:
         return plan.memory_bytes / 1e9
     return max(forecast.memory_bytes) / 1e9

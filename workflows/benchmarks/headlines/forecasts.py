@@ -63,11 +63,11 @@ class Forecasts:
     def early_recompute_s(
         self, network: str, size: int, images: int, plan: ParallelPlan, machine: str, but_last: bool
     ) -> float:
-        """Return the seconds of a step that recomputes while it waits for cotangents, as torchgpipe's does.
+        """Return the seconds of a step that recomputes while it waits for cotangents, as torchgpipe does.
 
-        Our schedules recompute when the cotangents have arrived. In a GPipe schedule, the first micro-batch to go back
-        passes all stages one after the other: its forwards are recomputed ahead in all stages but the last, or, if the
-        last micro-batch keeps its activations, nowhere.
+        Our schedules recompute after the cotangents have arrived. In a GPipe schedule, only the first micro-batch to go
+        back waits: while it is in one stage, all earlier stages wait for its cotangents, and torchgpipe recomputes its
+        forward there meanwhile. This saves the forward of each stage but the last, which has its cotangents at once.
 
         Args:
             network: As for ``step``.
@@ -75,16 +75,17 @@ class Forecasts:
             images: As for ``step``.
             plan: As for ``step``; the plan recomputes.
             machine: As for ``step``.
-            but_last: Whether the last micro-batch keeps its activations.
+            but_last: Whether all micro-batches but the last are recomputed: the last goes back first, and torchgpipe
+                can keep its activations.
         """
         program, model = self._program(network, size, images // plan.microbatches), self.machine(machine)
         stages = StageCosts(
             program, plan, model, lowered_plans=self._lowered.setdefault(machine, LoweredPlans())
         ).stages
         *others_s, last_s = (stage.forward_s for stage in stages)
-        # Whether the last stage recomputes: ours does not where that saves nothing.
+        # Whether the last stage recomputes that micro-batch: in our schedules only where that saves memory.
         theirs, ours = int(not but_last), int(recomputes(plan, plan.stages - 1))
-        # Our step, without the forwards that theirs recomputes while it waits.
+        # Our step, less the forwards that torchgpipe recomputes while it waits.
         return self.step_s(network, size, images, plan, machine) - sum(others_s) + last_s * (theirs - ours)
 
     def machine(self, name: str) -> MachineModel:

@@ -44,7 +44,10 @@ def points() -> list[Point]:
 
 
 def _formulas() -> list[Point]:
-    """Bubbles that do not depend on hardware: of GEMS for many repetitions, of Chimera and 1F1B for N = D and 2 D."""
+    """Return bubbles that do not depend on hardware, as the papers' formulas give them.
+
+    GEMS: 32 repetitions. Chimera: as many micro-batches as stages, and twice as many.
+    """
     points = []
     for stages in (4, 8, 16):
         setting = f"{stages} stages, 32 repetitions, backward = 2 forwards"
@@ -68,8 +71,8 @@ def _bubble(_: Forecasts, schedule: ScheduleName, stages: int, rounds: int, back
     return simulate(lowered, placement, edges, mirror=plan.mirror, microbatches=rounds, costs=costs).bubble
 
 
-# torchgpipe's benchmarks/amoebanetd-speed: (micro-batches, batch, balance, images/s); 24 layers are the stem, 22 cells
-# and the head.
+# torchgpipe's benchmarks/amoebanetd-speed: (micro-batches, batch, layers of each stage, images/s). The 24 layers are
+# the stem, 22 cells of the network and the head.
 _AMOEBANET = (
     (1, 96, (7, 17), 26.733),
     (4, 256, (9, 15), 41.133),
@@ -159,13 +162,16 @@ BASIC_SPATIAL = ParallelPlan(grids=_GROUP, schedule="sequential", microbatches=2
 
 
 def ratio(forecasts: Forecasts, network: str, size: int, slow: ParallelPlan, fast: ParallelPlan) -> float:
-    """Return how much faster one plan is than another, with two images on V100s."""
+    """Return the seconds of ``slow`` divided by those of ``fast``, for two images on V100s."""
     slow_s, fast_s = (forecasts.step_s(network, size, 2, plan, LASSEN) for plan in (slow, fast))
     return slow_s / fast_s
 
 
 def scaling(forecasts: Forecasts, network: str, size: int, images: int, plan: ParallelPlan, ranks: int) -> float:
-    """Return the images/s of ``ranks`` ranks, divided by those of one replica times the number of replicas."""
+    """Return the scaling efficiency: images/s of ``ranks`` ranks / (images/s of one replica × number of replicas).
+
+    Each replica has ``images`` images, so this is the seconds of a step of one replica / those of all.
+    """
     replicas = ranks // plan.ranks_per_replica
     single, many = (
         forecasts.step_s(network, size, images, replace(plan, replicas=count), LASSEN) for count in (1, replicas)
@@ -192,7 +198,10 @@ def _hy_fi() -> list[Point]:
 
 
 def _mpi4dl() -> list[Point]:
-    """The repository's charts, read to 0.05 images/s; middle of a range. Titles of two charts look swapped."""
+    """Return the figures of MPI4DL, read from the repository's charts to 0.05 images/s.
+
+    Where a chart shows a range, its middle counts. The titles of two charts look swapped.
+    """
     parts = ((2, 2), (1, 1))
     systems = {
         "layer parallel": ParallelPlan(grids=((1, 1),) * 2, schedule="sequential"),

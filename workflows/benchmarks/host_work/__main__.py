@@ -6,8 +6,8 @@
 Each way runs in its own process, and prints a JSON line: kernels that it starts (on a GPU each costs its start, however
 small its map), views and empty tensors, copies among the kernels, values that the host waits for, hand-overs between
 threads, calls in Python and in C, and the median seconds and processor seconds of a step. All are of one whole step;
-``…_each`` divides by the number of cells. ``modelled_launch_ms`` is what kernels of such a step take to start at least,
-at 4 µs each.
+``…_each`` divides by the number of cells. ``modelled_launch_ms`` is the time that starting these kernels takes at
+least, at 4 µs each.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the host does in a step of one way."""
+    """Return the host's work in a step with the cells ``args.way``, in this process."""
     import torch
 
     import hyfi_core
@@ -114,7 +114,7 @@ def operators(step: Callable[[], None]) -> dict[str, int]:
     train = StageRunner.train
 
     def in_mode(runner: StageRunner, *args: Any, **kwargs: Any) -> Any:
-        # It has the mode already: calls would be counted twice.
+        # The main thread is in the mode already: entered twice, it would count calls twice.
         if threading.current_thread() is threading.main_thread():
             return train(runner, *args, **kwargs)
         with counting():  # a mode belongs to its thread
@@ -131,7 +131,7 @@ def operators(step: Callable[[], None]) -> dict[str, int]:
 
 
 def hand_overs(step: Callable[[], None]) -> int:
-    """Return how often a thread of a step waits to be woken by another."""
+    """Return how often a thread waits on a condition during a step, until another thread wakes it."""
     count, wait = [0], threading.Condition.wait
 
     def counted(condition: threading.Condition, timeout: float | None = None) -> bool:

@@ -1,10 +1,10 @@
-"""Each task, trained on drawn slides by the commands of a user: its metric, that of the truth, and the ratio of both.
+"""Benchmark of tasks on drawn slides: each task's metric after `hyfi train`, the best possible one, and their ratio.
 
     python -m workflows.benchmarks.learnt_tasks [--train 128] [--val 64] [--test 96] [--epochs 32] [--only cox …]
 
 Labels, grades, numbers and times are drawn with noise from areas of discs on the slides. Nothing can predict them
-better than these areas do: their metric, on the same test slides, is what the truth allows. The ratio is that of what
-is above chance: 0.5 for AUROC and concordance, 0 for the others.
+better than these areas do: their metric, on the same test slides, is what the truth allows. The ratio is that of both
+metrics after chance is subtracted: 0.5 for AUROC and concordance, 0 for the others.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TASKS = {
 
 
 def hyfi(folder: Path, *words: object) -> str:
-    """Run a command in ``folder`` and return its output; what it says goes to standard error if it fails."""
+    """Run ``hyfi`` with these words in ``folder`` and return its output; exit with all of its output if it fails."""
     command = [sys.executable, "-m", "workflows", *map(str, words)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
@@ -104,7 +104,7 @@ def row_of(name: str, metric: str, metrics: dict[str, Any], truths: dict[str, fl
     kind = metric.rpartition(".")[2]
     truth, chance = truths[kind], CHANCE[kind]
     learnt_text, between = "-" if value is None else f"{value:.3f}", "-"
-    # Of what is above chance: an AUROC of 0.5 has learnt nothing.
+    # Chance is subtracted, since a network with an AUROC of 0.5 has learnt nothing.
     ratio = "-" if value is None else f"{(value - chance) / (truth - chance):.2f}"
     if interval is not None:
         between = f"{interval[0]:.3f} to {interval[1]:.3f}"

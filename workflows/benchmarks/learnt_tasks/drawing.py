@@ -54,7 +54,7 @@ class DrawnLabels:
         latent = blue + rng.logistic(0, 1 / SLOPE, len(blue))
         # The median of an exponential time is its mean · log 2.
         event = rng.exponential(MEDIAN_MONTHS / np.log(2) / np.exp(blue))
-        # When following ends does not depend on the risk: censoring says nothing.
+        # The end of following does not depend on the areas: censoring carries no information.
         end = rng.uniform(*FOLLOWED_MONTHS, len(blue))
         return cls(
             areas,
@@ -67,7 +67,7 @@ class DrawnLabels:
 
 
 def draw_slide(path: Path, discs: tuple[int, int], seed: tuple[int, ...]) -> tuple[float, float]:
-    """Write a slide with so many discs of each colour; return the shares of the tissue that they cover."""
+    """Write a slide with ``discs`` (blue, brown); return the fractions of the tissue that (blue, brown) discs cover."""
     rng = np.random.default_rng(seed)
     image = np.full((SIDE_PX, SIDE_PX, 3), 243, np.uint8)
     margin = SIDE_PX // 16
@@ -78,7 +78,7 @@ def draw_slide(path: Path, discs: tuple[int, int], seed: tuple[int, ...]) -> tup
     kind = np.full((inner, inner), -1)
     for colour in rng.permutation(np.repeat([0, 1], discs)):
         (centre_y, centre_x), radius = rng.uniform(0, inner, 2), rng.uniform(*_RADII_PX)
-        # Later discs cover earlier ones; so areas are counted at the end, not added up.
+        # Later discs cover earlier ones, so areas are counted at the end rather than added up.
         kind[np.hypot(y - centre_y, x - centre_x) < radius] = colour
     for colour, rgb in enumerate(COLOURS):
         tissue[kind == colour] = np.array(rgb, np.uint8) + (grain[kind == colour, None] // 4).astype(np.uint8)
@@ -104,7 +104,7 @@ def draw_archive(folder: Path, counts: dict[str, int], seed: int) -> tuple[Drawn
         counts: Number of slides of each split.
         seed: Seed of all that is drawn.
     """
-    # Not (seed, 2, k), with which the slides are drawn.
+    # Another sequence than those of the slides, (seed, 2, k).
     rng = np.random.default_rng([seed, 1])
     splits = [split for split, count in counts.items() for _ in range(count)]
     numbers = rng.integers(0, _MOST_DISCS + 1, (len(splits), 2))

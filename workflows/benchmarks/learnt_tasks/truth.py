@@ -12,12 +12,12 @@ Floats = NDArray[np.float64]
 
 
 def metrics_of_truth(labels: DrawnLabels, rows: NDArray[np.int64]) -> dict[str, float]:
-    """Return each task's main metric of the best predictions of the slides ``rows``, under its name in a run."""
+    """Return metric -> its value for the best possible predictions of the slides ``rows``."""
     blue, brown = labels.areas[rows].T
     marked, number = labels.marked[rows], labels.number[rows]
     scores = [auroc(labels.areas[rows, k], marked[:, k].astype(np.int64)) for k in range(2)]
     above = 1 / (1 + np.exp(-SLOPE * (blue[:, None] - np.array(GRADE_CUTS))))
-    # The grade that a task predicts, too: the lowest whose exceeding has a probability of one half at most.
+    # The lowest grade that is exceeded with a probability of one half at most, as the task predicts it.
     median_grade = (above > 0.5).sum(1)
     errors = number - (NUMBER[0] + NUMBER[1] * brown)
     return {
@@ -30,14 +30,17 @@ def metrics_of_truth(labels: DrawnLabels, rows: NDArray[np.int64]) -> dict[str, 
 
 
 def quadratic_kappa(predicted: NDArray[np.int64], true: NDArray[np.int64]) -> float:
-    """Return 1 − the squared error, divided by that of all pairs of a predicted and a true grade."""
+    """Return 1 − (mean squared error / mean squared difference of all pairs of a predicted and a true grade)."""
     pairs = (predicted[:, None] - true[None, :]) ** 2
     return float(1 - ((predicted - true) ** 2).mean() / pairs.mean())
 
 
 def concordance(risk: Floats, months: Floats, died: NDArray[np.bool_]) -> float:
-    """Return Harrell's C: of the pairs whose earlier time is an event, the fraction with the higher risk there."""
-    # i ends with the event before j: only then is it known who lives longer.
+    """Return Harrell's C: the fraction of comparable pairs whose earlier event has the higher risk, ties half.
+
+    A pair is comparable if its earlier time ends with the event: only then is it known who lives longer.
+    """
+    # [i, j]: slide i has its event before the time of slide j ends.
     comparable = died[:, None] & (months[:, None] < months[None, :])
     higher = risk[:, None] - risk[None, :]
     return float(((higher > 0) + 0.5 * (higher == 0))[comparable].mean())

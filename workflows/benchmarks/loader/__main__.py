@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(path: Path, side_px: int, images: int, rounds: int) -> dict[str, list[float]]:
-    """Return the bytes a second of each way to read, one of each round."""
+    """Return way to read -> bytes of pixels per second of processor, in each round."""
     boxes = squares(path, side_px, images)
     samples = {
         "worker": Squares(path, boxes, None),
@@ -56,7 +56,7 @@ def measure(path: Path, side_px: int, images: int, rounds: int) -> dict[str, lis
     ways |= {name: _reading(read, boxes) for name, read in _other_libraries(path).items()}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
-        # In turns within a round: what disturbs the machine for a while disturbs all.
+        # Ways alternate, so that a slow phase of the machine affects all of them.
         for name, seconds in ways.items():
             # The first box opens files, and is read before the clock starts.
             rates[name].append(3 * sum(box.area for box in boxes[1:]) / seconds())
@@ -64,7 +64,7 @@ def measure(path: Path, side_px: int, images: int, rounds: int) -> dict[str, lis
 
 
 def squares(path: Path, side_px: int, images: int) -> tuple[Box, ...]:
-    """Return squares around the middle of the slide, beside each other."""
+    """Return ``images`` squares in a row in the middle of the slide, smaller ones if it is too small."""
     level = SlideStore.open(path).levels[0]
     side = min(side_px, level.height_px, level.width_px // images)
     y0, x0 = (level.height_px - side) // 2, (level.width_px - images * side) // 2
@@ -72,19 +72,19 @@ def squares(path: Path, side_px: int, images: int) -> tuple[Box, ...]:
 
 
 def report(rates: dict[str, list[float]]) -> None:
-    """Print the medians, and the ratios to zarr-python of each round."""
+    """Print the median rates, and the median of the ratios to zarr-python within each round."""
     for name, own_rates in rates.items():
         ratio = statistics.median(ours / theirs for ours, theirs in zip(own_rates, rates["zarr-python"], strict=True))
         print(f"{name}: {statistics.median(own_rates) / MB:.0f} MB/s a core, {ratio:.2f} of zarr-python")
 
 
 def _preparing(samples: Squares) -> Callable[[], float]:
-    """Return a function that gives the processor time in which a worker prepares all squares but the first."""
+    """Return a function that returns the processor seconds in which a worker prepares all squares but the first."""
     return lambda: preparing(samples, len(samples.boxes), samples.boxes[0].shape, 1)[0].cpu_s
 
 
 def _other_libraries(path: Path) -> dict[str, Callable[[Box], Any]]:
-    """Return what reads a box of the slide by other libraries, with one thread."""
+    """Return library -> function that reads a box of the slide with it, with one thread."""
     import zarr
 
     # One thread each, like the worker on its one core.
@@ -103,9 +103,9 @@ def _other_libraries(path: Path) -> dict[str, Callable[[Box], Any]]:
 
 
 def _reading(read: Callable[[Box], Any], boxes: Sequence[Box]) -> Callable[[], float]:
-    """Return a function that gives the processor time in which ``read`` reads all boxes but the first.
+    """Return a function that returns the processor seconds in which ``read`` reads all boxes but the first.
 
-    The first is read before, as by a worker: it opens files.
+    The first box, with which files are opened, is read before the clock starts, as it is for a worker.
     """
 
     def seconds() -> float:

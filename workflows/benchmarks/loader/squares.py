@@ -15,7 +15,7 @@ from hyfi_core.plan.box import Box
 
 @dataclass(frozen=True)
 class Squares:
-    """Squares of one slide, as the samples of a worker.
+    """Squares of one slide, as the `Samples` of a decoding worker.
 
     Attributes:
         path: The slide in its store.
@@ -41,7 +41,7 @@ class Squares:
 
     def read_plain_into(self, index: int, box: Box, out: npt.NDArray[np.uint8]) -> None:
         """Fill ``out``, (3, h, w), with a box of a square."""
-        # Opened in the worker, not in the process that starts it.
+        # Opened at the first read, so in the worker and not in the process that starts it.
         if not self._open:
             self._open.append(SlideStore.open(self.path))
         self._open[0].read(box.shift(self.boxes[index].y0, self.boxes[index].x0), out=out)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 _MARK, _STARTED = "HYFI_BENCHMARK_RUN", "started"
-"""Environment variable of a run's processes; the name of the one that was started, which is no rank if it has any."""
+"""Environment variable that marks a run's processes; key of the peak of the process that was started."""
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def save_network(folder: Path, name: str, width: int, size_px: int) -> Path:
 
 
 def predict(checkpoint: Path, stored: Path, out: Path, way: str) -> dict[str, Any]:
-    """Run ``hyfi predict``; return its seconds and the peak of every rank in MB."""
+    """Run ``hyfi predict`` in one way; return its seconds and the peak of every rank in MB."""
     ranks, _, cells = way.partition(":")
     words = ["predict", checkpoint, stored, "--out", out, "--tissue", "off", "--overwrite", "--ranks", ranks]
     words += [] if cells in ("", "auto") else ["--cells", cells]
@@ -112,7 +112,7 @@ def predict(checkpoint: Path, stored: Path, out: Path, way: str) -> dict[str, An
     words += ["--ranks-per-slide", ranks]
     mark, peaks = uuid.uuid4().hex, dict[str, int]()
     began_s = time.monotonic()
-    # Ranks inherit the mark: they are found by it, whatever process starts them.
+    # Ranks inherit the mark, whatever process starts them: it tells them from other processes of the machine.
     with subprocess.Popen(_command(*words), env=os.environ | {_MARK: mark}, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             _note_peaks(peaks, mark, process.pid)
@@ -123,13 +123,13 @@ def predict(checkpoint: Path, stored: Path, out: Path, way: str) -> dict[str, An
 
 
 def _of_ranks(peaks: dict[str, int]) -> list[int]:
-    """Return the peaks of the ranks in their order, in MB; without ranks, that of the only process."""
+    """Return the peaks in MB in the order of ranks; if there are none, that of the process that was started."""
     ranks = sorted((rank for rank in peaks if rank != _STARTED), key=int)
     return [round(peaks[rank] / 1e6) for rank in ranks or peaks]
 
 
 def _note_peaks(peaks: dict[str, int], mark: str, started: int) -> None:
-    """Note the peak of every marked process that is a rank, by its rank, and of the process ``started``."""
+    """Update ``peaks`` (rank -> bytes) from all marked processes that are ranks, and from the process ``started``."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -141,7 +141,7 @@ def _note_peaks(peaks: dict[str, int], mark: str, started: int) -> None:
             status = (entry / "status").read_text()
         except OSError:
             continue
-        # mpiexec has the mark, too, but is no rank.
+        # Other marked processes, e.g. mpiexec, are no ranks.
         if rank or int(entry.name) == started:
             high = next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
             peaks[rank or _STARTED] = max(peaks.get(rank or _STARTED, 0), high)
@@ -161,7 +161,7 @@ def differences(result: Path, first: Path) -> dict[str, Any]:
     is_seen = np.isfinite(maps[0])
     # NaN where nothing was shown: equal maps have them in the same places.
     if not np.array_equal(is_seen, np.isfinite(maps[1])):
-        raise SystemExit(f"{result}: other cells were seen than in {first}")
+        raise SystemExit(f"{result}: other squares were seen than in {first}")
     off = [float(np.abs(a[s] - b[s]).max() / np.abs(a[s]).max()) for a, b, s in zip(*maps, is_seen, strict=True)]
     return {
         "logits": logits[1].tolist(),

@@ -58,13 +58,18 @@ def main() -> None:
             rates: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
             for _ in range(args.rounds):
                 for side, samples in sides.items():
-                    # Far away, a worker reads several images at a time, as a loader would.
+                    # A loader reads several images at a time from a store that is far away.
                     rates[side].append(passes(samples, 1 if side == "folder" else far_at_a_time))
     report(rates, args.latency_ms)
 
 
 def report(rates: dict[str, list[tuple[float, float]]], latency_ms: float) -> None:
-    """Print the medians and the ratios to the folder, those of each round."""
+    """Print the median rates, and the median of the ratios to the folder within each round.
+
+    Args:
+        rates: Store -> (cold, open) megapixels per second in each round.
+        latency_ms: Milliseconds before each answer.
+    """
     for side, own_rates in rates.items():
         cold, again = (statistics.median(rate[number] for rate in own_rates) for number in range(len(PASSES)))
         print(f"{side}: cold {cold:.1f} MP/s, open {again:.1f} MP/s")
@@ -81,7 +86,7 @@ def report(rates: dict[str, list[tuple[float, float]]], latency_ms: float) -> No
 
 
 def make_store(folder: Path, slides: int, size_px: int) -> tuple[SlideRef, ...]:
-    """Write synthetic slides and ingest them; return those of the store, most of them links to the first ones."""
+    """Ingest synthetic slides, at most ``DRAWN``; return ``slides`` slides of the store, the others are links."""
     (folder / "slides").mkdir()
     for slide in lay_out_archive(min(slides, DRAWN), size_px):
         write_archive_slide(slide, folder / "slides")
@@ -102,20 +107,20 @@ def dataset(store: Path, slides: tuple[SlideRef, ...], image_px: int, opener: Sl
 def running_server(folder: Path, latency_ms: float) -> Iterator[str]:
     """Context with a server of the folder; yields its address."""
     command = [sys.executable, "-m", "workflows.benchmarks.remote.range_server", str(folder), str(latency_ms)]
-    # Another core than the worker's: a store far away takes no time of this machine.
+    # On another core than the worker: a store that is far away would take no time of this machine.
     with on_cores(-1):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
     finally:
-        # Its files are only read: nothing to finish.
+        # The server only reads files: killing it leaves nothing half written.
         process.kill()
         process.communicate()
 
 
 def passes(samples: SlideDataset, at_a_time: int) -> tuple[float, float]:
-    """Return the megapixels per second at which a worker prepares all images, cold and again."""
+    """Return the (cold, open) rates: megapixels per second when a worker prepares all images first, and again."""
     height, width = samples.size_px
     # The first image is not counted.
     megapixels = height * width * (len(samples) - 1) / 1e6

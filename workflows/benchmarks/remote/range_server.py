@@ -2,7 +2,7 @@
 
     python -m workflows.benchmarks.remote.range_server FOLDER LATENCY_MS        prints its port
 
-It stands for object storage: small in processor time, because it shares the machine with what is measured.
+It stands for object storage. It needs little processor time, because it shares the machine with what is measured.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ async def serve(folder: Path, latency_s: float) -> None:
         """Answer the requests of one connection, one after the other."""
         try:
             while request := await reader.readuntil(b"\r\n\r\n"):
-                # Latency, not bandwidth: other requests are answered meanwhile.
+                # A latency limits no bandwidth: requests of other connections are answered meanwhile.
                 await asyncio.sleep(latency_s)
                 await _answer(folder, request.decode("latin-1"), writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
-    # Only now, listening: whoever reads the line may connect.
+    # Printed when the server listens: whoever reads the port may connect.
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
@@ -54,7 +54,7 @@ async def _answer(folder: Path, request: str, writer: asyncio.StreamWriter) -> N
     if method != "GET":
         return
     with path.open("rb") as file:
-        # By the kernel, so that the server takes little of its core.
+        # The kernel copies the bytes, which takes little time of the server's core.
         await asyncio.get_running_loop().sendfile(writer.transport, file, start, end - start)
 
 

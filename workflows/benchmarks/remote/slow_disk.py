@@ -20,12 +20,12 @@ class SlowOpener:
         self.latency_s = latency_s
 
     def __call__(self, path: Path) -> SlideStore:
-        """Open a slide; from now on, the shards of this process are slow."""
-        # Once in each process, as workers call this after they have started.
+        """Open a slide; the first call makes all later reads of shards in this process slow, by patching modules."""
+        # Here rather than in `__init__`, which does not run in workers: these unpickle the opener.
         if vars(sharded_array)["opened"] is opened:
             vars(sharded_array)["opened"] = self._opened
             for module in (sharded_array, location):
-                # Otherwise this folder counts as near by its path, and is read as such.
+                # Files on a disk are read in another way than those far away, and a path tells which: not this one.
                 vars(module)["is_far"] = lambda path: True
         time.sleep(self.latency_s)
         return SlideStore.open(path, check_files=False)

@@ -104,7 +104,7 @@ def main() -> None:
     print(f"{'ranks':>6}  {'plan':<28} {'lowering (s)':>12} {'schedule (s)':>12} {'memory (MB)':>12} {'calls':>6}")
     # `plan` and `last` are those of the most ranks after the loop.
     for plan in (plan for plan in PLANS if plan.ranks <= max(4, args.most)):
-        last = apart(model, program, with_cuts(plan, program))
+        last = planned_in_child(model, program, with_cuts(plan, program))
         print(
             f"{plan.ranks:>6}  {_named(plan):<28} {last.lowering_s:>12.2f} {last.schedule_s:>12.2f} "
             f"{last.growth_mb:>12.1f} {last.instructions:>6}",
@@ -135,16 +135,19 @@ def _model(name: str) -> nn.Module:
     return model
 
 
-def apart(model: nn.Module, program: Program, plan: ParallelPlan) -> Planned:
-    """Return ``planned`` for a rank inside of its grid, computed in a process of its own."""
+def planned_in_child(model: nn.Module, program: Program, plan: ParallelPlan) -> Planned:
+    """Return the result of `planned` in a child process, for the rank in the middle of the first grid.
+
+    A rank in the middle has neighbours, and so halos, on all sides.
+    """
     rows, columns = plan.grids[0]
     rank = rows // 2 * columns + columns // 2
-    fork = multiprocessing.get_context("fork")  # the captured program cannot be pickled
+    # A process for each plan: memory of one does not count for the next. Forked: the program cannot be pickled.
+    fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe(duplex=False)
-    # Its own process, so that memory of one plan does not count for the next.
     child = fork.Process(target=lambda: theirs.send(planned(model, program, plan, rank)))
     child.start()
-    # Else `recv` would wait forever for a child that has died.
+    # While this process has the sending end open, too, `recv` would wait forever for a child that died.
     theirs.close()
     result: Planned = ours.recv()
     child.join()
@@ -152,8 +155,8 @@ def apart(model: nn.Module, program: Program, plan: ParallelPlan) -> Planned:
 
 
 def planned(model: nn.Module, program: Program, plan: ParallelPlan, rank: int) -> Planned:
-    """Plan for one rank of a plan."""
-    # The peak of the parent was inherited.
+    """Compute all that ``rank`` needs before its first message, and return what that took."""
+    # The peak of the parent process is inherited.
     forget_peak()
     before, begun = resident_bytes(), time.process_time()
     placement = Placement.of(plan)
@@ -228,7 +231,7 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _timed_ms(step: Callable[[], object], comm: Communicator) -> tuple[float, float]:
-    """Return the processor time of this thread in a step, and of the process in a step of all ranks; warmed up."""
+    """Return milliseconds of processor of a step after warm-up: (this thread's, the process's for all ranks)."""
     for _ in range(3):
         step()
     comm.barrier()

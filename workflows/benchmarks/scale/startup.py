@@ -1,7 +1,7 @@
 """A model of the start of many ranks on a cluster: from the launcher to the first step.
 
-What a rank computes and what it reads is measured in this process; nodes, network and file system are assumed, with
-figures that ``StartupSite`` states. Parts of it follow each other, so that the sum is the time until the first step.
+What a rank computes and what it reads is measured on this machine; nodes, network and file system are assumed, with
+the figures of ``StartupSite``. The parts follow one another, so their sum is the time until the first step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ print(spent_s, len(files), sum(os.path.getsize(path) for path in files if os.pat
 _CALLS_A_GROUP = 3
 """Collective calls to create a group: a barrier of all ranks and two agreements of its members."""
 _BYTES_A_RANK = 16
-"""What every rank sends to all to be put into a group: a colour and a key. Counted once: rounds take longer."""
+"""Bytes that each rank sends to all others to form a group: a colour and a key. Counted for one group only, as the
+latencies of the rounds take much longer."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _check(path: Path) -> float:
-    """Repeat the checks of an open slide; return the seconds that they take."""
+    """Run the checks on an open slide once more; return their seconds of processor."""
     with closing(open_source(path)) as slide, tifffile.TiffFile(path) as tiff:
         page = tiff.pages[0].aspage()
         start = time.process_time()
@@ -58,10 +58,10 @@ def _check(path: Path) -> float:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the seconds of a call, or what it measured itself."""
+    """Return the processor seconds of ``work``; if it returns a number, these are its own measurement."""
     start = time.process_time()
     returned = work()
-    # `_check` leaves out the opening of the file, which an ingest needs anyway.
+    # `_check` measures itself, to leave out the opening of the file, which an ingest needs anyway.
     return returned if isinstance(returned, float) else time.process_time() - start
 
 

@@ -1,6 +1,7 @@
-"""Tile encoders end to end against plain PyTorch with one graph over all tiles: seconds, memory, and memory by tiles.
+"""Tile encoders that are trained end to end, against plain PyTorch with one graph over all tiles: seconds and memory.
 
-Each way runs in a process of its own, so that one's memory is not another's. Memory is what a step adds to the process.
+A second table has the memory for more and more tiles. Each way to compute a step runs in a process of its own, so that
+memory of one does not count for another. Memory is what a step adds to the process.
 
     python -m workflows.benchmarks.tiles [--tiles 64] [--width 384] [--depth 12] [--side 224] [--counts 256,1024,4096]
         [--room-mb MB]
@@ -33,13 +34,13 @@ class TilesRun:
     """One way to compute steps.
 
     Attributes:
-        way: ``plain``, ``kept`` or ``recomputed``.
+        way: ``plain`` (PyTorch), ``kept`` (all activations stay) or ``recomputed`` (as far as ``room_bytes`` demands).
         tiles: Tiles of the slide.
         width: Width of the encoder.
         depth: Number of the encoder's blocks.
         side: Height and width of a tile in pixels.
         rounds: Number of timed steps after the first; the fastest counts. 0: the first is timed.
-        room_bytes: Bytes of memory that a step may add; None: no limit.
+        room_bytes: Limit of the bytes that a step adds to the process; None: no limit.
         chunk: Tiles that are encoded at once.
     """
 
@@ -104,7 +105,7 @@ class DrawnTiles:
 
 
 def step_of(run: TilesRun) -> Callable[[], tuple[int, int]]:
-    """Return the function that computes loss and gradients of one slide, and returns (kept chunks, chunks)."""
+    """Return a function that computes loss and gradients of one slide, and returns (chunks kept, all chunks)."""
     torch.manual_seed(0)
     encoder, head = PatchEncoder(run.width, run.depth), AttentionHead(run.width)
     slide, label = DrawnTiles(run.tiles, run.side), torch.tensor([1])
@@ -133,10 +134,10 @@ def step_of(run: TilesRun) -> Callable[[], tuple[int, int]]:
 
 
 def measure(run: TilesRun) -> dict[str, float]:
-    """Return the seconds of the fastest step, and what steps add to the memory of this process, with its peak."""
+    """Return ``seconds`` of the fastest step, ``bytes`` that steps add to this process, ``peak_bytes`` and ``kept``."""
     return_what_is_freed()
-    step_of(replace(run, tiles=run.chunk, room_bytes=None))()  # loads code that is used for the first time
-    # What loading code has freed is not growth of the step.
+    # A tiny step loads code; memory that it freed goes back to the system, or the measured step would reuse it.
+    step_of(replace(run, tiles=run.chunk, room_bytes=None))()
     return_freed_now()
     step = step_of(run)
     before = resident_bytes()
@@ -152,7 +153,7 @@ def measure(run: TilesRun) -> dict[str, float]:
 
 
 def measured(run: TilesRun) -> dict[str, float]:
-    """Return `measure` of a process of its own."""
+    """Return the result of `measure` in a child process."""
     command = [sys.executable, "-m", "workflows.benchmarks.tiles", "--run", json.dumps(asdict(run))]
     completed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     values: dict[str, float] = json.loads(completed.stdout.splitlines()[-1])

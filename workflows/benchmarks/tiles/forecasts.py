@@ -25,23 +25,23 @@ _HYFI = [sys.executable, "-m", "workflows"]
 def forecast(config: Path, words: list[str]) -> dict[str, Any]:
     """Return the forecast of a run as JSON."""
     command = [*_HYFI, "simulate", str(config), "--machine", "cpu", "--json", *words]
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    values: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return values
 
 
 def peak(config: Path, words: list[str]) -> int:
-    """Return the peak of the process that trains.
+    """Return the peak of resident memory, in bytes, of a process that runs ``hyfi train``.
 
     Raises:
-        RuntimeError: It failed.
+        RuntimeError: Training failed.
     """
     process = subprocess.Popen([*_HYFI, "train", str(config), *words], stdout=subprocess.DEVNULL)
-    # wait4 gives the peak of this child; getrusage only that of the largest of all.
+    # wait4 returns the peak of this child; getrusage would return that of the largest child so far.
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise RuntimeError(f"hyfi train ended with status {status}; it said why above")
-    # Linux counts kB.
+    # Linux gives KiB.
     return usage.ru_maxrss * 1024
 
 

@@ -1,12 +1,13 @@
 """Peak of a process that trains on 256, 4,096 and 16,384 tiles, every chunk recomputed: does it grow with tiles?
 
 Each number of tiles runs in processes of its own, one step each, with the same ``memory_bytes``. The encoder is a
-vision transformer that is narrower and shallower than a ViT-S; with chunks of 128 tiles, its activations are to the
-vectors of all tiles what they are in a ViT-S/16 with chunks of 16 tiles of 224 px.
+vision transformer that is narrower and shallower than a ViT-S. With chunks of 128 tiles, the ratio of its activations
+to the vectors of all tiles is that of a ViT-S/16 with chunks of 16 tiles of 224 px.
 
     python -m workflows.benchmarks.tiles.growth [--counts 256,4096,16384] [--repeats 3] [--room-mb 240]
 
-Printed for each: chunks that are kept, the peak of the process, what the step adds to it, and both of the fewest tiles.
+Prints for each the chunks that are kept, the peak of the process and what the step adds to it, then the ratios of both
+to those of the fewest tiles.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> None:
     counts = sorted(map(int, args.counts.split(",")))
     costs_of: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
     for _ in range(args.repeats):
-        # In turns, as the machine's state changes.
+        # Counts alternate, so that a slow phase of the machine affects all of them.
         for count in counts:
             room = args.room_mb * 1_000_000
             run = TilesRun("recomputed", count, args.width, args.depth, args.side, 0, room, args.chunk)
@@ -38,8 +39,8 @@ def main() -> None:
                 f"{cost['peak_bytes'] / 1e6:.1f} MB, {cost['bytes'] / 1e6:.1f} of them added, {cost['seconds']:.0f} s",
                 flush=True,
             )
-    for what, name in (("peak_bytes", "peak of the process"), ("bytes", "added")):
-        middle = {count: median(cost[what] for cost in costs) for count, costs in costs_of.items()}
+    for key, name in (("peak_bytes", "peak of the process"), ("bytes", "added")):
+        middle = {count: median(cost[key] for cost in costs) for count, costs in costs_of.items()}
         ratios = ", ".join(f"{count} tiles {value / middle[counts[0]]:.3f}" for count, value in middle.items())
         print(f"{name}, median of {args.repeats}, of that of {counts[0]} tiles: {ratios}")
 

@@ -41,7 +41,8 @@ from workflows.benchmarks.demo_task import auroc
 
 SIDE_PX, TILE_PX = 768, 32
 _SEED = 5
-_RATES = {False: 3e-3, True: 1e-3}  # of the aggregator alone, of both
+_RATES = {False: 3e-3, True: 1e-3}
+"""Whether the encoder is trained, too -> learning rate."""
 
 
 class OneTileSlide(hyfi_core.TensorTiles):
@@ -63,11 +64,11 @@ class OneTileSlide(hyfi_core.TensorTiles):
 
 
 class Standardised(nn.Module):
-    """A random CNN of three convolutions, the mean of each map, in units of its deviation over tiles.
+    """A random CNN of three convolutions that returns the mean of each map, standardised over some tiles.
 
     Args:
         width: Channels of the first convolution; vectors are twice as long.
-        tiles: Tiles ``(n, 3, T, T)`` uint8 by which mean and deviation of the random vectors are fixed.
+        tiles: Tiles ``(n, 3, T, T)`` uint8 whose vectors get mean 0 and deviation 1.
     """
 
     mean: torch.Tensor
@@ -93,39 +94,39 @@ class Standardised(nn.Module):
         return (self._vectors(tiles) - self.mean) / self.deviation
 
     def _vectors(self, tiles: torch.Tensor) -> torch.Tensor:
-        # Tissue is bright: 0.7 is about its mean, and 1/5 its spread.
+        # Pixels of tissue have a mean of about 0.7 and a deviation of about 1/5.
         maps: torch.Tensor = self.layers((tiles - 0.7) * 5)
         return maps.mean((2, 3))
 
 
 def draw_slide(index: int, nuclei: int) -> OneTileSlide:
-    """Draw a slide: odd indices have the class, ``nuclei`` coarse nuclei at most in one tile."""
+    """Draw a slide: if ``index`` is odd, it has the class: one tile with ``nuclei`` coarse nuclei or fewer."""
     anatomy = make_anatomy(SlideSpec(_SEED, index, index, SIDE_PX, positive=True, mpp_um=1.0))
     anatomy, best = _with_one_tile(anatomy, nuclei if index % 2 else 0)
-    cells = SIDE_PX // TILE_PX
-    ends = np.arange(SIDE_PX) + 0.5
-    depth = anatomy.tissue.grid(ends, ends).reshape(cells, TILE_PX, cells, TILE_PX)
-    tissue, with_class = (depth > 0).mean((1, 3)) >= 0.5, np.zeros((cells, cells), np.bool_)
+    side = SIDE_PX // TILE_PX
+    centres = np.arange(SIDE_PX) + 0.5
+    depth = anatomy.tissue.grid(centres, centres).reshape(side, TILE_PX, side, TILE_PX)
+    tissue, with_class = (depth > 0).mean((1, 3)) >= 0.5, np.zeros((side, side), np.bool_)
     with_class.flat[best] = index % 2 == 1
     # The tile with the class counts even if little of it is tissue.
     tissue |= with_class
     pixels = Renderer(anatomy).read(Box(0, SIDE_PX, 0, SIDE_PX))
     # (row, column, channel, y, x) of each tile.
-    tiles = pixels.reshape(cells, TILE_PX, cells, TILE_PX, 3).transpose(0, 2, 4, 1, 3)[tissue]
+    tiles = pixels.reshape(side, TILE_PX, side, TILE_PX, 3).transpose(0, 2, 4, 1, 3)[tissue]
     return OneTileSlide(torch.from_numpy(tiles.copy()), with_class[tissue], f"drawn-{index}-{nuclei}")
 
 
 def _with_one_tile(anatomy: Anatomy, most: int) -> tuple[Anatomy, int]:
-    """Return the slide with the ``most`` coarse nuclei nearest the centre of one tile, and that tile's number."""
-    nuclei, cells = anatomy.nuclei.copy(), SIDE_PX // TILE_PX
+    """Return the slide with coarse nuclei in one tile only, ``most`` of them at most, and that tile's number."""
+    nuclei, side = anatomy.nuclei.copy(), SIDE_PX // TILE_PX
     coarse = np.flatnonzero(nuclei[:, 2] == COARSE)
-    numbers = np.ravel_multi_index(tuple((nuclei[coarse, :2] // TILE_PX).T), (cells, cells))
-    best = int(np.argmax(np.bincount(numbers, minlength=cells * cells)))
-    centre = (np.array(divmod(best, cells)) + 0.5) * TILE_PX
+    numbers = np.ravel_multi_index(tuple((nuclei[coarse, :2] // TILE_PX).T), (side, side))
+    best = int(np.argmax(np.bincount(numbers, minlength=side * side)))
+    centre = (np.array(divmod(best, side)) + 0.5) * TILE_PX
     inside = coarse[numbers == best]
     # Nearest to the centre, so that nuclei hardly reach into other tiles.
     nearest = inside[np.argsort(np.abs(nuclei[inside, :2] - centre).max(1))[:most]]
-    # Not removed: the number of nuclei must not tell the class.
+    # Other nuclei become dusty rather than removed: their number must not tell the class.
     nuclei[np.setdiff1d(coarse, nearest), 2] = DUSTY
     return replace(anatomy, nuclei=nuclei), best
 

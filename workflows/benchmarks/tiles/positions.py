@@ -1,4 +1,4 @@
-"""Do encoders that were trained with labels of slides alone look at the tiles that have the class?
+"""Do encoders that were trained with labels of whole slides only attend to the tiles that have the class?
 
 Draws an archive as ``hyfi synth`` does, in which the class of a positive slide is in its five to seven foci, and trains
 a random small ResNet with gated attention and with max pooling by ``hyfi train``, and an aggregator of the frozen one.
@@ -67,7 +67,7 @@ class PositionsTask:
 
     @property
     def name(self) -> str:
-        """Name of the folder of what is drawn: other settings have another."""
+        """Name of the folder of the drawn slides, different for other settings."""
         where = "one" if self.one else "foci"
         return f"{self.count}-slides-{self.size_px}-px-tiles-{self.tile_px}-px-{where}"
 
@@ -77,14 +77,14 @@ class PositionsTask:
         return lay_out_archive(self.count, self.size_px)
 
     def anatomy(self, slide: ArchiveSlide) -> Anatomy:
-        """Return what is drawn of a slide."""
+        """Return the tissue and nuclei of a slide; with ``one``, with coarse nuclei in one tile only."""
         anatomy = make_anatomy(slide.spec)
         if not self.one:
             return anatomy
         nuclei, with_class = anatomy.nuclei.copy(), self.tiles_with_class(anatomy)
         best = np.array(np.unravel_index(np.argmax(with_class), with_class.shape))
         outside = (nuclei[:, :2] // self.tile_px != best).any(1)
-        # As in `one_tile`: changed, not removed.
+        # They become dusty rather than removed: the number of nuclei must not tell the class.
         nuclei[outside & (nuclei[:, 2] == COARSE), 2] = DUSTY
         return replace(anatomy, nuclei=nuclei)
 
@@ -98,9 +98,9 @@ class PositionsTask:
 
 
 def small_resnet(norm: str, width: int = 16) -> nn.Module:
-    """Five convolutions with batch or group norm, the largest value of each map: (n, 3, T, T) to (n, 2 × width)."""
+    """Return five convolutions with batch or group norm and max pooling: (n, 3, T, T) to (n, 2 × width)."""
     network = resnet6(classes=1, pool="max", norm="group" if norm == "group" else "train", width=width)
-    # Vectors instead of classes.
+    # No classifier: the network returns the pooled vectors.
     network.fc = nn.Identity()  # type: ignore[assignment]
     return network
 
@@ -110,7 +110,7 @@ def draw(task: PositionsTask, folder: Path, splits: tuple[str, ...] = ("train", 
     if (folder / "manifest.csv").exists():
         return
     slides = [slide for slide in task.slides if slide.split in splits]
-    folder.mkdir(parents=True, exist_ok=True)  # it may be left of a drawing that was interrupted
+    folder.mkdir(parents=True, exist_ok=True)  # it may exist, if an earlier drawing was interrupted
     with get_context("spawn").Pool(2) as pool:
         pool.map(partial(_draw_slide, task, folder), slides)
     write_manifest(slides, folder)
@@ -157,9 +157,10 @@ def predict(task: PositionsTask, checkpoint: Path, slides: Path, out: Path) -> N
 
 
 def judge(task: PositionsTask, out: Path) -> dict[str, Any]:
-    """Return what is printed of the predictions in ``out``: the AUROC of slides, and how their maps find the class.
+    """Return the AUROC of slides, and how well the maps of attention, contribution and score find tiles with the class.
 
-    Of maps, only those of slides with the class count: on how many the highest tile has it, and the AUROC of tiles.
+    Only maps of slides with the class count. ``…_hits``: slides whose highest tile has the class; ``…_auroc``: mean
+    AUROC of the tiles of a slide.
     """
     with (out / "predictions.csv").open() as stream:
         scores = {row["slide_id"]: float(row[f"p_{POSITIVE}"]) for row in csv.DictReader(stream)}

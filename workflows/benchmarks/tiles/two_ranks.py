@@ -32,7 +32,7 @@ from workflows.launch.launch import RANK_SETTINGS
 from workflows.launch.mpiexec import find
 
 WAYS = {"plain": (1, 2), "one_thread": (1, 1), "two_ranks": (2, 1)}
-"""Ranks and threads of each way."""
+"""Way -> (ranks, threads of each)."""
 
 
 def ranks_step(run: TilesRun) -> Callable[[], object]:
@@ -63,7 +63,7 @@ def measure(run: TilesRun) -> None:
 
 
 def measured(run: TilesRun) -> list[tuple[float, float]]:
-    """Return seconds, and seconds of the processor of all ranks, of each step."""
+    """Return for each step (seconds of the slowest rank, processor seconds of all ranks in a mean step)."""
     ranks, threads = WAYS[run.way]
     words = [f"--{name}={getattr(run, name)}" for name in ("tiles", "side", "width", "depth")]
     command = [sys.executable, "-m", "workflows.benchmarks.tiles.two_ranks", "--way", run.way, *words]
@@ -72,12 +72,11 @@ def measured(run: TilesRun) -> list[tuple[float, float]]:
     completed = subprocess.run(
         [*start, *command, f"--steps={run.rounds}"], env=environment, check=True, stdout=subprocess.PIPE, text=True
     )
-    # A line for each step of each rank.
-    lines = [json.loads(numbers) for numbers in re.findall(r"\[.*?\]", completed.stdout)]
-    # Of all ranks together, in a mean step.
-    total_cpu_s = sum(cpu_s for _, cpu_s in lines) / run.rounds
-    # Ranks end a step together: in order, neighbours are of one step, and the last of them is the slowest rank.
-    longest = sorted(seconds for seconds, _ in lines)[ranks - 1 :: ranks]
+    # Every rank prints a pair for each step.
+    pairs = [json.loads(numbers) for numbers in re.findall(r"\[.*?\]", completed.stdout)]
+    total_cpu_s = sum(cpu_s for _, cpu_s in pairs) / run.rounds
+    # Ranks end a step together: sorted, each `ranks` neighbours belong to one step, the last of them the slowest rank.
+    longest = sorted(seconds for seconds, _ in pairs)[ranks - 1 :: ranks]
     return [(seconds, total_cpu_s) for seconds in longest]
 
 
@@ -94,7 +93,7 @@ def main() -> None:
         return
     steps: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(args.rounds):
-        # In turns within a round.
+        # Ways alternate, so that a slow phase of the machine affects all of them.
         for way, run in runs.items():
             steps[way] += measured(run)
     summary = {

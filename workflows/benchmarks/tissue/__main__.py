@@ -5,8 +5,8 @@
 
 Every slide is ingested with ``--pen mask`` at every resolution that it has. Prints one line for each slide: the area of
 the tissue at the first resolution, by how much it differs at the others, and how much of the slide is pen. ``--drawn``
-adds drawn slides of these sizes with pen, with the recall: how much of the drawn ink was found; and drawn slides
-without.
+adds drawn slides of these sizes with pen, for which the fraction of the drawn ink in the pen mask is printed, too, and
+drawn slides without pen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MASK_UM = 8.0
 
 
 @dataclass(frozen=True)
-class Found:
+class TissueAndPen:
     """Tissue and pen of a slide in a store.
 
     Attributes:
@@ -52,11 +52,13 @@ def main() -> None:
         for path in args.slides_given:
             print(describe(path.name, measure(path, args.mpp, Path(folder), args.slide_mpp)), flush=True)
         for name, path, ink in _drawn(args.drawn, args.slides, Path(folder)):
-            recall = "" if ink is None else f", {found_share(path, ink):.0%} of the ink found"
+            recall = "" if ink is None else f", {ink_recall(path, ink):.0%} of the ink found"
             print(describe(name, measure(path, args.mpp, Path(folder))) + recall, flush=True)
 
 
-def measure(path: Path, mpps: list[float], folder: Path, slide_mpp: float | None = None) -> dict[float, Found | str]:
+def measure(
+    path: Path, mpps: list[float], folder: Path, slide_mpp: float | None = None
+) -> dict[float, TissueAndPen | str]:
     """Return tissue and pen of a slide at each resolution, or why it cannot be ingested there."""
     import shutil
 
@@ -65,7 +67,7 @@ def measure(path: Path, mpps: list[float], folder: Path, slide_mpp: float | None
     from pathology.ingest.slide import ingest_slide
     from pathology.tissue.tissue import TissueParameters
 
-    by_mpp: dict[float, Found | str] = {}
+    by_mpp: dict[float, TissueAndPen | str] = {}
     for mpp in mpps:
         store = folder / "store"
         options = IngestOptions(mpp=mpp, slide_mpp=slide_mpp, tissue=TissueParameters(pen="mask"))
@@ -74,17 +76,17 @@ def measure(path: Path, mpps: list[float], folder: Path, slide_mpp: float | None
             level = SlideStore.open(store / "slide.zarr").levels[0]
             slide_mm2 = level.height_px * level.width_px * level.mpp[0] * level.mpp[1] / 1e6
             pen = float(record.pen_fraction or 0)
-            by_mpp[mpp] = Found(float(record.tissue_fraction or 0) * slide_mm2, pen, tuple(record.flags))
+            by_mpp[mpp] = TissueAndPen(float(record.tissue_fraction or 0) * slide_mm2, pen, tuple(record.flags))
         else:
             by_mpp[mpp] = "too coarse" if "coarser" in record.reason else record.reason
-        # One resolution after the other: all stores of a large slide would not fit.
+        # Removed at once: the stores of all resolutions of a large slide might not fit on the disk.
         shutil.rmtree(store, ignore_errors=True)
     return by_mpp
 
 
-def describe(name: str, by_mpp: dict[float, Found | str]) -> str:
-    """Return one line of text."""
-    first = next((result.area_mm2 for result in by_mpp.values() if isinstance(result, Found)), math.nan)
+def describe(name: str, by_mpp: dict[float, TissueAndPen | str]) -> str:
+    """Return a slide's results as one line of text: areas as differences from that at the first resolution."""
+    first = next((result.area_mm2 for result in by_mpp.values() if isinstance(result, TissueAndPen)), math.nan)
     parts = []
     for mpp, result in by_mpp.items():
         if isinstance(result, str):
@@ -95,8 +97,8 @@ def describe(name: str, by_mpp: dict[float, Found | str]) -> str:
     return f"{name}: {first:.4f} mm² | " + " | ".join(parts)
 
 
-def found_share(path: Path, ink: NDArray[np.bool_]) -> float:
-    """Return the share of the drawn ink that is in the pen mask at 8 µm, of a drawn slide of 0.5 µm."""
+def ink_recall(path: Path, ink: NDArray[np.bool_]) -> float:
+    """Return the fraction of the drawn ink (its mask at 8 µm) that the pen mask of a drawn slide of 0.5 µm has."""
     from hyfi_core.plan.box import Box
     from pathology.readers.sources import open_source
     from pathology.tissue.tissue import find_tissue
@@ -112,7 +114,7 @@ def found_share(path: Path, ink: NDArray[np.bool_]) -> float:
 
 
 def _drawn(sizes: list[int], slides: int, folder: Path) -> Iterator[tuple[str, Path, NDArray[np.bool_] | None]]:
-    """Draw slides with and without pen; yield name, path and the mask of the ink at 8 µm."""
+    """Draw slides with and without pen; yield (name, path, mask of the ink at 8 µm or None)."""
     from pathology.synthetic.archive import lay_out_archive, write_archive_slide
     from pathology.synthetic.artefacts import Artefacts
 
@@ -120,7 +122,7 @@ def _drawn(sizes: list[int], slides: int, folder: Path) -> Iterator[tuple[str, P
         for pen in (True, False):
             for planned in lay_out_archive(slides, size, 0, pen=pen):
                 path = write_archive_slide(planned, folder)
-                # 16: pixels of 0.5 µm, as slides are drawn by default, for each of the mask.
+                # Slides are drawn at 0.5 µm: a pixel of the mask at 8 µm has 16 × 16 of theirs.
                 ink = Artefacts(planned.spec).inked(MASK_UM, planned.spec.mpp_um, size // 16) if pen else None
                 yield f"drawn, {size} px, {'pen' if pen else 'no pen'} ({planned.spec.index})", path, ink
                 path.unlink()

@@ -55,7 +55,10 @@ def main() -> None:
 def compare(
     checkouts: tuple[Path, Path], words: Sequence[str], pairs: int
 ) -> tuple[list[tuple[float, float]], tuple[int, int]]:
-    """Return the processor seconds of each pair of steps, and the bytes by which each process grew at its peak."""
+    """Return the processor seconds of each pair of steps, and the bytes by which each process grew at its peak.
+
+    Both are pairs in the order of ``checkouts``.
+    """
     sides = [_Side(checkout, words) for checkout in checkouts]
     seconds = []
     for pair in range(pairs):
@@ -67,18 +70,18 @@ def compare(
 
 
 def summary(rounds: Sequence[tuple[list[tuple[float, float]], tuple[int, int]]]) -> dict[str, object]:
-    """Return what is printed of all rounds of one kind of work."""
+    """Return the line to print of one kind of work: ``rounds`` has a result of `compare` for each round."""
     pairs = [pair for seconds, _ in rounds for pair in seconds]
     ratios = sorted(ours / theirs for ours, theirs in pairs)
-    # Of the sign test: the number of ratios below their true median is binomial, here by the normal approximation.
-    # 1.96 / 2 · √n.
+    # The interval of the sign test: the number of ratios below their true median is binomial, about normal, with a mean
+    # of n / 2 and a deviation of √n / 2. 95 % are within 1.96 deviations.
     half_width = 0.98 * math.sqrt(len(ratios))
     low = max(0, math.floor(len(ratios) / 2 - half_width))
     high = min(len(ratios) - 1, math.ceil(len(ratios) / 2 + half_width))
-    # Other work of the machine only adds, to most steps of a busy hour; where a process has its memory changes all of
-    # its steps, so that the median of processes counts.
+    # Of a process, the shortest step counts, as other work of the machine only adds time. Of the rounds, the median
+    # counts: where a new process happens to have its memory makes all of its steps faster or slower.
     shortest = [statistics.median(min(pair[side] for pair in seconds) for seconds, _ in rounds) for side in (0, 1)]
-    # The least: more is chance, such as when memory is returned.
+    # The least growth counts: more is chance, e.g. memory that is returned to the system later.
     grown = [min(peaks[side] for _, peaks in rounds) for side in (0, 1)]
     return {
         "seconds": [round(statistics.median(pair[side] for pair in pairs), 4) for side in (0, 1)],

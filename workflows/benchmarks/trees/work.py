@@ -20,20 +20,20 @@ WARM_STEPS = 2
 
 
 def main() -> None:
-    """Do one kind of work of one checkout."""
+    """Do one kind of work with the packages of one checkout, then print by how many bytes the process grew."""
     checkout, kind, size_px, store = sys.argv[1:]
     import torch
 
     import hyfi_core
     from hyfi_core.process_memory import peak_bytes, resident_bytes
 
-    # Else both sides might be the same installation.
+    # Otherwise, an installed package could stand for both checkouts.
     assert hyfi_core.__file__.startswith(f"{checkout}/"), f"{hyfi_core.__file__} is not of {checkout}"
-    # Both checkouts on one core: what else runs, there and beside it, slows both.
+    # Both checkouts on the same core, so that other processes of the machine slow both.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # After the imports, which are not what a step needs.
+    # Read after the imports: their memory does not count.
     before_bytes = resident_bytes()
     WORK[kind](int(size_px), Path(store))
     print(peak_bytes() - before_bytes, flush=True)
@@ -87,18 +87,18 @@ def _training(model_name: str, size_px: int, batch: int, options: dict[str, Any]
     plan = hyfi_core.ParallelPlan(**options)
     shape = (batch, 3, size_px, size_px)
     images, labels = torch.randn(shape), torch.zeros(batch, dtype=torch.long)
-    more = [True]  # set by rank 0, read by all between the two barriers
+    more = [True]  # whether a step follows; set by rank 0, read by all ranks between the two barriers
     before, after = threading.Barrier(plan.ranks), threading.Barrier(plan.ranks)
 
     def body(comm: Any) -> None:
-        """Take steps when rank 0 is asked to, until its input ends."""
+        """Take a step whenever rank 0 reads ``step`` from its input, until it reads anything else."""
         torch.manual_seed(0)
         model = build_model({"name": model_name, "classes": 2}).train()
         sgd = functools.partial(torch.optim.SGD, lr=1e-4)
         engine = hyfi_core.parallelize(model, shape, plan, comm, optimizer=sgd)
 
         def step() -> None:
-            # All threads are at the same step: its time holds all of their work.
+            # With both barriers, the time of rank 0's step includes the work of all ranks.
             before.wait()
             if more[0]:
                 engine.train_step(images, labels)
@@ -107,7 +107,7 @@ def _training(model_name: str, size_px: int, batch: int, options: dict[str, Any]
         if comm.rank == 0:
             serve(step)
             more[0] = False
-            step()
+            step()  # no training step, but the other ranks pass the barriers and see that no step follows
             return
         while more[0]:
             step()
@@ -116,7 +116,7 @@ def _training(model_name: str, size_px: int, batch: int, options: dict[str, Any]
 
 
 def _loader(size_px: int, store: Path) -> None:
-    """Squares read from a store, turned and recoloured, as a loader's worker does."""
+    """Read the same square of a slide four times, turned and recoloured by four draws, as a loader's worker does."""
     from data.samples.augment import Augment
     from data.store.slide_store import SlideStore
     from hyfi_core.plan.box import Box

@@ -83,10 +83,10 @@ def data_record(job: TrainingJob) -> DataRecord:
 
 
 def _facts(job: TrainingJob, dataset: SlideDataset, split: str, weights: list[str]) -> DataRecord:
-    """Return slide -> what a run reads of it, as a line; ``weights``: the draw weight of each slide as text."""
+    """Return slide id -> its `RecordedSlide` as a line; ``weights``: the draw weight of each slide as text."""
     facts = {}
     for index, (sample, weight) in enumerate(zip(dataset.samples, weights, strict=True)):
-        # Sorted, because the order of keys in a file of the store says nothing about its pixels.
+        # Sorted: shards may be listed in another order, with the same pixels.
         shards = getattr(dataset.slide(index), "attributes", {}).get("shards", {})
         content = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()[:16]
         label = "" if sample.label is None else job.task.text(sample.label)

@@ -76,7 +76,8 @@ class FiniteSteps:
         self, policy: OnNonfinite, trainers: Communicator, engine: TrainingEngine, model: torch.nn.Module
     ) -> None:
         self._trainers, self._engine, self._model, self._policy = trainers, engine, model, policy
-        # On a CPU the number is there at once, so `stop` can spare the update; on a GPU it would wait before each one.
+        # On a CPU the number is known at once, so `stop` checks it before the update. On a GPU, that would wait for the
+        # device before each update.
         self._reads_first = policy == "skip" or (policy == "stop" and engine.device.type == "cpu")
         self._buffers: list[torch.Tensor] = []
 
@@ -94,7 +95,7 @@ class FiniteSteps:
         return StepNumbers(losses, finite)
 
     def forbids_update(self, numbers: StepNumbers) -> bool:
-        """Whether the update of a step must not be applied; drops the gradients and statistics of a skipped step."""
+        """Return whether the update of a step must not be applied; undo the step if it is to be skipped."""
         if not self._reads_first or numbers.wrong is None:
             return False
         if self._policy == "skip":
@@ -116,19 +117,19 @@ class FiniteSteps:
         return f"{text}; gradients that are not finite: {listed(where, 3)}" if where else text
 
     def _gradients(self) -> list[str]:
-        """Return the parameters, over all trainers, with a gradient that is not finite (collective)."""
+        """Return the names of parameters with a gradient that is not finite on any trainer (collective)."""
         mine = [
             name
             for name, p in self._model.named_parameters()
             if p.grad is not None and not bool(own_part(p.grad).isfinite().all())
         ]
-        # Back to all: the text may end the run, and every trainer must end it alike.
+        # Sent to all trainers: the text may end the run, and every trainer must end it alike.
         gathered = self._trainers.broadcast_object(self._trainers.gather_objects(mine))
         return list(dict.fromkeys(name for names in gathered for name in names))
 
     def _undo_step(self) -> None:
         """Drop the gradients, and give the buffers the values that they had at `begin`."""
-        # Not the gradients alone: one forward with NaN spoils running means forever.
+        # Buffers, too: a single forward with NaN would leave running means NaN for good.
         self._engine.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, before in zip(self._own_buffers(), self._buffers, strict=False):
@@ -160,6 +161,7 @@ def finite_everywhere(tensors: Iterable[torch.Tensor], trainers: Communicator, l
 
 
 def _finite_on_host(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all values are finite: if their sum is, they are, and a sum takes a tenth of the time of ``isfinite``."""
-    # `or`: a sum of large finite values may overflow, which only looks like an infinity.
+    """Whether all values are finite."""
+    # If the sum of a tensor is finite, so are its values, and a sum takes a tenth of the time of `isfinite`. Only a sum
+    # that is not finite needs a closer look: sums of large finite values overflow.
     return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)

@@ -1,9 +1,7 @@
 """The images of a step that batch norm normalises together, which change if a run is resumed with another plan.
 
 Everything else in a step is the same for any number of replicas and micro-batches: the order of the slides, random
-numbers, the loss over the whole batch.
-
-::
+numbers, the loss over the whole batch. In a batch of 8 images, those with the same number are normalised together::
 
     image                                0 1 2 3 4 5 6 7
     1 replica,  4 micro-batches          0 0 1 1 2 2 3 3
@@ -25,7 +23,8 @@ _ADVICE = "model.norm=group or frozen does not depend on the plan"
 def norm_batches(config: Config) -> list[list[tuple[int, ...]]]:
     """Return the groups of images that are normalised together in a step, for each replica with its own statistics.
 
-    Running statistics are those of the first replica.
+    ``[[(0, 1), (2, 3)], [(4, 5), (6, 7)]]``: two replicas with two micro-batches each. Running statistics are those of
+    the first replica.
 
     Args:
         config: The configuration of a run.
@@ -39,9 +38,9 @@ def norm_batches(config: Config) -> list[list[tuple[int, ...]]]:
         [tuple(range(first, first + size)) for first in range(start, start + size * plan.microbatches, size)]
         for start in range(0, batch, batch // plan.replicas)
     ]
-    # Synchronised: the k-th micro-batches of all replicas run at the same time, and are normalised together.
     if not plan.sync_batch_norm:
         return replicas
+    # Synchronised: the k-th micro-batches of all replicas run at the same time, and are normalised together.
     return [[tuple(image for part in parts for image in part) for parts in zip(*replicas, strict=True)]]
 
 

@@ -67,8 +67,8 @@ class BagBatches:
         # next.
         slides = [self._bags.of(index, epoch) for epoch, index in map(self._job.stream.at, numbers)]
         if self._feed is not None:
-            # Loaders get the order of the whole turn, and the next one's first pieces: else each turn would begin with
-            # a wait.
+            # Loaders get the order of the whole turn, and the first pieces of the next one, which would otherwise begin
+            # with a wait.
             chunks = self._engine.own_chunks([len(slide) for slide in slides])
             self._feed.begin(numbers, chunks, self._first_pieces(turn + 1))
         return slides
@@ -82,7 +82,7 @@ class BagBatches:
         return list(self._job.layout.numbers(turn, self._replica))
 
     def _first_pieces(self, turn: int) -> list[Piece]:
-        """Return what the engine is expected to read first in a turn; nothing after the last one."""
+        """Return the pieces that the engine is expected to read first in a turn; none after the last turn."""
         assert self._feed is not None
         if turn >= self._job.steps * self._job.config.optimizer.accumulate:
             return []
@@ -184,7 +184,7 @@ class BagInputs(RunInputs):
         return TileInference(engine)
 
     def step_record(self, engine: TrainingEngine) -> dict[str, Any]:
-        """Return how attention was spread over the tiles of the last batch of trainer 0's replica."""
+        """Return ``attention_peak`` and ``effective_tiles`` of the last batch of trainer 0's replica, if it has any."""
         assert isinstance(engine, TilesEngine)
         spread = engine.spread
         if spread is None:
@@ -198,7 +198,7 @@ class BagInputs(RunInputs):
 
     @cached_property
     def counts(self) -> list[int]:
-        """Tiles of each training sample, a slide or a case, in an epoch."""
+        """Number of tiles of each training sample (a slide or a case) in an epoch."""
         return [self.train_bags.count(index) for index in range(len(self.train_bags))]
 
     @cached_property
@@ -215,9 +215,9 @@ class BagInputs(RunInputs):
             rows |= {row["slide_id"]: row for row in bags.check() if row["slide_id"] not in rows}
         return [*rows.values()]
 
-    def _longest(self, slides: int) -> list[int]:
-        """Return the samples with most tiles, the longest first."""
-        return sorted(range(len(self.counts)), key=lambda index: -self.counts[index])[:slides]
+    def _longest(self, samples: int) -> list[int]:
+        """Return the indices of the ``samples`` training samples with the most tiles, the longest first."""
+        return sorted(range(len(self.counts)), key=lambda index: -self.counts[index])[:samples]
 
 
 class _FirstTiles:

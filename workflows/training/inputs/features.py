@@ -99,7 +99,7 @@ class FeatureInputs(BagInputs):
     def warnings(self, engine: TrainingEngine) -> list[str]:
         """Return warnings about slides, and about features without positions or without a stated encoder."""
         warnings = self.job.warnings()
-        if any(one.unit is None for one in (*self.train.stored, *self.val.stored)):
+        if any(stored.unit is None for stored in (*self.train.stored, *self.val.stored)):
             warnings.append("some features have no positions (coords): predictions with them will have no heatmap")
         if self._features.encoder is None:
             warnings.append(

@@ -98,7 +98,7 @@ class ImageInputs(RunInputs):
         torch_device = made_current(device)
         if self._drawn is None:
             model = model.to(torch_device)
-        # Else it is on the meta device, with nothing to move; the engine draws each stage on its rank.
+        # Otherwise it is on the meta device, with nothing to move: the engine draws each stage on its rank.
         return model, freezing
 
     def make_engine(self, model: nn.Module, roles: Roles) -> Engine:
@@ -146,7 +146,7 @@ class ImageInputs(RunInputs):
         ]
 
     def _returns_probabilities(self) -> bool:
-        """Whether the model ends in what loss and predictions apply to its outputs again."""
+        """Whether the model ends in a softmax or sigmoid, which loss and predictions would apply once more."""
         kind = self.job.task.facts.name
         return kind in ("multiclass", "multilabel") and self._last_operator in ("softmax", "sigmoid")
 

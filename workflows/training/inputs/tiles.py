@@ -69,7 +69,7 @@ class TileInputs(BagInputs):
         # Whether a transformers model has a pooler depends on its files of weights, so every rank reads them.
         reads = loads or config.encoder.name.startswith("transformers:")
         weights = config.encoder.weights if reads else None
-        model, loaded = build_tile_model(fields, self._tiles.size_px, weights, self._given())
+        model, loaded = build_tile_model(fields, self._tiles.size_px, weights, self._stated_normalisation())
         model.train()
         self._loaded = loaded
         # Before `freeze`, which leaves out what is frozen already, so `model.freeze_epochs` never releases these parts.
@@ -160,13 +160,13 @@ class TileInputs(BagInputs):
                 "average of slides; if validation is far worse than the loss of training, the model has learned the "
                 f"class from these statistics: use {remedy}"
             )
-        # It validates with averaged weights, but the running statistics are of the weights in training.
+        # A schedule-free optimizer validates with averaged weights, but running statistics are of the trained ones.
         if updates and isinstance(engine.optimizer, SwitchingOptimizer):
             warnings.append(statistics_warning(self.job.config.optimizer.name, "an encoder with another norm"))
         return warnings
 
     def _freeze_parts(self, model: TileModel, train: str) -> Freezing | None:
-        """Freeze the parts of the encoder that are not trained; without trained parts it has no dropout either."""
+        """Freeze the parts of the encoder that ``train`` leaves out; with ``none``, switch its dropout off, too."""
         patterns = frozen_patterns(model.encoder, train)
         if not patterns:
             return None
@@ -204,7 +204,7 @@ class TileInputs(BagInputs):
             f"on disk, for data.features"
         ]
 
-    def _given(self) -> Normalisation | None:
+    def _stated_normalisation(self) -> Normalisation | None:
         """Return the normalisation of the configuration, which replaces the encoder's; None if it states none."""
         config = self.job.config.model
         return None if config.mean is None and config.std is None else self.job.normalisation

@@ -47,8 +47,8 @@ class EventFile:
         # Without this version, a reader guesses from falling steps where a run was resumed, and ignores the start
         # below.
         self._write(0, _field(_FILE_VERSION, _VERSION))
-        # START makes TensorBoard drop this step and later ones of earlier files: this run writes them again. Also from
-        # step 1 on: a run that was killed before its first checkpoint begins again in the same folder.
+        # START makes TensorBoard drop this step and later ones of earlier files: this run writes them again. A new run
+        # writes START 1, because a run that was killed before its first checkpoint begins again in the same folder.
         self._write(start + 1, _field(_SESSION_LOG, _number(_STATUS, _START)))
 
     def add(self, tag: str, value: float, step: int) -> None:
@@ -68,7 +68,7 @@ class EventFile:
         event = time_s + _number(_STEP, step) + content
         length = struct.pack("<Q", len(event))
         self._file.write(length + _checksum(length) + event + _checksum(event))
-        # After each record, so that a reader sees it now, and a killed run loses none.
+        # Flushed after each record, so that readers see it at once, and a killed run loses none.
         self._file.flush()
 
 

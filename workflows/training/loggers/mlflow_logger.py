@@ -39,14 +39,14 @@ class MlflowLogger(MetricsLogger):
         # A client, not `mlflow.start_run`: that keeps an active run for the process, which other code may use.
         self._client: Any = MlflowClient(tracking_uri=uri)
         if self.identity is not None:
-            # The end of the earlier process closed it.
+            # It was closed when the earlier process ended.
             self._client.update_run(self.identity, status="RUNNING")
             return self.identity
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "hyfi"
         experiment = self._client.get_experiment_by_name(name)
         number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         self.identity = str(self._client.create_run(number, run_name=self.folder.name).info.run_id)
-        # Once: MLflow refuses a parameter that changes.
+        # Parameters are logged for new runs only: MLflow refuses to change one.
         params = [Param(key, str(value)[:_LONGEST]) for key, value in self.settings.items()]
         for first in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(self.identity, params=params[first : first + _MOST_PARAMS])
@@ -71,5 +71,5 @@ class MlflowLogger(MetricsLogger):
             self._client.set_tag(self.identity, name, str(path))
         if outcome.best_step is not None:
             self._client.set_tag(self.identity, "best_step", str(outcome.best_step))
-        # Last: a reader that sees the end sees everything.
+        # Last, so that a reader who sees the run as ended sees everything.
         self._client.set_terminated(self.identity, _STATUS[outcome.state])

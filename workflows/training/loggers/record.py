@@ -18,7 +18,7 @@ def scalars(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]
         # `intervals` holds pairs under the names of metrics: no scalars, and they would repeat these names.
         if isinstance(value, Mapping) and name != "intervals":
             yield from scalars(f"{kind}/{name}", value)
-        # Counts that do not change, or that the axis shows already.
+        # `_NOT_LOGGED`: counts that do not change, and the epoch, which the axis shows already.
         elif isinstance(value, (int, float)) and name not in _NOT_LOGGED:
             yield f"{kind}/{name}", float(value)
 

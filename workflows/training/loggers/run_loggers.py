@@ -44,7 +44,7 @@ def check_loggers(names: Sequence[str]) -> None:
         RequestError: One is not.
     """
     for name in names:
-        # Found, not imported, which takes seconds.
+        # `find_spec`, because importing them takes seconds.
         missing = [package for package in _LOGGERS[name][1] if find_spec(package) is None]
         if missing:
             raise RequestError(f"run.loggers: {name} needs {', '.join(missing)}: pip install 'hyfi[{name}]'")

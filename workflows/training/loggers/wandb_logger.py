@@ -33,7 +33,8 @@ class WandbLogger(MetricsLogger):
             # wandb would redirect the output of the process, and copy code and the state of git.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
-        # Steps of their own, because a validation may arrive after later steps, which wandb's own counter would drop.
+        # Each kind has a step metric of its own: wandb's common counter only rises, and would drop a validation that
+        # arrives after later steps.
         for kind in ("train", "validation"):
             self._run.define_metric(f"{kind}/step")
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")

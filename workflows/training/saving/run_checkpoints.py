@@ -39,7 +39,7 @@ class RunCheckpoints:
         self._inputs, self._engine, self._average, self._recorder = inputs, engine, average, recorder
         self._trainers = trainers
         self._writer = CheckpointWriter(trainers, bool(engine.owned_state()))
-        # A run that fails while it writes removes its part: else each failure would leave gigabytes.
+        # A run that fails while it writes removes its part of the checkpoint, which may be gigabytes.
         at_failure.add(self._writer.discard)
 
     @property
@@ -60,10 +60,10 @@ class RunCheckpoints:
         Returns:
             Whether the weights are saved, the same on every trainer.
         """
-        # There is one copy of the state in host memory: the previous checkpoint must be done with it.
+        # Host memory has room for one copy of the state: the previous checkpoint must be written.
         self.finish(spare)
         owned = self._engine.owned_state()
-        # Of the whole average only what this rank writes.
+        # Only the part of the average that this rank writes.
         averaged = self._average.of(owned) if self._average is not None else None
         tensors = [*owned.values(), *(averaged or {}).values()]
         if not bool(finite_everywhere(tensors, self._trainers, torch.empty(0, device=self._engine.device))):
@@ -85,7 +85,7 @@ class RunCheckpoints:
         return self._writer.busy()
 
     def advance(self, spare: Iterable[int]) -> None:
-        """Go on when no trainer is busy (collective then).
+        """Publish a checkpoint that every trainer has written; call it when no trainer is busy (collective).
 
         Args:
             spare: Steps whose checkpoints must stay (on rank 0).

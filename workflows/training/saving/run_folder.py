@@ -63,7 +63,7 @@ class RunFolder:
         for later_step in steps[len(kept) :]:
             checkpoints.remove(checkpoints.step_folder(self.checkpoints, later_step))
         best = self.checkpoints / "best"
-        # The link names a removed checkpoint; the next choice makes a new one.
+        # A link to a removed checkpoint: the next `choose_best` makes a new one.
         if best.is_symlink() and not best.exists():
             best.unlink()
 
