@@ -53,7 +53,7 @@ def commands(setting: Setting, _: str) -> Iterator[Row]:
 
 
 def _run(store: Path, side_px: int, device: str) -> dict[str, object]:
-    """Return the configuration of a run of eight steps on slides of this side."""
+    """Return the configuration of a run of eight steps on slides of ``side_px`` × ``side_px``."""
     return {
         "data": {"store": str(store), "size_px": side_px // 2, "batch_size": 2},
         "model": {"name": "resnet10", "norm": "group"},
@@ -63,7 +63,7 @@ def _run(store: Path, side_px: int, device: str) -> dict[str, object]:
 
 
 def _timed(name: str, arguments: list[object]) -> Row:
-    """Run a command of ``hyfi``; if it fails, the row has its last line of output."""
+    """Run a command of ``hyfi`` and return its row, with the last line of standard error if it fails."""
     begin_s = time.monotonic()
     command = [sys.executable, "-m", "workflows.cli", *map(str, arguments)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -75,9 +75,9 @@ def _timed(name: str, arguments: list[object]) -> Row:
 
 
 def _compared(gpu: Path, cpu: Path) -> Row:
-    """Compare the probabilities of all slides."""
+    """Compare the probabilities of all slides in two folders of predictions."""
     first, second = (_probabilities(folder / "predictions.csv") for folder in (gpu, cpu))
-    # NaN, also where the CPU predicts nothing.
+    # NaN if a probability is missing in either folder: then the row has not passed.
     difference = largest(abs(value - second.get(key, math.nan)) for key, value in first.items())
     passed = bool(first) and first.keys() == second.keys() and difference <= TOLERANCE
     slides = len({slide_id for slide_id, _ in first})

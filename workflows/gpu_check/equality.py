@@ -56,7 +56,7 @@ def equal(setting: Setting, what: str) -> Iterator[Row]:
     plan = PLANS[name] if name else hyfi_core.ParallelPlan(grids=(GRIDS[comm.size],))
     kind, tolerance = (torch.float32, TOLERANCE_IN_FLOAT32) if name == CHANNELS_LAST else (torch.float64, TOLERANCE)
     order = torch.channels_last if name == CHANNELS_LAST else torch.contiguous_format
-    # Rounded to 10 bits, products would differ by more than what is looked for.
+    # TF32 rounds factors to 10 bits, which would hide the errors that this check is to find.
     torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
     named = _network_of(network, setting)
@@ -64,10 +64,10 @@ def equal(setting: Setting, what: str) -> Iterator[Row]:
         yield {"what": network, "not run": f"no network of another package is installed ({', '.join(_THIRD_PARTY)})"}
         return
     title, model = named
-    # Without dropout, whose random numbers differ by design.
+    # Without dropout: the engine draws other random numbers than plain PyTorch.
     model = without_drops(model).train().to(setting.device, kind)
     model = model.to(memory_format=order)  # type: ignore[call-overload]  # its stubs know one of two formats
-    # Before the engine runs, whose forward changes running statistics.
+    # Copied before the engine runs, because its forward changes running statistics.
     reference = copy.deepcopy(model)
     shape = (BATCH, 3, setting.sizes.equal_px, setting.sizes.equal_px)
     images = torch.randn((BATCH * plan.replicas, *shape[1:]), dtype=torch.float64)
@@ -104,10 +104,10 @@ def _network_of(network: str, setting: Setting) -> tuple[str, nn.Module] | None:
 def _errors(
     reference: nn.Module, images: torch.Tensor, labels: torch.Tensor, plan: hyfi_core.ParallelPlan, results: Any
 ) -> dict[str, float]:
-    """Return the largest errors of a step of the engine, by what was compared.
+    """Return ``gradients``, ``loss``, ``buffers`` and ``output`` -> its largest error in a step of the engine.
 
-    The reference takes the micro-batches of all replicas one after the other. Its buffers are those of replica 0, which
-    all replicas take over.
+    The reference takes the micro-batches of all replicas one after the other. Its buffers are compared as they are
+    after those of replica 0, from which all replicas of the engine take their buffers.
 
     Args:
         reference: The model before the step; it is trained here.
@@ -120,11 +120,11 @@ def _errors(
     expected, buffers = 0.0, dict[str, torch.Tensor]()
     parts = plan.replicas * plan.microbatches
     for number, (inputs, targets) in enumerate(zip(images.chunk(parts), labels.chunk(parts), strict=True), 1):
-        # One micro-batch after the other: batch norm takes its statistics over each.
+        # Batch norm takes its statistics over each micro-batch, as it does in the engine.
         mean = F.cross_entropy(reference(inputs), targets) / parts
         torch.autograd.backward(mean)
         expected += float(mean.detach())
-        # Replica 0 has seen its micro-batches: these are the buffers to compare.
+        # Now the reference has had the micro-batches of replica 0.
         if number == plan.microbatches:
             buffers = {name: value.clone() for name, value in reference.named_buffers()}
     differences = [

@@ -36,20 +36,20 @@ def step_s(step: StepBody, device: torch.device, steps: int) -> float:
         step()
         finish(device)
         times.append(time.perf_counter() - begin_s)
-    # The median: a step that another process disturbs does not count.
+    # The median, so that single steps that other processes disturb do not count.
     return statistics.median(times)
 
 
 def step_peak_bytes(step: StepBody, device: torch.device) -> int:
-    """Return the peak memory of a step in addition to that before it."""
+    """Return by how many bytes the peak memory of a step exceeds the memory before it."""
     free(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        # Tensors in use, not what the allocator has reserved: that depends on earlier parts.
+        # Bytes of tensors rather than bytes that the allocator has reserved, which depend on earlier parts.
         before = torch.cuda.memory_allocated(device)
         step()
         return int(torch.cuda.max_memory_allocated(device)) - before
-    # The kernel's peak is of the whole life of the process.
+    # Without this, the kernel would report the peak of the whole life of the process.
     forget_peak()
     before = resident_bytes()
     step()

@@ -26,7 +26,7 @@ EQUAL_PLANS: dict[str, tuple[int, Launcher]] = {
     "fused halos": (2, "mpiexec"),
     CHANNELS_LAST: (4, "mpiexec"),
 }
-"""Plan, or kernels, to compare, besides grids -> (number of ranks, launcher); see ``equality``."""
+"""Key of ``equality.PLANS`` -> (number of ranks, launcher)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class CheckPart:
         argument: argument of the function.
         ranks: number of processes.
         launcher: what starts the processes.
-        weight: share of the time, relative to other parts: about the seconds that it takes on an H100.
+        weight: share of the time relative to other parts, about its seconds on an H100.
         gpus: number of GPUs that it needs.
         together: whether it may run beside others, because it measures neither time nor memory.
         gpu_only: whether its code does nothing without a GPU.
@@ -82,7 +82,7 @@ def all_parts(sizes: CheckSizes) -> list[CheckPart]:
     """Return the parts of a check in their order; those that may run together come first.
 
     Args:
-        sizes: sizes of the check, whose images have a part each.
+        sizes: sizes of the check; speed and pieces have a part for each size of images.
     """
     first_px, *others_px = sizes.speed_px
     return [

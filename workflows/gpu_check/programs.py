@@ -19,7 +19,7 @@ _MARK = "mark.cuda"
 
 def tests(setting: Setting, _: str) -> Iterator[Row]:
     """Run the tests marked ``cuda``, which skip without a GPU."""
-    # Only files with the mark: collecting all tests takes longer than running these.
+    # Only files with the mark: collecting all tests would take longer than running these.
     marked = [
         path for path in sorted((_ROOT / "tests").rglob("test_*.py")) if _MARK in path.read_text(encoding="utf-8")
     ]

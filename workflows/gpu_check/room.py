@@ -22,19 +22,20 @@ _ONE_RANK = hyfi_core.ParallelPlan(grids=((1, 1),))
 
 
 def cells(setting: Setting, _: str) -> Iterator[Row]:
-    """Time a step computed cell by cell, in memory and with half of the free memory, against one in core."""
+    """Measure a step by cells, in memory and spilled with half of the free memory, against one in core."""
     plans = {f"cells {cells}": replace(_ONE_RANK, cells=cells) for cells in setting.sizes.cells}
-    most = setting.sizes.cells[-1]
-    # Half, so that maps must leave the GPU.
+    finest = setting.sizes.cells[-1]
+    # Half of the free memory, so that maps have to leave the GPU.
     half = free_bytes(setting.device) // 2
-    plans[f"cells {most}, spilled"] = replace(_ONE_RANK, cells=most, spill="memory", memory_bytes=half)
+    plans[f"cells {finest}, spilled"] = replace(_ONE_RANK, cells=finest, spill="memory", memory_bytes=half)
     yield from _against_in_core(setting, setting.sizes.speed_px[-1], plans, "cells")
 
 
 def pieces(setting: Setting, side: str) -> Iterator[Row]:
-    """Time a step of a model in pieces that are recomputed one by one, against one in core where it fits.
+    """Measure a step of a model in pieces that are recomputed one by one, against one in core.
 
-    Where it does not, in as few cells as the sizes of maps allow: kernels of maps of 2³¹ values and more are slow.
+    Images for which no step in core is timed are computed in a few cells as well, because kernels of maps of 2³¹ values
+    and more are slow.
     """
     cells: Literal["auto"] | None = None if int(side) in setting.sizes.speed_px else "auto"
     plan = replace(_ONE_RANK, interleave=setting.sizes.pieces, recompute=True, cells=cells)
@@ -56,7 +57,7 @@ def _against_in_core(
     """
     rows: dict[str, Row] = {}
     for name, plan in {**({"in core": _ONE_RANK} if in_core else {}), **plans}.items():
-        # A plan by cells may take longer than the ones before: twice the slowest must be left.
+        # The next plan may take longer than those before: it starts only if twice the time of the slowest is left.
         if rows and setting.seconds_left < 2 * max(row.get("took_s", 0.0) for row in rows.values()):
             yield {"what": f"{name}, {side_px} px", "not measured": f"{setting.seconds_left:.0f} s are left"}
             continue
@@ -69,7 +70,7 @@ def _against_in_core(
             peak_bytes = step_peak_bytes(lambda: engine.train_step(images, labels), setting.device)
             took_s = step_s(lambda: engine.train_step(images, labels), setting.device, setting.sizes.steps)
             row: Row = {"step_s": took_s, "peak_bytes": peak_bytes, "took_s": time.monotonic() - begin_s}
-            # With the memory that recorded steps keep, which a peak of tensors in use does not show.
+            # Reserved bytes include the memory of CUDA graphs, which the peak of tensors in use does not show.
             return row | ({"reserved_bytes": torch.cuda.memory_reserved()} if setting.device.type == "cuda" else {})
 
         rows[name] = tried(f"{name}, {side_px} px", measured, setting.device)
@@ -84,7 +85,10 @@ def _against_in_core(
 
 
 def largest(setting: Setting, how: str) -> Iterator[Row]:
-    """Train on larger and larger square images until one does not fit, or the next would take too long."""
+    """Train on larger and larger square images until one does not fit, or the next would take too long.
+
+    ``how``: ``in core``, or anything else for automatic cells that spill to memory.
+    """
     by_cells = hyfi_core.ParallelPlan(grids=((1, 1),), cells="auto", spill="memory")
     plan, device = _ONE_RANK if how == "in core" else by_cells, setting.device
     before_s, before_px = 0.0, setting.sizes.ladder_px[0]
@@ -130,7 +134,7 @@ def memory(setting: Setting, _: str) -> Iterator[Row]:
                 verify=False,
             )
             weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
-            # The peak counts from before the step, when the weights are there already; the forecast includes them.
+            # `step_peak_bytes` leaves out the weights, which exist before the step; the forecast includes them.
             peak_bytes = weights_bytes + step_peak_bytes(lambda: engine.train_step(images, labels), setting.device)
             ratio = peak_bytes / forecast_bytes
             return {"peak_bytes": peak_bytes, "forecast_bytes": forecast_bytes, "peak_to_forecast": ratio}

@@ -1,7 +1,10 @@
 """Runs the parts of a check, each in its own session of processes with a time limit.
 
-equal │ equal │ equal      parts that measure no time run beside each other, as many as there are cores for
-──────┴───────┴────── then one after the other, each with its share of the time that is left
+::
+
+    equal │ equal │ equal     parts that measure no time run at the same time, about one process for each core
+    ──────┴───────┴──────
+    speed, cells, …           then the others one after the other, each with its share of the time that is left
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ def run_parts(
     logs: Path,
     report: Callable[[PartResult], None],
 ) -> list[PartResult]:
-    """Run all parts; each may take its share of the remaining time, so time that a part leaves serves later ones.
+    """Run all parts; each has its share of the time that is left, so that later parts get what earlier ones spare.
 
     Args:
         parts: in order; those that may run together come first.
@@ -52,20 +55,20 @@ def run_parts(
     deadline_s = time.monotonic() + seconds
     together = [part for part in parts if part.together]
     alone = [part for part in parts if not part.together]
-    # The weights of parts that run together are small, because they share their time.
+    # Parts that run together share their time: their weights are smaller than their seconds.
     share = _weight(together, gpus) / max(_weight(parts, gpus), 1e-9)
     results = _run_together(together, gpus, seconds * share, options, logs, report)
     for number, part in enumerate(alone):
-        # What earlier parts left over is shared by all that follow.
-        left = max(_weight(alone[number:], gpus), part.weight)
-        limit_s = max(1.0, (deadline_s - time.monotonic()) * part.weight / left)
+        # Time that earlier parts have spared is shared by all parts that follow.
+        remaining_weight = max(_weight(alone[number:], gpus), part.weight)
+        limit_s = max(1.0, (deadline_s - time.monotonic()) * part.weight / remaining_weight)
         results.append(_run(part, gpus, limit_s, options, logs))
         report(results[-1])
     return results
 
 
 def _weight(parts: Sequence[CheckPart], gpus: int) -> float:
-    """Return the weight of those parts that can run here."""
+    """Return the sum of the weights of the parts that can run here."""
     return sum(part.weight for part in parts if _lacking(part, gpus) is None)
 
 
@@ -80,7 +83,9 @@ def _run_together(
     """Run parts at the same time, with about one process for each core, and start none after ``seconds``."""
     deadline_s, cores = time.monotonic() + seconds, max(os.cpu_count() or 1, 4)
     waiting, running, results = list(parts), dict[Future[PartResult], CheckPart](), list[PartResult]()
-    with ThreadPoolExecutor(max(len(parts), 1)) as threads:  # all live until the end: children die with their thread
+    # A thread for each part, all alive until the end: `die_with_parent` ends a child when the thread that started it
+    # ends.
+    with ThreadPoolExecutor(max(len(parts), 1)) as threads:
         while waiting or running:
             busy = sum(part.ranks for part in running.values())
             # `not running`: a part of more ranks than cores still runs, alone.
@@ -102,7 +107,7 @@ def _run_together(
 
 
 def _run(part: CheckPart, gpus: int, limit_s: float, options: list[str], logs: Path) -> PartResult:
-    """Run one part as a process of its own, for at most ``limit_s``; return what came of it, also if it cannot run."""
+    """Run one part as a process of its own for at most ``limit_s``; return its result, "not run" if it cannot run."""
     lacking = _lacking(part, gpus)
     if lacking is not None:
         return PartResult(part.name, "not run", lacking)
@@ -129,7 +134,7 @@ def _environment(part: CheckPart, gpus: int) -> Mapping[str, str]:
     """Return a part's environment: ranks of mpiexec share the first GPU."""
     environment = RANK_SETTINGS | child_environment()
     if part.launcher == "mpiexec" and gpus:
-        # The first that this process may use, which need not be 0.
+        # The first GPU that this process may use, which need not be number 0.
         environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return environment
 
@@ -137,7 +142,7 @@ def _environment(part: CheckPart, gpus: int) -> Mapping[str, str]:
 def _output(
     command: Sequence[str], limit_s: float, environment: Mapping[str, str], log: Path
 ) -> tuple[int | None, str]:
-    """Return (exit code, or None at the time limit; standard output); no process is left.
+    """Run a command; return (exit code, standard output), with None as code at the time limit. No process is left.
 
     Args:
         command: program and arguments.
@@ -160,7 +165,7 @@ def _output(
         try:
             code = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            # torchrun's ranks have sessions of their own, which only torchrun itself can end.
+            # torchrun's ranks have sessions of their own, which `kill_session` does not reach: torchrun ends them.
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(SECONDS_TO_END)

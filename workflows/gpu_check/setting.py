@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 CHANNELS_LAST = "channels-last float32"
-"""Name of steps that run in the kernels of most runs, instead of in those of float64."""
+"""Name of the comparison in the memory format and dtype of most runs; all others are in float64."""
 
 
 @dataclass(frozen=True)

@@ -98,23 +98,24 @@ def compiled(setting: Setting, side: str) -> Iterator[Row]:
         "compiled_engine": partial(engine_step, setting, int(side), compiled=True),
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*uncompiled")  # it would time something else
+        # A model that PyTorch leaves uncompiled is an error: its time would be that of eager mode.
+        warnings.filterwarnings("error", message=".*uncompiled")
         yield from _compared(setting, int(side), sides, (("compiled_engine", "compiled"),))
 
 
 def background(setting: Setting, side: str) -> Iterator[Row]:
-    """Time the first step, and until steps use code compiled by child processes: cache empty, then full."""
+    """Time the first step, and measure when steps begin to use compiled code: with an empty cache, then a full one."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         for cache in ("empty", "full"):
-            # Of this process: with it, the full cache on disk would not be read.
+            # Otherwise the second run would take the code from this process, not from the cache on disk.
             forget_code()
             yield tried(f"{side} px, {cache} cache", partial(_change_over, setting, int(side)), setting.device)
             free(setting.device)
 
 
 def _change_over(setting: Setting, side_px: int) -> Row:
-    """Train until steps run compiled, or half of the time that is left is over."""
+    """Train until all segments are compiled in the background, or half of the remaining time is over; return times."""
     images, labels = batch(setting, side_px)
     engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator(), compile="on")
     if engine.segments is None:
@@ -156,13 +157,13 @@ def engine_step(setting: Setting, side_px: int, compiled: bool = False, cuda_gra
 def _compared(
     setting: Setting, side_px: int, sides: Mapping[str, Callable[[], StepBody]], pairs: Sequence[tuple[str, str]]
 ) -> Iterator[Row]:
-    """Time the steps of each side, and give the ratios of pairs.
+    """Time the steps of each side: yield a row for each, then one with the ratios of ``pairs``.
 
     Args:
         setting: The device and the sizes.
         side_px: Height and width of the image.
         sides: Name -> a function that makes the step that is timed.
-        pairs: The names of each two sides whose times are divided, the first by the second.
+        pairs: Names of sides (a, b), for the ratio of a's time to b's.
     """
     seconds: dict[str, float] = {}
     for name, make in sides.items():
@@ -193,7 +194,7 @@ def staged(setting: Setting, _: str) -> Iterator[Row]:
     if comm.rank == 0:
         engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator())
         one_rank_s = step_s(lambda: engine.train_step(images, labels), setting.device, setting.sizes.steps)
-    # Rank 1 waits here: beside it, rank 0's time on one rank would not be that of a free GPU.
+    # Rank 1 waits here until rank 0 has measured one rank on a GPU that is otherwise idle.
     comm.barrier()
     shared = engine_of(setting, side_px, hyfi_core.ParallelPlan(grids=((2, 1),)), comm)
     shared_s = step_s(lambda: shared.train_step(images, labels), setting.device, setting.sizes.steps)
@@ -226,7 +227,7 @@ class NoiseSamples:
 def feed(setting: Setting, _: str) -> Iterator[Row]:
     """Time steps on images from a loader against steps on an image on the device, and how long the trainer waits."""
     comm, side_px, steps = hyfi_core.init(), setting.sizes.speed_px[0], setting.sizes.steps
-    # One turn for each call of `fed_step`.
+    # The feed has one turn for each call of `fed_step` below.
     turns, layout, stream = (0, UNTIMED_STEPS + steps), BatchLayout.uniform(1), SampleStream(8, 0)
     if comm.rank:
         LoaderService(comm, [0], NoiseSamples(side_px), stream, layout, workers=2).serve()
@@ -245,7 +246,7 @@ def feed(setting: Setting, _: str) -> Iterator[Row]:
 
     fed_s = step_s(fed_step, setting.device, steps)
     source.close(stopped=False)
-    # Of the timed steps: for the first one of all, nothing could be sent ahead.
+    # The timed steps only: before the first step, nothing was sent ahead.
     wait_s = sum(waits[-steps:]) / steps
     times = {"resident_s": resident_s, "fed_s": fed_s, "fed_to_resident": fed_s / resident_s, "wait_s": wait_s}
     yield {"what": f"images from a loader, {side_px} px", **times}
