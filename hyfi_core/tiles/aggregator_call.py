@@ -17,10 +17,10 @@ from hyfi_core.tiles.keyed_draws import DrawKey, KeyedDraws
 from hyfi_core.tiles.peak_meter import PeakMeter
 
 _SIZES = (19, 34)
-"""Numbers of tiles of the trials; not round, so that they are unlikely to be numbers of features or classes."""
+"""Numbers of tiles of the trials; odd ones, which are unlikely to be numbers of features or classes, too."""
 
 _MEASURED = 256
-"""Tiles of the smallest trial of memory: attention in blocks pads to such sizes."""
+"""Tiles of the smallest trial of memory; attention in blocks pads to multiples of such sizes."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class AggregatorCall:
             key: of random numbers; None: they are torch's own.
 
         Raises:
-            RequestError: it needs coordinates, or returns something else.
+            RequestError: it needs coordinates that are unknown, or does not return logits of one slide.
         """
         more: dict[str, Any] = {}
         if self.takes_coords:
@@ -66,7 +66,9 @@ class AggregatorCall:
             return self._unpacked(self.aggregator(features.unsqueeze(0) if self.batched else features, **more))
 
     def bytes_of(self, features: int, dtype: torch.dtype) -> Callable[[int], int]:
-        """Return a function from a number of tiles to the bytes of a forward and backward, fitted to three trials.
+        """Return a function that takes a number of tiles and returns the bytes of a forward and backward.
+
+        The function is fitted to the peaks of three trials.
 
         Args:
             features: length of a feature vector.
@@ -77,17 +79,18 @@ class AggregatorCall:
             bag = torch.zeros((size, features), dtype=dtype, device=self.device).requires_grad_()
             with PeakMeter() as meter:
                 logits = self(bag, torch.zeros((size, 2), dtype=torch.int64), DrawKey(0, 0, 0))[0]
-                # Into the bag alone: the parameters' own gradients must not change in a trial.
+                # `inputs`: gradients of parameters must not change in a trial.
                 logits.sum().backward(inputs=[bag])
             peaks.append(meter.peak_bytes)
             del logits, bag
-        # Peaks are fitted by a N² + b N + c, whose differences between n, 2n and 4n tiles leave only a, then only b.
+        # Peaks are fitted by a N² + b N + c. For n, 2n and 4n tiles, peak 2 - 3 peak 1 + 2 peak 0 = 6 a n²: b and c
+        # cancel.
         square = (peaks[2] - 3 * peaks[1] + 2 * peaks[0]) / (6 * n * n)
-        # Less than a quarter of the largest peak is no attention between all tiles, but the padding of blocks.
+        # A square term below a quarter of the largest peak comes from padded blocks, not from attention between tiles.
         if square * (4 * n) ** 2 <= peaks[2] / 4:
             square = 0.0
         slope = max(0.0, (peaks[2] - peaks[1]) / (2 * n) - square * 6 * n)
-        # More than c: with the whole peak of the smallest trial, what is measured is never above what is returned.
+        # The peak of the smallest trial instead of c, which is less: the function never returns less than was measured.
         return lambda tiles: int(square * tiles * tiles + slope * tiles) + peaks[0]
 
     def _unpacked(self, returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -140,7 +143,7 @@ def aggregator_call(
 
 
 def _tried(call: AggregatorCall, features: int, dtype: torch.dtype) -> torch.Tensor | str:
-    """Return the logits of a trial, or why there are none."""
+    """Return the logits of a trial with random features, or the reason why there are none."""
     logits: list[torch.Tensor] = []
     for size in _SIZES:
         generator = torch.Generator().manual_seed(size)

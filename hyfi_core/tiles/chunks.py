@@ -1,9 +1,11 @@
 """The tiles of a step, divided among ranks, and those of a rank into chunks.
 
-slide 0, 10 tiles    rank 0: 0 1 2 3 4    rank 1: 5 6 7 8 9        consecutive, as equal as possible
-slide 1,  1 tile     rank 0:              rank 1: 0                one tile more goes to the last ranks
+::
 
-rank 0, chunks of 3  [0 1 2] [3 4]        every chunk is of one slide
+    slide 0, 10 tiles    rank 0: 0 1 2 3 4    rank 1: 5 6 7 8 9        consecutive, as equal as possible
+    slide 1,  1 tile     rank 0:              rank 1: 0                the remainder goes to the last ranks
+
+    rank 0, chunks of 3  [0 1 2] [3 4]        every chunk is of one slide
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ class SlideParts:
     first_slide: int = 0
 
     def part(self, slide: int, rank: int) -> range:
-        """Return the tiles of a rank; may be empty."""
+        """Return the numbers of a rank's tiles in a slide; may be empty."""
         count = self.tiles[slide]
-        # Products rounded down meet exactly: no tile is left out or read twice.
+        # The end of one rank's part is the start of the next one's: no tile is left out or encoded twice.
         return range(count * rank // self.ranks, count * (rank + 1) // self.ranks)
 
     def chunks(self, rank: int, size: int | None) -> list[TileChunk]:
@@ -67,7 +69,7 @@ class SlideParts:
         for slide in range(len(self.tiles)):
             part = self.part(slide, rank)
             if size is None:
-                # Without tiles, too: a rank takes part in the sums of exact norms with nothing.
+                # Also if it is empty: a rank without tiles still takes part in the sums of exact norms.
                 chunks.append(TileChunk(slide, part.start, part.stop))
                 continue
             starts = range(part.start, part.stop, size)

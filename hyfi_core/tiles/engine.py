@@ -56,10 +56,10 @@ class TilesEngine(EngineState):
     Attributes:
         plan: the plan.
         device: of the model.
-        kept: (chunks whose activations were kept, chunks) of this rank in the last step.
+        kept: (chunks whose activations were kept, all chunks) of this rank in the last step.
         random: the key of random numbers, the same on all ranks.
         read_wait_s: seconds that this rank has waited for tiles, in all steps so far.
-        vectors: of a frozen encoder that this rank keeps between steps; None: it keeps none.
+        vectors: feature vectors of a frozen encoder that this rank keeps between steps; None: it keeps none.
         reader: reads the tiles of training steps; predictions read from the slides directly.
     """
 
@@ -103,9 +103,9 @@ class TilesEngine(EngineState):
         )
         self.vectors: KeptVectors | None = None
         self.reader: ChunkReader = SourceReader()
-        self._chunk: int | None = self._settings.chunk  # of the last step
-        self._known: dict[Any, TriedModel] = {}
-        self._reducing: dict[tuple[str, ...], TileGradients] = {}
+        self._chunk: int | None = self._settings.chunk  # tiles of a chunk in the last step
+        self._trials: dict[Any, TriedModel] = {}
+        self._gradients: dict[tuple[str, ...], TileGradients] = {}  # by the names of trained parameters
 
     def predict(self, tiles: Sequence[TileSource]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """Return the logits ``(B, K)`` and the attention of each slide, in evaluation mode, with all tiles.
@@ -133,7 +133,7 @@ class TilesEngine(EngineState):
     def _evaluated(
         self, slides: list[TileSource]
     ) -> tuple[TriedModel, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor | None]]]:
-        """Return the tried model, and features and (logits, attention) of slides in evaluation mode."""
+        """Return the tried model, the features of each slide, and its (logits, attention), in evaluation mode."""
         comm = self._groups.replica
         self._groups.reset_traffic()
         parts = SlideParts(gather_lengths(comm, slides, comm.size)[0], comm.size)  # of this replica alone
@@ -147,12 +147,12 @@ class TilesEngine(EngineState):
         return trials, features, results
 
     def accumulate(self, tiles: Sequence[TileSource], labels: torch.Tensor) -> float:
-        """Run both passes; this call's gradient is reduced and added to earlier ones.
+        """Run forward and backward of a step; the gradients are reduced over all ranks and added to earlier ones.
 
         Args:
-            tiles: a source for each slide of this replica's batch, which may have other numbers of slides in other
-                replicas. Each rank reads its own tiles of each.
-            labels: of these slides, first dim B.
+            tiles: a source for each slide of this replica's batch; other replicas may have more or fewer slides. Each
+                rank reads its own tiles of each slide.
+            labels: of these B slides, ``(B, …)``.
 
         Returns:
             The loss of the slides of all replicas together, the same on every rank.
@@ -188,7 +188,7 @@ class TilesEngine(EngineState):
             self._take_buffers()
         ACTIVITY.action = None
         self.read_wait_s += encoding.waited_s
-        # At the end: both passes of this step draw the same numbers.
+        # Only now, because both passes of this step draw the same numbers.
         self.random.step += 1
         return loss
 
@@ -263,7 +263,16 @@ class TilesEngine(EngineState):
         room: KeepingRoom | None,
         hooks: ParameterHooks,
     ) -> torch.Tensor:
-        """Return the loss; ``room`` is asked before each of the ``kept`` chunks, None: all are kept."""
+        """Run both passes with the head between them, and return the loss.
+
+        Args:
+            encoding: the passes over the encoder.
+            head: aggregator and loss.
+            labels: of this replica's slides.
+            kept: number of chunks to keep, if the encoder is trained.
+            room: asked before each of them is kept whether it still fits; None: all fit.
+            hooks: gradient hooks of parameters, which run at the end.
+        """
         trains_encoder = bool(encoding.facts.trained)
         with self._call.norms():
             ACTIVITY.action = "encoding tiles"
@@ -272,18 +281,18 @@ class TilesEngine(EngineState):
             ACTIVITY.action = "aggregating features"
             first = DrawKey(self.random.seed, self.random.step, encoding.parts.first_slide)
             of_head = head(features, encoding.slides, labels, first, trains_encoder)
-            # The head is done with them: the second pass needs the memory.
+            # The head needs them no longer, and the second pass needs their memory.
             del features
             self._attention, self._attended_tiles = of_head.attention, of_head.attended_tiles
             of_encoder = (f"encoder.{name}" for name in encoding.facts.trained)
-            # In the model's order, which is the same on all ranks: their reductions are sent in it.
-            ordered = {name: n for n, (name, _) in enumerate(self._model.named_parameters())}
-            trained = tuple(sorted({*of_head.trained, *of_encoder}, key=lambda name: ordered[name]))
+            # In the model's order: reductions are sent in this order, which must be the same on all ranks.
+            position = {name: n for n, (name, _) in enumerate(self._model.named_parameters())}
+            trained = tuple(sorted({*of_head.trained, *of_encoder}, key=lambda name: position[name]))
             self._names.trained = trained
-            if trained not in self._reducing:
+            if trained not in self._gradients:
                 dtype = torch.bfloat16 if self.plan.reduce_dtype == "bfloat16" else None
-                self._reducing[trained] = self._make_gradients(trained, dtype)
-            gradients = self._reducing[trained]
+                self._gradients[trained] = self._make_gradients(trained, dtype)
+            gradients = self._gradients[trained]
             ACTIVITY.action = "driving tiles backward"
             gradients.begin(of_head.counted)
             if trains_encoder:
@@ -314,7 +323,7 @@ class TilesEngine(EngineState):
 
     def _pass(self, trials: TriedModel, slides: list[TileSource], parts: SlideParts, train: bool) -> EncoderPass:
         """Return the passes over the encoder for these slides, in chunks that fit the plan's memory."""
-        # Exact norms wait for all ranks' sums once for each slide, so a chunk (size None) is all of a rank's tiles.
+        # Exact norms exchange sums over a slide in a single call: a chunk (size None) is all of a rank's tiles of it.
         whole = train and self._call.exact and bool(self._call.live_norms)
         size = None if whole else chunk_size(trials.facts, self.plan.memory_bytes, self._settings.chunk)
         self._chunk = size if train else self._chunk
@@ -334,11 +343,11 @@ class TilesEngine(EngineState):
         )
 
     def own_chunks(self, tiles: Sequence[int]) -> list[TileChunk]:
-        """Return the chunks of this rank of slides with these numbers of tiles, as the last step would divide them."""
+        """Return this rank's chunks of slides with these numbers of tiles, in chunks of the last step's size."""
         return SlideParts(tuple(tiles), self._groups.replica.size).chunks(self._groups.replica.rank, self._chunk)
 
     def _chunks_kept(self, trials: TriedModel, encoding: EncoderPass, needs: MemoryNeeds) -> int:
-        """Return how many chunks of this rank are kept.
+        """Return how many chunks of this rank keep their activations.
 
         Raises:
             RequestError: the plan's memory is too little.
@@ -356,11 +365,11 @@ class TilesEngine(EngineState):
         return chunks
 
     def _keeps_all(self, facts: EncoderFacts) -> bool:
-        """Whether norms wait for the sums of all chunks, which are all kept."""
+        """Whether all activations are kept: exact norms end their backward only with the sums over all tiles."""
         return bool(self._call.exact and self._call.live_norms and facts.trained)
 
     def _room(self, trials: TriedModel, encoding: EncoderPass) -> KeepingRoom:
-        """Return what a step needs, and whether another chunk may be kept."""
+        """Return the memory that a step needs, with the limit by which chunks are kept."""
         largest, facts = max((len(chunk) for chunk in encoding.chunks), default=0), trials.facts
         tile_bytes = read_bytes(trials.like, self._call.dtype, self.reader.ahead)
         lasting = trials.lasting(encoding.parts.tiles) + encoding.reader.kept_bytes(encoding.slides)
@@ -370,31 +379,34 @@ class TilesEngine(EngineState):
         return KeepingRoom(needs, self.plan.memory_bytes, self.device)
 
     def _tried(self, slides: list[TileSource], train: bool) -> TriedModel:
-        """Return the trials of encoder and aggregator for such slides with their present flags."""
+        """Return the trials of encoder and aggregator, with their present flags, for tiles like those of ``slides``."""
         return self._tried_for(tile_like(slides[0]), train)
 
     def _tried_for(self, like: Like, train: bool) -> TriedModel:
         """Return the trials for tiles of a certain shape and dtype; run them if flags or tiles are new."""
         flags = bytes(module.training for module in self._model.modules())
         flags += bytes(parameter.requires_grad for parameter in self._model.parameters())
-        if (like, flags, train) not in self._known:
-            # Dicts keep their order: the oldest trial goes.
-            while len(self._known) >= _FACTS_KEPT:
-                self._known.pop(next(iter(self._known)))
+        if (like, flags, train) not in self._trials:
+            # Dicts keep their order: the oldest trial is dropped.
+            while len(self._trials) >= _FACTS_KEPT:
+                self._trials.pop(next(iter(self._trials)))
             with torch.inference_mode(False), torch.enable_grad():
-                self._known[like, flags, train] = self._trial(like, train)
-        return self._known[like, flags, train]
+                self._trials[like, flags, train] = self._trial(like, train)
+        return self._trials[like, flags, train]
 
     def _trial(self, like: Like, train: bool) -> TriedModel:
-        """Try the encoder on tiles like these; return what that showed, and the aggregator's call that fits it."""
+        """Try the encoder on tiles of this shape and dtype, then the aggregator on features like the encoder's."""
         key = DrawKey(self.random.seed, 0, 0)
         facts = tried(self._call, like[0], key, backward=train)
         if facts.alone and self._call.exact and self._call.live_norms:
             raise RequestError("batch_norm is 'exact', but random numbers need a call for each tile; use 'frozen'")
         aggregator, autocast = self._model.aggregator, self._settings.autocast
         call = aggregator_call(aggregator, autocast, self.device, facts.features, facts.dtype)
-        each = facts.features * facts.dtype.itemsize
-        asked = self.plan.memory_bytes is not None and train
-        measured = call.bytes_of(facts.features, facts.dtype) if asked else lambda tiles: 0
-        # Features and their cotangents, and what the aggregator needs, of each slide.
-        return TriedModel(facts, call, like, lambda tiles: sum(2 * n * each + measured(n) for n in tiles))
+        vector_bytes = facts.features * facts.dtype.itemsize
+        # Only a memory limit in training needs the aggregator's memory.
+        measures = self.plan.memory_bytes is not None and train
+        aggregator_bytes = call.bytes_of(facts.features, facts.dtype) if measures else lambda tiles: 0
+        # Of each slide with n tiles: features, their cotangents, and what the aggregator needs.
+        return TriedModel(
+            facts, call, like, lambda tiles: sum(2 * n * vector_bytes + aggregator_bytes(n) for n in tiles)
+        )

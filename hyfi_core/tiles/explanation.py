@@ -14,7 +14,7 @@ from hyfi_core.tiles.aggregator_call import AggregatorCall
 from hyfi_core.tiles.spread import attention_of_tiles
 
 _TOGETHER = 1024
-"""Tiles that are aggregated at a time, each alone."""
+"""Number of tiles that one call of vmap aggregates, each as a slide of its own."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ def explained(
     logits, count = logits.detach(), len(bag)
     own = slice(count * comm.rank // comm.size, count * (comm.rank + 1) // comm.size)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    # Each rank fills its rows; zeros elsewhere make the sum over ranks a gathering.
+    # Each rank fills its own rows and leaves zeros elsewhere: the sum over ranks gathers all rows.
     alone = torch.zeros((count, len(logits)), dtype=wide, device=bag.device)
     if own.stop > own.start:
         alone[own] = _alone(call, bag[own], None if coords is None else torch.as_tensor(coords)[own]).to(wide)
     if comm.size > 1:
         comm.all_reduce(alone)
-    # What has no dim of the tiles is no attention over them.
+    # A tensor without a dim of length `count` is no attention over tiles.
     if attention is None or count not in attention.shape:
         return TileExplanation(logits.to(wide), None, alone, _gradients(call, bag, coords).to(wide))
     weights = attention_of_tiles(attention, count).to(wide)
@@ -86,9 +86,9 @@ def _alone(call: AggregatorCall, bag: torch.Tensor, coords: torch.Tensor | None)
 
 
 def _gradients(call: AggregatorCall, bag: torch.Tensor, coords: Any) -> torch.Tensor:
-    """Return ``(N, K)``: the products of vectors and the gradients of each logit."""
+    """Return ``(N, K)``: for each tile and logit, the dot product of the tile's vector and the logit's gradient."""
     with torch.inference_mode(False), torch.enable_grad():
-        # A clone outside of inference mode: a tensor made in it cannot require a gradient.
+        # A clone, because a tensor that was created in inference mode cannot require a gradient.
         leaf = bag.detach().clone().requires_grad_()
         logits = call(leaf, coords, None)[0]
         # One backward for each logit, so the graph stays.

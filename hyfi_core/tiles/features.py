@@ -18,7 +18,7 @@ class SlideFeatures:
 
     Args:
         parts: how ranks share tiles.
-        slide: its number.
+        slide: number of the slide in the batch.
         comm: the ranks that share it.
         width: length of a feature vector.
         dtype: of features.
@@ -30,7 +30,7 @@ class SlideFeatures:
     ) -> None:
         self._parts, self._slide, self._comm = parts, slide, comm
         self._all = torch.empty((parts.tiles[slide], width), dtype=dtype, device=device)
-        # Memory of its own: what is being sent must not be part of what is being received.
+        # A tensor of its own, because memory that is being sent must not be part of memory that is being received.
         self._own = self._all.new_empty((len(self.own), width)) if comm.size > 1 else self._all
         self._missing = len(self.own)
         self._pending: Pending | None = None
@@ -48,12 +48,12 @@ class SlideFeatures:
         self._missing -= len(features)
 
     def start(self) -> None:
-        """Start the exchange if this rank's part is complete; every rank does so for one slide after the other."""
+        """Start the exchange if this rank's part is complete; ranks start the exchanges of slides in the same order."""
         if self._pending is not None or self._missing or self._comm.size == 1:
             return
         peers = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         parts = {rank: self._parts.part(self._slide, rank) for rank in peers}
-        # Several exchanges may be on their way at once. They are started in order, so that tags may be used again.
+        # Several exchanges may be under way at once. They start in the same order on all ranks, so tags may repeat.
         tag = self._slide % _TAGS
         receives = [Message(r, self._all[p.start : p.stop], tag) for r, p in parts.items() if len(p)]
         sends = [Message(rank, self._own, tag) for rank in peers] if len(self._own) else []

@@ -29,7 +29,7 @@ class TileGradients:
     def __init__(self, model: nn.Module, trained: Sequence[str], groups: Groups, dtype: torch.dtype | None) -> None:
         named = dict(model.named_parameters())
         self._earlier = EarlierGradients(named.values())
-        # Complete before any chunk is driven backward.
+        # The aggregator's gradients are complete before any chunk is driven backward.
         self._of_aggregator = [named[name] for name in trained if not name.startswith("encoder.")]
         comm = groups.reduction(frozenset(range(groups.plane.size)))
         assert comm is not None, "all ranks hold the model"
@@ -39,13 +39,14 @@ class TileGradients:
         self._group = ReductionGroup(parameters, comm, 1, dtype) if comm.size > 1 and parameters else None
 
     def begin(self, counted: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Set aside earlier gradients, and start with those of the aggregator and the loss that this rank counts."""
+        """Set earlier gradients aside; store those of aggregator and loss that this rank counts, and reduce them."""
         self._earlier.set_aside()
         if self._group is not None:
             self._group.begin()
         for parameter, gradient in counted.items():
             if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter).copy_(gradient)  # it may be expanded, or shared
+                # A copy: autograd may return an expanded tensor, or one that several parameters share.
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
             else:
                 parameter.grad.add_(gradient)
         self.complete(self._of_aggregator)

@@ -29,7 +29,7 @@ class HeadGradients:
         loss: of the whole batch, float64 without dims, the same on all ranks.
         features: cotangents of the features of this replica's slides, None where there are none.
         trained: names of the parameters that got gradients, the same on all ranks.
-        counted: the gradients that this rank counts.
+        counted: gradients that this rank adds to the sum over all ranks; other ranks leave out what this one counts.
         attention: of each slide of this replica, as the aggregator returns it; empty if it returns none.
         attended_tiles: the number of tiles of each slide of ``attention``.
     """
@@ -80,7 +80,7 @@ class BagHead:
         Raises:
             RequestError: nothing is trained, or the loss is refused.
         """
-        # The gathered features are this step's own, so they may become leaves themselves.
+        # The gathered features belong to this step: they become leaves themselves, without a copy.
         bags: list[torch.Tensor] = [bag.requires_grad_(trains_encoder and bag.is_floating_point()) for bag in features]
         keys = [DrawKey(key.seed, key.step, key.slide + number) for number in range(len(bags))]
         aggregated = [self.call(bag, slide.coords, k) for bag, slide, k in zip(bags, slides, keys, strict=True)]
@@ -102,9 +102,10 @@ class BagHead:
         trained = tuple(name for name in named if by_aggregator[name] is not None or by_loss[name] is not None)
         counted: dict[nn.Parameter, torch.Tensor] = {}
         for name in trained:
-            # Gradients are summed over all ranks: those that several ranks have computed are counted once.
+            # Gradients are summed over all ranks, but several ranks have computed the same ones: the aggregator's count
+            # on the first rank of each replica, those of the loss function on rank 0.
             counts = ((by_aggregator, self.groups.replica.rank == 0), (by_loss, self.groups.all.rank == 0))
-            gradients = [gradient for by, here in counts if here and (gradient := by[name]) is not None]
+            gradients = [gradient for by, counts_here in counts if counts_here and (gradient := by[name]) is not None]
             if gradients:
                 counted[named[name]] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
         return HeadGradients(value, of_bags, trained, counted, attention, attended)
@@ -129,10 +130,10 @@ class BagHead:
         cotangent, *of_parameters = torch.autograd.grad(loss, [leaf, *parameters], allow_unused=True)
         value, comm = loss.detach().double().reshape(()), self.groups.all.of("reduce")
         if comm.size > 1:
-            # One rank's value for all: on other devices, its last bit may differ.
+            # All ranks take rank 0's value: computed on different devices, the last bits may differ.
             comm.broadcast(value)
         first = sum(self.batches[: self.groups.index])
-        # None: a loss that does not use the logits.
+        # The cotangent is None if the loss does not use the logits.
         of_all = torch.zeros_like(leaf) if cotangent is None else cotangent
         return value, of_all[first : first + len(own)], of_parameters
 
@@ -140,7 +141,7 @@ class BagHead:
         """Return logits and labels of all replicas, in their order, on every rank."""
         tensors = {"logits": own, "labels": own_labels}
         like = {
-            # On the meta device: shapes are all that a receiver needs to know.
+            # On the meta device: a receiver needs to know shapes and dtypes only.
             (name, replica): tensor.new_empty((batch, *tensor.shape[1:]), device="meta")
             for name, tensor in tensors.items()
             for replica, batch in enumerate(self.batches)

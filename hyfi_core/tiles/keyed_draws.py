@@ -1,12 +1,15 @@
 """Random numbers of an encoder that depend on the tile alone: the same in both passes, in any chunk, on any rank.
 
+::
+
     one call of the encoder for tiles 6, 7, 8        dropout of (3, 197, 384)
         tile 6   hash(seed, step, slide, operator; positions of tile 6)
         tile 7   hash(seed, step, slide, operator; positions of tile 7)
         tile 8   …
 
 An operator that draws is replaced by one that hashes (`hyfi_core.ops.draws`). The dim of tiles is found by comparing
-the shape with that of a call for one tile. So dropout and drop-path of any module draw the same in any division.
+the drawn shape with that in a call for a single tile. So dropout and drop-path of any module draw the same numbers
+however tiles are divided into calls.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class KeyedDraws(TorchDispatchMode):
         key: see `DrawKey`.
         what: "encoder" or "aggregator", for messages.
         tiles: numbers of the tiles in the call; None: the call is for a whole slide.
-        single: the shapes drawn in a call for one tile, in order; None for such a call itself.
+        single: the shapes drawn in a call for a single tile, in order; None for such a call itself.
 
     Attributes:
         shapes: drawn so far.
@@ -86,37 +89,39 @@ class KeyedDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*args, **kwargs)
-        given = arguments_of(function, args, kwargs)
+        arguments = arguments_of(function, args, kwargs)
         name = function._schema.name.removeprefix("aten::")
-        if not may_draw(function, given):
+        if not may_draw(function, arguments):
             return function(*args, **kwargs)
-        if given.get("generator") is not None:
+        if arguments.get("generator") is not None:
             raise self._refusal(name, "draws from a torch.Generator of its own", "draw without one")
-        return self._drawn(function, name, given)
+        return self._drawn(function, name, arguments)
 
-    def _drawn(self, function: Any, name: str, given: dict[str, Any]) -> Any:
+    def _drawn(self, function: Any, name: str, arguments: dict[str, Any]) -> Any:
         """Return what an operator draws, from its arguments by name.
 
         Raises:
             RequestError: its numbers cannot be the same for any division into calls.
         """
         if name == "native_dropout":
-            return self._dropout(given["input"], given["p"], given["train"])
+            return self._dropout(arguments["input"], arguments["p"], arguments["train"])
         if name in _FILLS:
             draw, names = _FILLS[name]
-            return given["self"].copy_(self._numbers(draw, given["self"], *(given[n] for n in names)))
+            return arguments["self"].copy_(self._numbers(draw, arguments["self"], *(arguments[n] for n in names)))
         if name == "random_":
-            limits = [given[n] for n in ("from", "to") if given.get(n) is not None]
+            limits = [arguments[n] for n in ("from", "to") if arguments.get(n) is not None]
             draw = draws.integers if limits else draws.any_integers
-            return given["self"].copy_(self._numbers(draw, given["self"], *limits))
+            return arguments["self"].copy_(self._numbers(draw, arguments["self"], *limits))
         if name == "bernoulli":
-            like = given["self"]
-            return self._numbers(draws.bernoulli, like, given.get("p", like))
+            like = arguments["self"]
+            return self._numbers(draws.bernoulli, like, arguments.get("p", like))
         if name in _MAKES:
             draw, names = _MAKES[name]
-            return self._numbers(draw, _like(given), *(given[n] for n in names if n in given))
+            return self._numbers(draw, _like(arguments), *(arguments[n] for n in names if n in arguments))
         if name == "randperm" and self._tiles is None:
-            like = torch.empty(given["n"], dtype=given["dtype"] or torch.int64, device=given["device"] or "cpu")
+            like = torch.empty(
+                arguments["n"], dtype=arguments["dtype"] or torch.int64, device=arguments["device"] or "cpu"
+            )
             return self._numbers(draws.permutation, like)
         other = "attention without dropout, or its eager implementation" if "attention" in name else "dropout or rand"
         raise self._refusal(
@@ -133,7 +138,7 @@ class KeyedDraws(TorchDispatchMode):
     def _numbers(self, draw: Callable[..., torch.Tensor], like: torch.Tensor, *parameters: Any) -> torch.Tensor:
         """Return numbers of the shape and dtype of ``like``, keyed by the tiles that they belong to."""
         shape = tuple(like.shape)
-        # The number of the draw in its call stands for the operator: it is the same for any tiles.
+        # The number of the draw within its call stands for the operator: it is the same in each call.
         key = draws.mixed(self._key.seed, self._key.step, self._key.slide, len(self.shapes))
         where = self._positions(shape, like.device)
         self.shapes.append(shape)
@@ -141,33 +146,38 @@ class KeyedDraws(TorchDispatchMode):
         return draw(key, where, like.dtype, *detached).reshape(shape)
 
     def _positions(self, shape: DrawnShape, device: torch.device) -> torch.Tensor:
-        """Return the position of each number in the value of all tiles of the slide, tile after tile."""
+        """Return a position for each number: those of tile 0 first, then those of tile 1, … of the whole slide."""
         if self._tiles is None:  # of a whole slide
             return draws.positions(shape, None, (0, 0, 0, 0), device, 0)
         tiles = torch.tensor(self._tiles, device=device)
         if self._single is None:  # of one tile, or of none: all numbers are its own
             return draws.positions(shape, None, (0, 0, 0, 0), device, 0) + tiles * prod(shape)
         dim = self._dim_of_tiles(shape)
-        one = (*shape[:dim], shape[dim] // len(self._tiles), *shape[dim + 1 :])
-        within_tile = draws.positions(one, None, (0, 0, 0, 0), device, 0)
-        before_tile = tiles * prod(one)
-        # One dim more, that of tiles, in front of the dim that runs over them.
+        single_shape = (*shape[:dim], shape[dim] // len(self._tiles), *shape[dim + 1 :])
+        within_tile = draws.positions(single_shape, None, (0, 0, 0, 0), device, 0)
+        before_tile = tiles * prod(single_shape)
+        # Broadcast over a dim of tiles in front of `dim`, then merged with it.
         return (within_tile.unsqueeze(dim) + before_tile.view(-1, *[1] * (len(shape) - dim))).reshape(shape)
 
     def _dim_of_tiles(self, shape: DrawnShape) -> int:
         """Return the dim of drawn numbers that runs over the tiles of a call."""
         assert self._single is not None and self._tiles is not None
         number, count = len(self.shapes), len(self._tiles)
-        one = self._single[number] if number < len(self._single) else ()
-        # That which is larger by the number of tiles, while all others are equal; with one draw for a whole call, there
-        # is none.
+        single_shape = self._single[number] if number < len(self._single) else ()
+        # The dim that is `count` times as large as for a single tile, while all others are equal. If numbers are drawn
+        # once for a whole call, there is none.
         dims = []
-        if len(one) == len(shape):
-            dims = [d for d in range(len(shape)) if shape == (*one[:d], one[d] * count, *one[d + 1 :])]
+        if len(single_shape) == len(shape):
+            dims = [
+                d
+                for d in range(len(shape))
+                if shape == (*single_shape[:d], single_shape[d] * count, *single_shape[d + 1 :])
+            ]
         if not dims:
             raise self._refusal(
                 f"value {number} of shape {shape}",
-                f"draws numbers of shape {shape} for {count} tiles and {one} for one, so that tiles share some",
+                f"draws numbers of shape {shape} for {count} tiles and {single_shape} for one, so that tiles share "
+                "some",
                 "draw for each tile (not for a whole batch, as layer-drop does), or put that module in eval()",
             )
         return dims[0]
@@ -203,10 +213,10 @@ class NoDrawsInBackward(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def _like(given: dict[str, Any]) -> torch.Tensor:
+def _like(arguments: dict[str, Any]) -> torch.Tensor:
     """Return an empty tensor as a factory would return it."""
-    if "self" in given:
-        return torch.empty_like(given["self"], dtype=given["dtype"])
-    integers = "high" in given
-    dtype = given["dtype"] or (torch.int64 if integers else torch.get_default_dtype())
-    return torch.empty(given["size"], dtype=dtype, device=given["device"] or "cpu")
+    if "self" in arguments:
+        return torch.empty_like(arguments["self"], dtype=arguments["dtype"])
+    integers = "high" in arguments
+    dtype = arguments["dtype"] or (torch.int64 if integers else torch.get_default_dtype())
+    return torch.empty(arguments["size"], dtype=dtype, device=arguments["device"] or "cpu")

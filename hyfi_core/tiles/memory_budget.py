@@ -1,5 +1,7 @@
 """How many tiles an encoder is called for at once, and how many chunks keep their activations for backward.
 
+::
+
     memory_bytes  ├ the process ┤├ features ┤├ aggregator ┤├ one chunk at work ┤├ kept ┤├ kept ┤├ kept ┤┄┄ free ┄┄│
 
 Chunks that do not fit are computed again in backward; the last ones are kept first, because they are needed first.
@@ -23,9 +25,9 @@ LARGEST_CHUNK = 32
 """Most tiles of a chunk: more were not faster on any device tried."""
 _CHUNK_BYTES = 2**31
 SLACK = 1.15
-"""Workspaces of operators, and the allocator's own."""
+"""Factor for workspaces of operators and for the allocator's own memory."""
 _HEAP_BYTES = 8 << 20
-"""Small blocks that glibc keeps, see `return_what_is_freed`."""
+"""Bytes of small blocks that glibc keeps, see `return_what_is_freed`."""
 LARGE_BLOCK_BYTES = 16 << 20
 """Blocks that glibc returns at once in a process with a limit: smaller ones are cleared too often, which takes time."""
 _WITH_HOLES = 1.6
@@ -49,7 +51,9 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class KeepingRoom:
-    """Whether one more chunk may keep its activations, asked before each: the allocator holds more than tensors.
+    """Decides before each chunk whether it may keep its activations, by the memory that the process really has.
+
+    Sums of tensors would not do: the allocator holds more.
 
     Attributes:
         needs: of the step.
@@ -65,7 +69,7 @@ class KeepingRoom:
         """Whether the memory in use leaves enough for a chunk and the rest of the step."""
         if self.memory_bytes is None:
             return True
-        # A chunk that is kept takes its activations, one that is not what it needs at work: enough for either.
+        # Enough for a chunk that keeps its activations, and for one at work, whichever needs more.
         more_bytes = self.needs.lasting + int(max(self.needs.working, self.needs.kept) * SLACK) + _HEAP_BYTES
         return _used_bytes(self.device) + more_bytes <= self.memory_bytes
 
@@ -87,12 +91,12 @@ class KeepingRoom:
 
 
 def chunk_size(facts: EncoderFacts, memory_bytes: int | None, requested: int | None) -> int:
-    """Return the tiles of a chunk, which do not depend on free memory: a resumed run computes the same numbers.
+    """Return the number of tiles of a chunk; independent of free memory, so that a resumed run computes the same.
 
     Args:
         facts: of the encoder.
         memory_bytes: the plan's limit.
-        requested: by the user; None: as many as fit.
+        requested: the user's number of tiles; None: as many as fit, at most ``LARGEST_CHUNK``.
     """
     if facts.alone:
         return 1
@@ -135,7 +139,7 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
 
 
 def read_bytes(like: Like, input_dtype: torch.dtype, ahead: int) -> int:
-    """Return the bytes of one tile in a chunk at work, in the next one, and in chunks that are read further ahead.
+    """Return the bytes that reading needs for each tile of a chunk: the chunk at work and those read ahead.
 
     Args:
         like: shape and dtype of a tile as it is read.
@@ -144,7 +148,7 @@ def read_bytes(like: Like, input_dtype: torch.dtype, ahead: int) -> int:
     """
     shape, dtype = like
     as_read, as_input = prod(shape) * dtype.itemsize, prod(shape) * input_dtype.itemsize
-    # The first two may be there in both forms.
+    # The chunk at work and the next one may exist in both forms.
     return 2 * (as_read + as_input) + (ahead - 1) * as_read
 
 
@@ -152,9 +156,9 @@ def new_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, reduces
     """Return the bytes of gradients, and of optimizer states, that do not exist yet."""
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = sum(own_part(p).nbytes for p in trained)
-    # Twice where ranks reduce: once as ``grad`` and once in the buckets of messages.
+    # Where ranks reduce, gradients exist twice: as ``grad`` and in the buckets of messages.
     gradients = sum(own_part(p).nbytes for p in trained if p.grad is None) * (2 if reduces else 1)
-    # As of Adam: two moments, which the first update creates.
+    # Two moments, as of Adam, which the first update creates.
     states = 2 * weights if optimizer is not None and not optimizer.state else 0
     return gradients + states
 

@@ -95,7 +95,7 @@ def _check(
     chunk: object,
     shard: object,
 ) -> None:
-    """Refuse arguments of ``parallelize_tiles`` that are wrong in themselves."""
+    """Refuse arguments of ``parallelize_tiles`` that this rank alone can see to be wrong."""
     for what, module in (("encoder", encoder), ("aggregator", aggregator)):
         if not isinstance(module, nn.Module):
             raise RequestError(f"{what} is {type(module).__name__}; pass a torch.nn.Module")

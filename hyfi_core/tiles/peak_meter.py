@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class PeakMeter(TorchDispatchMode):
     """Context that counts the bytes of all tensors created in it, as long as they live.
 
-    Workspaces inside of operators are not seen.
+    Workspaces inside of operators are not counted.
 
     Attributes:
-        live_bytes: now.
-        peak_bytes: the largest so far.
+        live_bytes: bytes that are alive now.
+        peak_bytes: the largest ``live_bytes`` so far.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class PeakMeter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operator and count its outputs."""
         result = function(*args, **(kwargs or {}))
-        # Storages of arguments: a view or a change in place makes no memory.
+        # Storages of arguments do not count: views and changes in place allocate nothing.
         before = {id(leaf.untyped_storage()) for leaf in _pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)}
         for leaf in _pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
@@ -36,7 +36,7 @@ class PeakMeter(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage, known: set[int]) -> None:
-        """Count a storage until it is freed, once; ``known``: those that were there before."""
+        """Count a storage once, until it is freed; ``known``: ids of storages that existed before."""
         number, size = id(storage), storage.nbytes()
         if number in self._storages or number in known or not size:
             return

@@ -40,7 +40,7 @@ class ChunkReader(Protocol):
             chunks: of this rank.
             like: shape and dtype of a tile.
             waited: called with the seconds for which a chunk was not ready when it was needed.
-            last: whether nothing else of this step is read later.
+            last: whether this is the last call of ``read`` in this step.
         """
         ...
 
@@ -92,7 +92,7 @@ def read_ahead(
     reading: list[int] = []  # index of the slide whose chunks are read; empty before the first
 
     def read(chunk: TileChunk) -> torch.Tensor:
-        """Return the tiles of a chunk; let the slide before free its memory when another slide begins."""
+        """Return the tiles of a chunk; when another slide begins, free the memory that the one before it keeps."""
         if not len(chunk):
             return torch.empty((0, *like[0]), dtype=like[1])
         if reading != [chunk.slide]:
@@ -108,13 +108,13 @@ def read_ahead(
                 start_s = time.perf_counter()
                 tiles = read(chunk) if ahead is None else ahead.result()
                 waited(time.perf_counter() - start_s)
-                # Before the yield: it is read while the consumer computes.
+                # Submitted before the yield, so that it is read while the consumer computes.
                 ahead = reader.submit(read, chunks[number + 1]) if number + 1 < len(chunks) else None
                 yield chunk, tiles
-                # Otherwise this chunk would live until the next one has arrived.
+                # Otherwise this chunk would stay in memory until the next one has arrived.
                 del tiles
     finally:
-        # Also after a read that failed, or by a consumer that has stopped.
+        # Also if a read failed, or if the consumer stopped early.
         _forget(slides, reading)
 
 

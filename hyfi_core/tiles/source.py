@@ -59,13 +59,13 @@ class TensorTiles:
 
 
 def name_of(slide: TileSource, number: int) -> str:
-    """Return what messages call a slide of a batch."""
+    """Return the words for a slide in messages: ``slide 'a'``, or ``slide 3 of the batch`` without a name."""
     name = getattr(slide, "name", "")
     return f"slide {str(name)!r}" if name else f"slide {number} of the batch"
 
 
 def check_slides(tiles: object, labels: torch.Tensor | None) -> list[TileSource]:
-    """Return the slides of a batch.
+    """Check the slides of a batch and return them as a list.
 
     Raises:
         RequestError: they are not tile sources, one has no tiles, or there are not as many as labels.
@@ -96,7 +96,7 @@ def check_slides(tiles: object, labels: torch.Tensor | None) -> list[TileSource]
 
 
 def tile_like(slide: TileSource) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and dtype of a slide's tiles: as it says, or those of its first tile."""
+    """Return (shape, dtype) of a slide's tiles: its ``like``, or those of its first tile."""
     stated: tuple[tuple[int, ...], torch.dtype] | None = getattr(slide, "like", None)
     if stated is not None:
         return stated
@@ -105,7 +105,7 @@ def tile_like(slide: TileSource) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def gather_lengths(comm: Communicator, slides: Sequence[TileSource], ranks: int) -> list[tuple[int, ...]]:
-    """Return the numbers of tiles of each replica's slides (collective).
+    """Return the numbers of tiles of each replica's slides (collective): ``[(40, 7), (12,)]`` for two replicas.
 
     Args:
         comm: ranks of whole replicas.
@@ -128,10 +128,10 @@ def gather_lengths(comm: Communicator, slides: Sequence[TileSource], ranks: int)
 
 
 def read_tiles(slide: TileSource, number: int, indices: Sequence[int]) -> torch.Tensor:
-    """Return some tiles of a slide as its source has them.
+    """Return tiles of a slide as its source returns them, checked; ``number``: that of the slide, for messages.
 
     Raises:
-        RequestError: it returns something else.
+        RequestError: the source returned something other than tiles.
     """
     read = slide.read(indices)
     shaped = isinstance(read, torch.Tensor) and read.dim() == 4 and len(read) == len(indices)
@@ -147,5 +147,5 @@ def read_tiles(slide: TileSource, number: int, indices: Sequence[int]) -> torch.
 def as_input(tiles: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return tiles as the encoder takes them: bytes are divided by 255."""
     moved = tiles.to(device, dtype)
-    # In place: bytes have become a new tensor above.
+    # In place is safe: bytes became a new tensor above.
     return moved.div_(255.0) if tiles.dtype == torch.uint8 else moved

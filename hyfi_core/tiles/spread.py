@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionSpread:
-    """Attention of some slides, each summing to 1 over its N tiles.
+    """How concentrated attention is; of each slide, it sums to 1 over its N tiles.
 
     Attributes:
         peak: mean over slides of the largest attention × N: 1 if all tiles weigh the same, N if one has all.
@@ -27,7 +27,8 @@ class AttentionSpread:
 
         Args:
             attention: one tensor a slide; heads or classes, in other dims than that of tiles, are averaged.
-            tiles: of each slide; None, or where no dim has as many: the longest dim is that of tiles.
+            tiles: number of tiles of each slide, which finds the dim of tiles; None, or if no dim has this length: the
+                longest dim.
         """
         counts = [None] * len(attention) if tiles is None else tiles
         slides = [

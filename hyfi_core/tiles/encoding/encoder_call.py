@@ -81,7 +81,7 @@ class EncoderCall:
             RequestError: it returns something else, or draws numbers that are not keyed.
         """
         draws: AbstractContextManager[Any] = nullcontext()
-        # Without draws, no mode: it would be asked about every operator.
+        # If the encoder draws nothing, no dispatch mode, which would be called for every operator.
         if single is None or single:
             draws = KeyedDraws(key, "encoder", numbers, single if len(numbers) > 1 else None)
         with ExitStack() as stack:
@@ -105,7 +105,7 @@ class EncoderCall:
 
 
 def keeping_nothing() -> saved_tensors_hooks:
-    """Return a context of a forward that has no backward: the same kernels as with a graph, without its memory."""
+    """Return a context for a forward without backward: the same kernels as with a graph, but nothing is saved."""
     return saved_tensors_hooks(lambda tensor: None, _lost)
 
 

@@ -1,5 +1,7 @@
 """Trials of an encoder before its first step: a call for one tile beside a call for three.
 
+::
+
     tile 2 alone          features a, shapes of random numbers, bytes
     tiles 0, 1, 2         features b, shapes of random numbers, bytes        a = b[2], or the encoder mixes tiles
 
@@ -45,8 +47,8 @@ class TileBytes:
 
     @classmethod
     def through(cls, one: int, several: int) -> TileBytes:
-        """Return the line through the bytes of one tile and of ``_TILES``."""
-        # Rounded up: a budget must not be too small.
+        """Return the line through the bytes of a chunk of one tile and of a chunk of ``_TILES`` tiles."""
+        # Rounded up, because a budget must not be too small.
         each = max(0, -(-(several - one) // (_TILES - 1)))
         return cls(max(0, one - each), each)
 
@@ -91,13 +93,13 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
         call: of the encoder; its batch norms are tried with running statistics.
         tile_shape: ``(3, T, T)``.
         key: of random numbers.
-        backward: whether it will be driven backward.
+        backward: whether a backward is tried, too.
 
     Raises:
         RequestError: it cannot be computed chunk by chunk; the message says why.
     """
     _check_norms(call)
-    # Exact norms communicate, and a trial is of this rank alone.
+    # Exact norms communicate, but a trial runs on this rank alone.
     call, generator = replace(call, exact=False), torch.Generator().manual_seed(7)
     tiles = torch.rand((_TILES, *tile_shape), generator=generator).to(call.device, call.dtype)
     buffers = {name: buffer.clone() for name, buffer in call.encoder.named_buffers()}
@@ -111,11 +113,11 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
     finally:
         with torch.no_grad():
             for name, buffer in call.encoder.named_buffers():
-                # Only what differs: each write would count as a change of the model.
+                # Only buffers that differ: each write would count as a change of the model.
                 if not torch.equal(buffer, buffers[name]):
                     buffer.copy_(buffers[name])
     kept, peak = (TileBytes.through(getattr(one, what), getattr(several, what)) for what in ("kept", "peak"))
-    # What the peak has beside the activations that are kept until backward.
+    # A forward that keeps nothing needs the rest of the peak, without the activations kept for backward.
     forward = TileBytes.through(max(0, one.peak - one.kept), max(0, several.peak - several.kept))
     features = several.features
     return EncoderFacts(features.shape[1], features.dtype, shapes, alone, several.trained, kept, peak, forward)
@@ -159,7 +161,7 @@ def _trial(
     named = {name: p for name, p in call.encoder.named_parameters() if p.requires_grad}
     with PeakMeter() as meter, torch.set_grad_enabled(train and bool(named)):
         features = call(tiles, key, numbers, shapes)
-        # All that is alive after the forward: the features and what their graph has saved.
+        # What is alive after the forward: the features, and what their graph has saved.
         kept, trained = meter.live_bytes, frozenset[str]()
         if features.requires_grad:
             with NoDrawsInBackward():
@@ -213,7 +215,7 @@ def _must_be_alone(
         return False
     if shapes:  # perhaps only the random numbers differ
         flags = [(module, module.training) for module in call.encoder.modules()]
-        # Without dropout, what still differs is mixed by the encoder itself.
+        # Without dropout, a difference that remains comes from the encoder itself.
         call.encoder.eval()
         try:
             with without_grad():

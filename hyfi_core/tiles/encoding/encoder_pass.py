@@ -1,5 +1,7 @@
 """The two passes of a step over the encoder.
 
+::
+
     pass 1     chunk 0   chunk 1   chunk 2   chunk 3        features only; the last ones keep their activations
                                    ▓▓▓▓▓▓▓   ▓▓▓▓▓▓▓
     pass 2     chunk 3 ◂ chunk 2 ◂ chunk 1 ◂ chunk 0        backward; the first ones are computed again
@@ -38,13 +40,13 @@ class EncoderPass:
 
     Attributes:
         call: calls the encoder.
-        facts: what trials have found of the encoder.
+        facts: what trials of the encoder have shown.
         slides: the slides of this replica.
         parts: how ranks share tiles.
         chunks: the chunks of this rank.
         comm: the ranks of this replica.
         seed: part of the key of random numbers.
-        step: number of the training step, likewise.
+        step: number of the training step, also part of the key.
         like: (shape, dtype) of a tile.
         trains: whether a backward follows.
         reader: reads the tiles.
@@ -69,11 +71,15 @@ class EncoderPass:
     def forward(
         self, kept: int, room: KeepingRoom | None = None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Return the features of all slides, and for each chunk its own with a graph if it is kept.
+        """Encode all chunks; return the features of all slides, and the features of each chunk that is kept.
 
         Args:
-            kept: number of chunks that are kept, the last ones.
+            kept: number of chunks to keep, the last ones.
             room: prepared for each chunk, and asked before one is kept whether it still fits; None: all fit.
+
+        Returns:
+            Features ``(N, D)`` of each slide, from all ranks; for each chunk of this rank, its features with their
+            graph, None if it is not kept.
         """
         width, dtype, device = self.facts.features, self.facts.dtype, self.call.device
         slides = range(len(self.slides))
@@ -142,7 +148,7 @@ class EncoderPass:
         gradients.complete(trained)
 
     def _kept_vectors(self) -> KeptVectors | None:
-        """Return the kept vectors of the present weights; None if vectors depend on more than weights and tiles."""
+        """Return the store of kept vectors; None if vectors depend on more than tiles and frozen weights."""
         if self.vectors is None or self.facts.trained or self.facts.shapes or self.call.live_norms:
             return None
         self.vectors.begin(self.call.encoder)
@@ -152,12 +158,12 @@ class EncoderPass:
         self.waited_s += seconds
 
     def _encoded(self, chunk: TileChunk, tiles: torch.Tensor, keeps: bool) -> torch.Tensor:
-        """Return the features (n, D) of a chunk; ``keeps``: with the graph by which backward returns."""
+        """Return the features (n, D) of a chunk; ``keeps``: with a graph that a backward can use."""
         inputs = as_input(tiles, self.call.device, self.call.dtype)
         key = DrawKey(self.seed, self.step, self.parts.first_slide + chunk.slide)
         # For exact norms: the ranks that share the slide, and its number of tiles.
         group = (self.comm, self.parts.tiles[chunk.slide]) if self.trains else None
-        # With a graph in both cases: without one, kernels may differ, and so the last bits of the two passes.
+        # With a graph in both cases: without one, PyTorch may choose other kernels, and the passes differ in last bits.
         nothing: AbstractContextManager[Any] = nullcontext() if keeps else keeping_nothing()
         with torch.set_grad_enabled(self.trains), nothing:
             return self.call(inputs, key, chunk.tiles, self.facts.shapes, group)

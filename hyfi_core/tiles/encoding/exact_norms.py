@@ -33,7 +33,7 @@ def exact_norms(encoder: nn.Module, comm: Communicator, tiles: int, own: int) ->
     """
     norms = [(n, m) for n, m in encoder.named_modules() if isinstance(m, _BatchNorm) and m.training]
     for name, module in norms:
-        # On the instance: it hides the class's forward until it is deleted.
+        # An attribute of the instance hides the class's forward until it is deleted.
         module.forward = _Normalised(name, module, comm, tiles, own)  # type: ignore[method-assign, assignment]
     try:
         yield
@@ -69,7 +69,7 @@ class _Normalised:
         y: torch.Tensor
         y, mean, variance = _over_tiles(BatchNorm(count, module.eps), self._comm, x, module.weight, module.bias)
         if module.running_mean is not None and module.running_var is not None:
-            # PyTorch stores the unbiased variance.
+            # Like PyTorch, running statistics take the unbiased variance.
             self._fold(mean, variance * (count / (count - 1)))
         return y
 
@@ -81,21 +81,21 @@ class _Normalised:
         share = module.momentum
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
-            # Without momentum, a cumulative average.
+            # Without momentum, PyTorch keeps a cumulative average.
             share = 1.0 / float(module.num_batches_tracked) if share is None else share
         module.running_mean.lerp_(mean.to(module.running_mean.dtype), share or 0.0)
         module.running_var.lerp_(variance.to(module.running_var.dtype), share or 0.0)
 
 
 class _OverTiles(torch.autograd.Function):
-    """``ops.batch_norm.BatchNorm`` for autograd: the ranks' graphs are alike, so that messages are in one order."""
+    """``ops.batch_norm.BatchNorm`` for autograd; ranks have equal graphs, and so the same order of messages."""
 
     @staticmethod
     def forward(ctx: Any, norm: BatchNorm, comm: Communicator, x: torch.Tensor, weight: Any, bias: Any) -> Any:
-        # Autograd needs the result now: there are no cells to wait meanwhile.
+        # `waited` blocks until the messages have arrived: autograd needs the result at once.
         outputs, ctx.of_forward = waited(norm.forward(comm, (x, weight, bias)))
         ctx.norm, ctx.comm, ctx.affine = norm, comm, (weight is not None, bias is not None)
-        # Mean and variance serve the running statistics alone.
+        # Mean and variance are for running statistics only.
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 

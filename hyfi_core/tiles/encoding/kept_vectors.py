@@ -38,16 +38,16 @@ class KeptVectors:
         self.step_bytes = self.used_bytes = self.encoded = 0
 
     def begin(self, encoder: nn.Module) -> None:
-        """Forget all vectors if the encoder's weights have changed since the last call, and note its modes.
+        """Forget all vectors if the encoder's weights have changed since the last call, and note its training flags.
 
-        Those of other modes stay: a module may return something else in training mode, also without random numbers.
+        Vectors are kept under these flags, because modules may return other values in training mode.
         """
         self._modes = bytes(module.training for module in encoder.modules())
         tensors = [*encoder.parameters(), *encoder.buffers()]
         marks = [change_mark(tensor) for tensor in tensors]
         if marks == self._marks:
             return
-        digest = _digest_of(tensors)  # weights may have been written with the same values, as by loading a checkpoint
+        digest = _digest_of(tensors)  # a mark also changes if the same values are written, e.g. from a checkpoint
         if digest != self._digest:
             self._vectors.clear()
             self.used_bytes = 0
@@ -62,10 +62,10 @@ class KeptVectors:
         self.encoded += len(chunk)
         size, key = vectors.numel() * vectors.element_size(), self._key(slide, chunk)
         if not key[0] or key in self._vectors or self.used_bytes + size > self._limit_bytes:
-            return  # a slide that is twice in a batch counts once
+            return
         if self._memory_bytes is not None and resident_bytes() + self.step_bytes + size > self._memory_bytes:
             return
-        # On the host: a GPU's memory is for activations.
+        # In host memory, because a GPU's memory is for activations.
         self._vectors[key] = vectors.detach().cpu()
         self.used_bytes += size
 

@@ -63,14 +63,14 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
         raise RequestError("shard=True needs a process for each rank; these ranks are threads of one")
     for earlier, size in ranks[0].group_sizes.items():
         if size == comm.size and all(earlier in rank.group_sizes for rank in ranks):
-            return _MADE[earlier]  # of these very ranks
+            return _MADE[earlier]  # all of these ranks made it, and no others
     if any(rank.in_use for rank in ranks):
         raise RequestError("shard=True: torch.distributed is in use by these processes, for other ranks than these")
     library: Any = dist
     store, address = None, ""
     if comm.rank == 0:
         host = "127.0.0.1" if len({rank.host for rank in ranks}) == 1 else socket.getfqdn(here.host)
-        # Port 0: the system chooses a free one, which rank 0 tells the others.
+        # Port 0: the system chooses a free one, which rank 0 sends to the others below.
         store = library.TCPStore(host, 0, comm.size, is_master=True, timeout=_LIMIT, wait_for_workers=False)
         address = f"{host}:{store.port}"
     address = comm.broadcast_object(address)

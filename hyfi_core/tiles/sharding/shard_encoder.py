@@ -1,8 +1,10 @@
 """Which modules of an encoder are gathered together, and their division among ranks.
 
-encoder    patches   block 0   block 1   block 2   …        each block is a unit; other weights are gathered
-forward              gather ▸ compute ▸ free                with the first call of the encoder
-backward             gather ▸ compute ▸ gradients summed over ranks, each keeps its part ▸ free
+::
+
+    encoder    patches   block 0   block 1   block 2   …      each block is a unit: its weights are gathered together
+    forward              gather ▸ compute ▸ free              weights outside of units are gathered when a call begins
+    backward             gather ▸ compute ▸ gradients summed over ranks, each keeps its part ▸ free
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from torch.utils._pytree import tree_map
 from hyfi_core.errors import RequestError
 
 _SMALL = 100
-"""A unit has at least 1 / this of the weights: smaller ones are not worth a message."""
+"""A unit has at least 1 / `_SMALL` of the weights: smaller ones are not worth a message."""
 _LARGE = 4
-"""A unit with more than 1 / this of the weights is divided further, if it contains units itself."""
+"""A unit with more than 1 / `_LARGE` of the weights is divided further, if it contains units itself."""
 
 
 def units_of(encoder: nn.Module) -> list[nn.Module]:
-    """Return the modules whose weights are gathered together, in the encoder's order: elements of its lists."""
+    """Return the units in the encoder's order: modules, usually blocks, whose weights are gathered together."""
     return list(_units(encoder, _bytes_of(encoder)))
 
 
@@ -69,13 +71,13 @@ def shard_encoder(encoder: nn.Module, group: Any, device: torch.device) -> int:
         parameter.data = parameter.data.contiguous()  # the library takes no other strides, such as channels_last
     most = gathered_bytes(encoder)
     mesh = DeviceMesh.from_group(group, device.type)
-    # Inner ones first: the last call then takes what no unit has.
+    # Units first, the encoder last: that call then takes the weights that no unit has.
     for module in (*units_of(encoder), encoder):
         module.register_forward_hook(_copied if module is encoder else _without_views)
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)  # sums, not means
-        module.set_force_sum_reduction_for_comms(True)  # not by an operation of NCCL that others lack
+        module.set_force_sum_reduction_for_comms(True)  # a plain sum, which gloo has, too
     return most
 
 
@@ -86,7 +88,7 @@ def gathered_bytes(encoder: nn.Module) -> int:
 
 
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return outputs that own their memory: the library hooks them, and a change in place of a view loses its hook."""
+    """Return the outputs with views cloned: FSDP hooks outputs, and a view that is changed in place loses its hook."""
     return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) and x._is_view() else x, output)
 
 

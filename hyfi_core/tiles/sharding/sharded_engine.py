@@ -34,7 +34,7 @@ from hyfi_core.tiles.source import TileSource, tile_like
 
 
 class ShardedTilesEngine(TilesEngine):
-    """A `TilesEngine` whose ranks each hold 1 / ``plan.tiles`` of the encoder's weights, gradients and moments.
+    """A `TilesEngine` in which each rank holds 1 / ``plan.tiles`` of the encoder's weights, gradients and moments.
 
     A call of the encoder gathers the weights of one module after another. Results are those of `TilesEngine` except for
     rounding: gradients are summed over ranks after each chunk.
@@ -60,8 +60,8 @@ class ShardedTilesEngine(TilesEngine):
         return ShardedOwnership(self._model, self._names, self._groups, self.device)
 
     def _watched(self) -> nn.Module:
-        """Return the aggregator under its names."""
-        # Shards differ between ranks by design: a comparison would report them.
+        """Return a module with the aggregator alone, under its names in the model."""
+        # The encoder's shards differ between ranks by design: a comparison would report them.
         watched = nn.Module()
         watched.add_module(WATCHED.rstrip("."), self._model.aggregator)
         return watched
@@ -70,14 +70,14 @@ class ShardedTilesEngine(TilesEngine):
         return ShardedTileGradients(self._model, trained, self._groups, dtype, self._copies)
 
     def _tried(self, slides: list[TileSource], train: bool) -> TriedModel:
-        """Agree on the tiles before trials: if one rank refused alone, the others would wait for its weights."""
+        """Return the trials for such slides; ranks first agree on the tiles, because trials gather weights."""
         replica = self._groups.replica
         like = agree(replica, lambda: self._checked_like(slides))
         compare(replica, {"the shape and dtype of tiles": f"{like[0]} {like[1]}"})
         return self._tried_for(like, train)
 
     def _checked_like(self, slides: list[TileSource]) -> Like:
-        """Return shape and dtype of tiles; refuse a change of what is trained, which gathered weights do not follow."""
+        """Return shape and dtype of tiles; refuse a change of ``requires_grad``, which FSDP does not notice."""
         if self._flags != [parameter.requires_grad for parameter in self._model.encoder.parameters()]:
             raise RequestError(
                 "shard=True: requires_grad of an encoder weight has changed since the engine was made; make a new one"
@@ -95,7 +95,7 @@ class ShardedTilesEngine(TilesEngine):
         if max_norm is not None:
             owned = self._ownership.optimized()
             norm = clip_shards(owned, max_norm, self._groups.all.of("reduce"), self.plan.replicas)
-        # Clipped above, over all shards: a rank's own norm would be of its part.
+        # None: clipping is done. The inherited method would take the norm of this rank's shards only.
         super().update_unread(None)
         return norm
 

@@ -22,18 +22,18 @@ WATCHED = "aggregator."
 
 
 class ShardedOwnership(ParameterOwnership):
-    """Owners as without shards; what they write is gathered first."""
+    """The owners of `ParameterOwnership`; shards are gathered to whole tensors before they are written."""
 
     def held(self) -> HeldWeights:
-        """Return the weights that are whole, and so the same, on all ranks."""
+        """Return the names of the weights that all ranks hold whole, by which they can be compared."""
         held = super().held()
         names = {name for name in held.names if name.startswith(WATCHED)}
-        # None: this rank is not in the group.
+        # A group is None if this rank is not in it.
         groups = [None if group is None else [n for n in group if n.startswith(WATCHED)] for group in held.groups]
         return HeldWeights(names, groups)
 
     def here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a state with this rank's shards of the whole tensors in it."""
+        """Return a state of whole tensors with this rank's shards in place of those of divided weights."""
         own, own_state = local_state(self._model), super().here(state)
         for name, tensor in own_state.items():
             if name in own and is_shard(own[name]) and tensor.shape == own[name].shape:
@@ -95,13 +95,13 @@ class ShardedTileGradients(TileGradients):
         super().finish(hooks)
 
 
-def whole_of(tensors: Mapping[str, torch.Tensor], wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """Return the tensors whose names ``wanted`` accepts, whole (collective: all ranks gather all shards)."""
+def whole_of(tensors: Mapping[str, torch.Tensor], accepts: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Return the tensors whose names ``accepts`` accepts, whole (collective: all ranks gather all shards)."""
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        # All ranks, wanted or not: gathering needs every one of them.
+        # Gathered on all ranks even if the name is not accepted here: gathering needs all of them.
         gathered = whole(tensor) if is_shard(tensor) else tensor
-        if wanted(name):
+        if accepts(name):
             result[name] = gathered
     return result
 
@@ -112,7 +112,7 @@ def clip_shards(
     """Scale gradients down to a norm over the whole model (collective), as ``runtime.gradients.clip``.
 
     Args:
-        parameters: of this rank, with a gradient or without; shards are summed over ranks, whole ones count once.
+        parameters: of this rank. Squares of shards are summed over ranks; those of whole gradients count once.
         max_norm: largest norm.
         everyone: all ranks.
         replicas: number of replicas, which hold the same gradients.
@@ -130,7 +130,7 @@ def clip_shards(
     # The sum over all ranks has each shard once for each replica.
     norm = (divided / replicas + once).sqrt()
     scale = max_norm / (norm + 1e-6)
-    # On a GPU without asking: reading the scale would make the host wait.
+    # On a GPU, scale without looking at the number, for which the host would have to wait.
     if parts and (scale.device.type != "cpu" or scale < 1.0):
         torch._foreach_mul_(parts, scale.clamp(max=1.0))
     return norm
