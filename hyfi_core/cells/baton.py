@@ -30,7 +30,7 @@ class OtherCellFailedError(RuntimeError):
 
 
 class Unfinished(Protocol):
-    """What a run that failed may leave unfinished."""
+    """Something that a failed run may leave unfinished, such as messages of a group."""
 
     def clear(self) -> None:
         """Remove what is unfinished: the next run would take it for its own."""
@@ -41,13 +41,13 @@ class Baton:
 
     Args:
         size: number of cells.
-        switched: called with a cell whenever it runs again after others have.
-        prepared: called in the thread that calls ``run``; returns what each cell's thread calls before anything else.
+        switched: called with a cell whenever it continues after other cells have run.
+        prepared: called in the thread that calls ``run``; returns a function that each cell's thread calls first.
 
     Attributes:
-        cell: the one that runs.
-        groups: what to clear when all cells have ended and one of them had failed. Held weakly: an engine makes groups
-            for each capture, and the baton lives as long as the engine.
+        cell: the cell that runs.
+        groups: cleared when all cells have ended and one of them has failed. Weak references, because an engine makes
+            groups for each capture, and the baton lives as long as the engine.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Baton:
         self._joined: dict[int, Waits[Any]] = {}
         self._results: dict[int, Any] = {}
         self._failed = self._in_tapes = False
-        self._idle = 0  # how often a cell was not ready since any of them last ran
+        self._idle = 0  # how many answers "not ready" cells have given since any of them last ran
         self._noted_outside = False
         self._outside: set[int] = set()  # the cells that wait for another process
 
@@ -152,11 +152,12 @@ class Baton:
                 self._outside.add(cell)
             else:
                 self._outside.discard(cell)
-            # Every cell has asked once since any of them ran: only another process can still change an answer.
+            # Every cell between tapes has found that it is not ready since any of them ran: only another process can
+            # still change that.
             if self._idle > len(self._running) - len(self._joined):
                 if not self._outside:
                     raise RuntimeError(f"cells {sorted(self._running)} wait for each other (deadlock)")
-                # The baton stays here meanwhile: the others have just asked, too.
+                # The baton stays here during the nap, because no other cell can continue either.
                 time.sleep(NAP_S)
             self._pass()
             self._take(cell)
@@ -176,7 +177,7 @@ class Baton:
         return noted
 
     def _run_tapes(self, errors: list[BaseException]) -> None:
-        """Run the tapes of all cells whenever they have come to them, until all cells have ended."""
+        """Run the tapes of all cells in lockstep whenever all have reached one, until all cells have ended."""
         while True:
             try:
                 self._take(self.size)
@@ -199,7 +200,7 @@ class Baton:
         ended = set(range(self.size)) - self._running
         if ended:
             raise RuntimeError(f"cells {sorted(self._joined)} wait for cells {sorted(ended)}, which have ended")
-        # By cell, not by arrival: sums and messages have the same order in every run.
+        # Sorted by cell, not by arrival, so that sums and messages have the same order in every run.
         joined, self._joined = dict(sorted(self._joined.items())), {}
         self._in_tapes = True
         try:
@@ -214,7 +215,7 @@ class Baton:
             self._switched(cell)
 
     def _pass(self) -> None:
-        """Hand over to the next cell between its tapes; if there is none, to the thread that runs them."""
+        """Hand the baton to the next cell that is between tapes; if there is none, to the thread that runs tapes."""
         with self._lock:
             first = 0 if self._holder == self.size else self._holder + 1
             cells = ((first + step) % self.size for step in range(self.size))
@@ -228,7 +229,7 @@ class Baton:
             self._wake[cell].wait_for(lambda: self._failed or self._holder == cell)
         if self._failed:
             raise OtherCellFailedError("another cell has failed")
-        # The thread that runs tapes has no cell of its own: ``_set_running`` says for which one it runs.
+        # The thread that runs tapes has no cell of its own: ``_set_running`` sets the cell for which it runs.
         if cell < self.size:
             self.cell = cell
 
@@ -241,7 +242,7 @@ class Baton:
     def _fail(self) -> None:
         with self._lock:
             self._failed = True
-            # All of them: whoever waits must raise, also where it would never have had its turn.
+            # All threads that wait must raise, also those that would never have had a turn.
             for wake in self._wake:
                 wake.notify()
 

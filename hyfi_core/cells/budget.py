@@ -1,7 +1,9 @@
 """Memory budget of cells: their number, the part of a rank's memory left for feature maps, and what is spilled.
 
-memory limit    libraries, weights, gradients, optimizer state, records │ pages of maps │ workspace of the largest step
-store           maps that are kept and do not fit
+::
+
+    memory limit  libraries, weights, gradients, optimizer state, records │ pages of maps │ workspace of largest step
+    store         maps that are kept and do not fit
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from hyfi_core.process_memory import available_bytes, resident_bytes, return_fre
 EARLY = 0.75
 """Fraction of a pager's limit above which pages are written early, so that they can be dropped at once."""
 _ONLY_IN_MEMORY = {True: 0.41, False: 0.2}
-"""Kept maps that never go to the store, as a fraction of the limit less the largest step; True: with backward.
+"""Whether there is backward -> kept maps that never go to the store, as a fraction of (limit - largest step).
 Recomputed maps are not counted. Measured with backward, ResNet-18: 0.39 to 0.60."""
 _EVALUATION_OFF = 1.15
 """An evaluation's real peak is at most this many times the forecast."""
@@ -42,7 +44,8 @@ OF_FREE_MEMORY = 0.5
 
 SIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows (and columns) of cells to try."""
-_ROOM = 2  # times the minimum, so that a cell is read while another is computed
+_ROOM = 2
+"""How many times the least memory for maps cells should have, so that one is read while another is computed."""
 _GROWN_BYTES = 16 << 20
 """Freed memory is returned to the system, which takes milliseconds, once the rest of the process has grown by this."""
 
@@ -61,11 +64,11 @@ def with_cells(
     Args:
         plan: with named cuts.
         program: the captured model, of one micro-batch.
-        held_bytes: what the rank uses of the device's memory before the first step; see ``held_bytes_on``.
+        held_bytes: bytes of the device's memory that the rank uses before the first step; see ``held_bytes_on``.
         device: of the maps.
         trains: whether there is backward; in evaluation mode a rank keeps far less.
         costs: of the program without backward, from earlier calls; None: none are known.
-        fewest: rows and columns of cells that there are at least; see ``cells.large_maps``.
+        fewest: least number of rows, and of columns, of cells; see ``cells.large_maps``.
 
     Raises:
         MemoryLimitError: the memory is too small for any number of cells; the message says how much is needed.
@@ -178,7 +181,7 @@ def resident_limit(
     if memory_bytes is None or device.type != "cpu":
         return None
     largest = largest_step(forecasts)
-    # Measured between two steps: what the next one takes besides pages must still fit.
+    # It is compared between two steps: the workspace of the next step must still fit.
     return ResidentLimit(memory_bytes - workspace_bytes(largest), PAGES * largest.working_bytes)
 
 
@@ -200,7 +203,7 @@ def least_bytes(held_bytes: int, largest: PagedForecast) -> int:
 
 
 def spilled_bytes(kept_bytes: int, limit_bytes: int, working_bytes: int = 0, trains: bool = False) -> int:
-    """Return how many bytes the store will have: what is kept, less what stays in memory all the time.
+    """Return how many bytes of kept maps the store will hold: those that are not in memory all the time.
 
     Args:
         kept_bytes: of maps; see ``PagedForecast``.
@@ -212,8 +215,8 @@ def spilled_bytes(kept_bytes: int, limit_bytes: int, working_bytes: int = 0, tra
 
 
 def held_bytes_on(device: torch.device) -> int:
-    """Return what this process uses of the memory of the device that has the maps: on a CPU, libraries included."""
-    # Not what the allocator has reserved beside it, which the next tensors are given.
+    """Return the bytes of the device's memory that this process uses; on a CPU, libraries included."""
+    # Not the bytes that the allocator has reserved in addition, from which the next tensors are taken.
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 
@@ -226,15 +229,15 @@ def free_bytes(device: torch.device) -> int:
 
 @dataclass
 class ResidentLimit:
-    """Largest number of bytes of pages, as long as the process must not exceed a limit.
+    """Computes how many bytes of pages fit into a process whose resident memory is limited.
 
     Besides pages, the process holds libraries, weights, gradients, small maps, messages, buffers of files, and what
     allocators and libraries of matrix products keep for each thread, and so for each cell.
 
     Attributes:
-        most_bytes: of the process between two steps.
-        least_bytes: of pages: with fewer, no step could run.
-        held_bytes: besides pages, when freed memory was last returned to the system.
+        most_bytes: largest resident memory of the process between two steps.
+        least_bytes: least bytes of pages: with fewer, no step could run.
+        held_bytes: resident memory besides pages when freed memory was last returned to the system.
     """
 
     most_bytes: int
@@ -242,13 +245,13 @@ class ResidentLimit:
     held_bytes: int = 0
 
     def pages(self, limit_bytes: int, paged_bytes: int) -> int:
-        """Return how many bytes of pages may be in memory: what the rest of the process leaves, or the least.
+        """Return how many bytes of pages may be in memory: what the rest of the process leaves, or ``least_bytes``.
 
-        Freed memory that the process has kept is returned to the system if there is too little room.
+        If there is too little room, freed memory that the process still holds is returned to the system first.
 
         Args:
-            limit_bytes: the most that the caller would allow.
-            paged_bytes: of pages that are in memory now.
+            limit_bytes: upper bound of the result.
+            paged_bytes: bytes of the pages that are in memory now.
         """
         other_bytes = resident_bytes() - paged_bytes
         if self.most_bytes - other_bytes < limit_bytes and other_bytes > self.held_bytes + _GROWN_BYTES:

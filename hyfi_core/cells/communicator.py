@@ -37,14 +37,14 @@ class _Exchange:
             if not lane:
                 missing.append(message)
             elif message.moves:
-                # The tensor object stays, because its owner holds it; only its memory is exchanged for the copy's.
+                # The tensor takes over the copy's memory; the object stays, because its owner refers to it.
                 message.tensor.data = lane.popleft()
             else:
                 message.tensor.copy_(lane.popleft())
         self._receives = missing
-        # Asked in any case, also while near messages are missing: other processes make progress by it.
+        # Tested even while messages of this process's cells are missing: other processes make progress by it.
         if not self._outside.test():
-            # Otherwise, if all cells wait, this is taken for a deadlock.
+            # Without this note, the baton would take it for a deadlock when all cells wait.
             self._group.baton.note_outside()
             return False
         return not missing
@@ -109,7 +109,7 @@ class _JoinedCall:
         self._number, self.call = comm.joined(value, last)
 
     def test(self) -> bool:
-        """Whether the result has come; the first time, it is passed to ``_land``."""
+        """Whether the result has arrived; the first time, it is passed to ``_land``."""
         if self._open and not self._group.finished(self.call):
             return False
         if self._open:
@@ -220,7 +220,7 @@ class CellCommunicator:
         return _Reduction(self, tensor, op)
 
     def start_combined(self, own: Callable[[], Any], combination: Combination, kept: bool) -> Combined:
-        """Start combining: packed once for the cells of a process, and combined once."""
+        """Start combining values of all ranks; packing and combining happen once for all cells of a process."""
         group, copies = self.group, kept and self.group.spills
         pending = _JoinedCall(self, own(), lambda call: group.start_sum(call, combination.pack(call.inputs)))
         call = pending.call
@@ -228,7 +228,8 @@ class CellCommunicator:
         def result() -> Tensors:
             if call.computed is None:
                 call.computed = combination.combine(call.result)
-            # What a cell keeps, the pager may spill before the next cell comes here.
+            # A copy for each cell that keeps the result: of a shared one, the pager could spill the memory before the
+            # next cell reads it.
             return tuple(tensor.clone() for tensor in call.computed) if copies else call.computed
 
         return Combined(pending, result)
@@ -238,7 +239,7 @@ class CellCommunicator:
         process, _ = self.group.members[root]
 
         def last(call: CollectiveOfCells) -> None:
-            # Any cell may be the last to come; in a process without the root, the result needs memory of its own.
+            # Any cell may enter last. In a process without the root, the result is received into new memory.
             call.result = call.inputs[root] if root in call.inputs else torch.empty_like(tensor)
             self.group.comm.broadcast(call.result, process)
 
@@ -265,7 +266,7 @@ class CellCommunicator:
         self._together(None, lambda call: self.group.comm.barrier())
 
     def split(self, color: int | None, key: int = 0) -> CellCommunicator | None:
-        """Return the group of all cells with the same ``color``; cells of one process must pass the same one."""
+        """Return the group of all cells with the same ``color``, None without one; a process has one color."""
         votes = self._all_objects([color, key, self._rank])
         if len({c for c, _, rank in votes if rank in self.group.here}) > 1:
             raise AssertionError("cells of one process must be in the same group")
@@ -274,11 +275,11 @@ class CellCommunicator:
         same_color = sorted((k, rank) for c, k, rank in votes if c == color)
 
         def last(call: CollectiveOfCells) -> None:
-            """Split the group of processes, and give all cells of this one their group; None without color."""
+            """Split the group of processes, and make the group that the cells of this process share."""
             comm = self.group.comm.split(color, process_key)
             if comm is None:
                 return
-            # Processes have other numbers in the new communicator.
+            # A process's rank in the new communicator may differ from that in the old one.
             processes = comm.broadcast_object(comm.gather_objects(self.group.comm.rank))
             new_number = {process: number for number, process in enumerate(processes)}
             members = [self.group.members[rank] for _, rank in same_color]
@@ -299,7 +300,7 @@ class CellCommunicator:
 
         Args:
             value: of this cell.
-            last: called by the last cell of this process that enters the call, with the values of all of them; it sets
+            last: called by the last cell of this process that enters the call, with the values of all its cells; sets
                 the result.
         """
         number = self.group.enter(self._rank)
@@ -312,13 +313,13 @@ class CellCommunicator:
         return self.group.leave(number, call)
 
     def _all_objects(self, value: Any) -> list[Any]:
-        """Return an object of each rank, those of all cells of all processes, by rank."""
+        """Return the objects of all cells of all processes, by rank (collective)."""
 
         def last(call: CollectiveOfCells) -> None:
             comm = self.group.comm
             own = [[rank, call.inputs[rank]] for rank in self.group.here]
             by_process = comm.broadcast_object(comm.gather_objects(own))
-            # By rank in the group: a process's cells need not be neighbours there.
+            # Sorted by rank, because the cells of a process need not have consecutive ranks.
             pairs = sorted((pair for of_process in by_process for pair in of_process), key=lambda pair: pair[0])
             call.result = [item for _, item in pairs]
 
@@ -331,13 +332,13 @@ class CellCommunicator:
 
 
 def tag_of_cells(source: int, target: int, cells: int, tag: int = 0) -> int:
-    """Return the tag of a message between two cells of two processes; no others have it.
+    """Return a tag for messages between two cells of two processes that no other pair of cells has.
 
     Args:
         source: the cell that sends it.
         target: the cell that receives it.
         cells: of each process.
-        tag: of the message between the cells.
+        tag: tag of the message between the cells.
     """
     return (tag * cells + source) * cells + target
 

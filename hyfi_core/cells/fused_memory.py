@@ -67,7 +67,7 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
     trial = lower(program, Target(grid, 0, CELL_OPERATORS))
     sketch = sketch_of(program, operators, trial.splits, trial.fusible, ())
     choices: list[Margins] = []
-    # Deeper runs exchange less; one without any exchange is the last that differs.
+    # Longer runs exchange less often; once nothing is exchanged, still longer ones would be the same.
     for depth in DEPTHS:
         choices.append(margins_of(sketch, depth))
         if not choices[-1].exchanged:
@@ -105,8 +105,8 @@ def cost_of(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str]
     Args:
         sketch: the program.
         operators: all operators in order; those that are not in the sketch end a fused run.
-        maps: values that are split over the cells.
-        margins: boxes and exchanges of the runs that were chosen.
+        maps: names of the values that are divided among cells.
+        margins: boxes and exchanges of the chosen runs.
     """
     sizes = _cell_bytes(sketch, margins)
 
@@ -124,16 +124,17 @@ def _peak_bytes(
     margins: Margins,
     cell_bytes: Mapping[str, float],
 ) -> float:
-    """Return the peak of live maps: of one cell, or of all cells for maps that live across a point where cells wait.
+    """Return the peak of the bytes of maps that are alive at the same time.
 
-    An operator that exchanges keeps its input until all cells have reached it; a reduction does not.
+    A map that is alive while cells wait for each other counts with the parts of all cells, any other one with that of
+    one cell. An operator that exchanges keeps its input until all cells have reached it; a reduction does not.
     """
     all_lives = _lives(sketch.image, sketch.layouts, operators)
     lives = {value: life for value, life in all_lives.items() if value in sketch.layouts}  # the image may be in no run
     waits = list(_waits(sketch, operators, maps, margins))
     sizes = dict(cell_bytes)
     for value, (first, last) in lives.items():
-        # Alive while other cells run, so every cell's part of it exists at once.
+        # Alive while other cells run: the parts of all cells exist at once.
         if any(2 * first + 1 < place <= 2 * last for place in waits):
             sizes[value] = sketch.layouts[value].map.area * sketch.pixel_bytes[value]
     return _peak(lives, sizes)
@@ -144,7 +145,7 @@ def _peak(lives: Mapping[str, tuple[int, int]], sizes: Mapping[str, float]) -> f
     change: dict[int, float] = {}
     for value, (first, last) in lives.items():
         change[first] = change.get(first, 0.0) + sizes[value]
-        # After its last use, not at it: an operator has its inputs and outputs in memory together.
+        # + 1: during its last use, an operator's inputs and outputs are in memory together.
         change[last + 1] = change.get(last + 1, 0.0) - sizes[value]
     alive, peak = 0.0, 0.0
     for point in sorted(change):
@@ -154,7 +155,7 @@ def _peak(lives: Mapping[str, tuple[int, int]], sizes: Mapping[str, float]) -> f
 
 
 def _lives(image: str, values: Collection[str], operators: Sequence[Operator]) -> dict[str, tuple[int, int]]:
-    """Return the index of the operator that computes each value, and of the last one that uses it."""
+    """Return value -> (index of the operator that computes it, index of the last one that uses it); -1: the image."""
     lives = {image: (-1, -1)}
     for at, op in enumerate(operators):
         lives.update((name, (at, at)) for name in op.outputs if name is not None and name in values)
@@ -198,9 +199,13 @@ def _cell_bytes(sketch: Sketch, margins: Margins) -> Mapping[str, float]:
 
 
 def _largest_read(read: Sequence[Boxes]) -> int:
-    """Return the most pixels of the image that a cell reads for all operators together; mostly it is one operator."""
+    """Return the largest number of pixels of the image that a cell reads, for all operators that take it.
+
+    Args:
+        read: the boxes of all cells, for each of these operators; mostly there is one.
+    """
     if len(read) == 1:
-        return read[0].largest  # of rows and columns: there may be tens of thousands of cells
+        return read[0].largest  # computed by rows and columns: there may be tens of thousands of cells
     return max(hull(needs).area for needs in zip(*read, strict=True))
 
 

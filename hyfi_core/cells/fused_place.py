@@ -15,7 +15,10 @@ from hyfi_core.rules.windows.taps import Tap
 
 
 def _in_runs(record: OperatorFacts) -> OperatorFacts:
-    """Return the record with a rule that lowers what moves rows and columns as windows of one tap."""
+    """Return the record with a rule that lowers paddings and slices of rows and columns as windows of one tap.
+
+    Records of other operators are returned as they are.
+    """
     rule, find = record.rule, record.tap
     if rule is None or find is None:
         return record
@@ -41,7 +44,7 @@ def _emit_tap(builder: Builder, op: Operator, tap: Tap) -> None:
     steps = {input_split.dims[0]: tap.window.y.stride, input_split.dims[1]: tap.window.x.stride}
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        # The canvas was cut and filled so that it begins with the first tap: only strides are left to do.
+        # The canvas is cut and filled so that it begins with the first tap: only the strides remain.
         return tensor[tuple(slice(None, None, steps.get(dim, 1)) for dim in range(tensor.dim()))]
 
     builder.compute(call, (canvas,), op.outputs, split)

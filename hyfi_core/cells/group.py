@@ -56,7 +56,8 @@ class CellGroup:
         self.lanes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
         self.shown: dict[tuple[int, int], deque[tuple[torch.Tensor, int | None]]] = {}
         self._calls: dict[int, CollectiveOfCells] = {}
-        # Cells reach a call at different times. Its number, not who is there, says to which call a value belongs.
+        # Cell -> number of calls that it has entered. Cells reach a call at different times: the number says to which
+        # call a value belongs.
         self._entered = dict.fromkeys(self.here, 0)
         baton.groups.add(self)
 
@@ -75,7 +76,7 @@ class CellGroup:
         """Add a cell's value to a collective call; the last cell of this process runs ``last``."""
         call = self._calls.setdefault(number, CollectiveOfCells())
         call.inputs[rank] = value
-        # By the last, when all inputs are there: what goes to other processes is sent once for all cells.
+        # The last cell runs it, with all inputs: messages to other processes are sent once for all cells.
         if len(call.inputs) == len(self.here):
             last(call)
         return call
@@ -97,7 +98,7 @@ class CellGroup:
         return call.result
 
     def start_sum(self, call: CollectiveOfCells, total: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Set the result of a call to that of this process's cells, and start reducing it over processes."""
+        """Set a call's result to ``total``, the sum of this process's cells, and start reducing it over processes."""
         call.result = total
         if self.comm.size > 1:
             call.pending = self.comm.start_all_reduce(total, op)

@@ -43,7 +43,7 @@ class SharedHalo(Redistribute):
 class FreshHalo(Redistribute):
     """A redistribution whose messages have their own memory, freed with the last reference.
 
-    A cell that computed during its exchange would keep the result in memory while others run.
+    ``in_turn``: a cell does not compute during its exchange, because it would keep the result while others run.
     """
 
     in_turn: ClassVar[bool] = True
@@ -68,15 +68,15 @@ class _Fresh(Buffers):
 
 
 def for_prediction(instruction: Instruction) -> Instruction:
-    """Return the instruction with halos read in place instead of received."""
+    """Return the instruction with halos that are read from other cells' tensors in place."""
     return _with_halo(instruction, lambda halo: SharedHalo(halo.transfer, halo.dims, halo.fill))
 
 
 def for_training(instruction: Instruction) -> Instruction:
-    """Return the instruction with messages and inputs of max pools freed as early as possible.
+    """Return the instruction with messages and inputs of max pools that are freed as early as possible.
 
-    Indices of maxima are left as they are: a pager may recompute them, and where no backward follows, as in the first
-    run of a forward that is computed again, they need not be put into a byte.
+    Indices of maxima are not packed into bytes: a pager may recompute them, and the first run of a forward that is
+    computed again does not need them.
     """
     changed = _with_halo(instruction, lambda halo: FreshHalo(halo.transfer, halo.dims, halo.fill))
     if isinstance(changed, CollectiveCall) and isinstance(changed.operator, MaxPool):

@@ -27,7 +27,7 @@ LARGEST_VALUES = 2**31 - 1
 
 
 def largest_map(program: Program, plan: ParallelPlan) -> int:
-    """Return the values of the largest map of any rank, or cell; halos and unequal parts may add a quarter.
+    """Return the number of values of the largest map on any rank or in any cell; unequal parts and halos not counted.
 
     Args:
         program: the captured model, of one micro-batch.
@@ -44,14 +44,14 @@ def largest_map(program: Program, plan: ParallelPlan) -> int:
 
 
 def fewest_cells(program: Program, plan: ParallelPlan) -> int:
-    """Return the fewest rows, and columns, of cells for which the kernels of a GPU are fast.
+    """Return the fewest rows (and columns) of cells for which the kernels of a GPU are fast.
 
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts; its cells do not matter.
     """
     sides, values = 1, largest_map(program, replace(plan, cells=None, spill=None))
-    # Only divided maps are larger by halos and unequal parts.
+    # BORDERS: parts of a divided map are larger by halos and unequal division.
     while (BORDERS if sides > 1 else 1.0) * values > LARGEST_VALUES * sides**2:
         sides += 1
     return sides

@@ -51,20 +51,20 @@ def run_in_lockstep(
                 except StopIteration as end:
                     results[cell] = end.value
                     del pending[cell]
-            # Asked first, and in every round: asking also clears what cells have noted since.
+            # Called first, in every round, because the call also clears what cells have noted since.
             if not waits_outside() and not has_run:
                 raise RuntimeError(f"cells {sorted(pending)} wait for each other (deadlock)")
             if not has_run:
                 time.sleep(NAP_S)
     finally:
         for steps in cells.values():
-            # After a failure the others end here, in this thread, and not whenever they are collected.
+            # After a failure, the other computations end here, in this thread, not when the garbage collector runs.
             steps.close()
     return results
 
 
 def _until_wait(steps: Waits[Any]) -> Pending:
-    """Run a computation until it waits for something that is not complete yet; return that."""
+    """Run a computation until it waits for something that is not complete yet, and return what it waits for."""
     while True:
         pending = next(steps)
         if not pending.test():

@@ -13,9 +13,9 @@ from hyfi_core.cells.recomputation import Recomputation
 from hyfi_core.cells.spill_store import SpillPlace
 
 NEVER = 1 << 40
-"""Next use of a page with no known use."""
+"""Next use of a page without a use."""
 PLACES = 20
-"""A use is an integer: the number of waits before it, then this many bits for the index of the step."""
+"""A use is an integer: ``waits << PLACES | index``, the number of waits before it and the index of the step."""
 
 When = tuple[int, int]
 """(number of waits before a use, cell): the order in which pages are used."""
@@ -35,9 +35,9 @@ class Page:
         written: whether the bytes in the store equal those in memory, or will once ``work`` is done.
         tensor: a weak reference to a tensor with this memory; its version shows whether a step has changed it.
         version: of the tensor when the bytes were written.
-        ready: whether it is in memory and can be dropped; as counted by the pager.
-        reading: whether ``work`` reads.
-        copying: whether ``work`` copies it on another stream of its GPU: a step that may overwrite it must wait.
+        ready: whether the pager counts it among the pages that are in memory and can be dropped.
+        reading: whether ``work`` is a read.
+        copying: whether ``work`` copies it on another stream of its GPU; a step that may overwrite it must wait.
         work: pending read or write.
         recomputation: how it is recomputed; None: it is not.
         stays: whether it must stay in memory until the pager is reset.
@@ -72,7 +72,7 @@ class Page:
     def check(self) -> None:
         """Update ``written`` after a step that may have changed the memory."""
         tensor = self.tensor()
-        # A storage has no version: that of a tensor with its memory counts changes in place.
+        # A storage has no version, but a tensor with its memory has: it counts changes in place.
         self.written = self.written and tensor is not None and tensor._version == self.version
 
     def add_use(self, when: int) -> None:
@@ -84,7 +84,7 @@ class Page:
 
     def storage(self) -> torch.UntypedStorage | None:
         """Return the storage, None if it has been freed."""
-        # Private in PyTorch: the storage behind a weak pointer, or None. There is no public way to it.
+        # There is no public way from a weak pointer to its storage.
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
         return storage
 
@@ -97,7 +97,7 @@ class PagerCounts:
         peak_bytes: peak of pages in memory.
         written_bytes: to the store.
         read_bytes: from the store.
-        recomputed_bytes: recomputed.
+        recomputed_bytes: computed again instead of being read.
         store_bytes: peak size of the store.
         wait_s: time that cells waited for the store.
     """

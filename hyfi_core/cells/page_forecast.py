@@ -32,11 +32,11 @@ class PagedForecast:
         working_bytes: inputs and outputs of its largest step, without weights.
         kept_bytes: peak of what it keeps while cells wait for each other, in memory or spilled, without recomputed
             and small maps.
-        stays_bytes: what it keeps and cannot spill: small maps, and records of its steps.
-        weights_bytes: weights of the step that has most of them.
+        stays_bytes: what it keeps in memory in any case: small maps, and records of its steps.
+        weights_bytes: weights of the step with the most bytes of them.
         recomputed_bytes: maps that are computed again instead of being kept.
         recomputed: their names in the captured model.
-        waits: for each step that waits for other cells, the bytes of its inputs and of the cotangents of its outputs.
+        waits: for each step that waits for other cells, (bytes of its inputs, bytes of its outputs' cotangents).
     """
 
     working_bytes: int
@@ -48,7 +48,7 @@ class PagedForecast:
     waits: tuple[tuple[int, int], ...] = ()
 
     def times(self, flights: int) -> PagedForecast:
-        """Return what a cell needs for several micro-batches of which one computes: all of them keep maps."""
+        """Return the needs of ``flights`` micro-batches at once: all of them keep maps, but only one computes."""
         many = {name: getattr(self, name) * flights for name in ("kept_bytes", "stays_bytes", "recomputed_bytes")}
         return replace(self, **many)
 
@@ -83,7 +83,7 @@ def forecast_pages(
         if _waits(step)
     )
     return PagedForecast(
-        # A set: what an in-place step takes and makes is one map.
+        # A set, because an in-place step's input and output are one map.
         working_bytes=max((sum(map(sizes.of, {*taken_by(s), *made_by(s)})) for s in tape.steps), default=0),
         kept_bytes=_peak(tape, sizes, saved, trains),
         stays_bytes=records + small,
@@ -108,7 +108,7 @@ class _Sizes:
         self._fixed = {*ranked.program.parameters, *ranked.program.buffers, *ranked.program.constants}
 
     def of(self, name: str) -> int:
-        """Return the bytes of a value."""
+        """Return the bytes of this cell's part of a value; 0 for weights and for values without a layout."""
         if name in self._fixed or not (name in self.ranked.splits or name in self.ranked.program.values):
             return 0
         return self.values(name) * self.ranked.values[name].dtype.itemsize
@@ -134,8 +134,8 @@ class _Sizes:
         """Return the bytes of each tensor that an operator saves besides values: strips, canvases, indices of maxima.
 
         Args:
-            step: any.
-            remade: whether a max pool's input is recomputed, too, so that its indices can be.
+            step: a step of the tape.
+            remade: whether the input of a max pool is recomputed, so that its indices are recomputed as well.
         """
         if not isinstance(step, OperatorStep):
             return ()
@@ -172,11 +172,11 @@ def _peak(tape: Tape, sizes: _Sizes, kept_pages: _Kept, trains: bool) -> int:
     saved, passing, cotangents = ([0] * (len(tape.steps) + 2) for _ in range(3))
     for name, at in maker.items():
         size, last_use = stored_bytes(sizes.of(name)), last.get(name, at)
-        # Kept until the end of the forward and beyond: added once, never taken away.
+        # Kept for backward: it is alive from here to the end of the forward.
         if name in kept_pages.names:
             saved[at + 1] += stored_bytes(sizes.of_kept(name))
         elif not trains:
-            # Small maps, too: no store takes them, but they are alive.
+            # Small maps count, too: they are never stored, but alive.
             passing[at + 1] += size or sizes.of(name)
             passing[last_use + 1] -= size or sizes.of(name)
         if trains and name in tape.active:
@@ -191,10 +191,10 @@ def _peak(tape: Tape, sizes: _Sizes, kept_pages: _Kept, trains: bool) -> int:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a cell keeps for backward, and does not recompute; see ``cells.recomputation``.
+    """What a cell keeps for backward, and what it recomputes instead; see ``cells.recomputation``.
 
     Attributes:
-        names: of values.
+        names: values that are kept.
         besides: for each step, the bytes of each tensor that its operator saves besides values.
         recomputed: values that are computed again.
     """
@@ -218,7 +218,7 @@ class _Kept:
             operator = step.call.operator if isinstance(step, OperatorStep) else None
             in_place = isinstance(operator, Relu) and operator.overwrites_input
             besides.append(sizes.saved_besides(step, remade=0 < max(source_depths, default=0) < DEEPEST))
-            # In place it is one more call of its input's recomputation, not one that depends on it.
+            # An in-place step adds a call to its input's recomputation, so the depth stays.
             own_depth = max(source_depths, default=DEEPEST) + (0 if in_place else 1)
             for name in made_by(step):
                 if own_depth > DEEPEST or not _is_cheap(step, name, sizes):
@@ -232,12 +232,12 @@ class _Kept:
 
 
 def _is_cheap(step: Step, name: str, sizes: _Sizes) -> bool:
-    """Whether a step's value ``name`` is computed again instead of being kept."""
+    """Whether a step's value ``name`` is cheap to compute again."""
     if isinstance(step, OperatorStep):
         return name == made_by(step)[0] and is_cheap(step.call, lambda n: sizes.ranked.values[n].shape)
     return cheap_calls(step, name, lambda n: sizes.ranked.values[n].shape) is not None
 
 
 def stored_bytes(size: int) -> int:
-    """Return how many bytes of a store a map takes; a small one is not stored."""
+    """Return how many bytes of the store a map of ``size`` bytes takes; 0 for small maps, which are not stored."""
     return blocks_bytes(size) if size >= SMALLEST_BYTES else 0

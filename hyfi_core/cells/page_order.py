@@ -10,7 +10,7 @@ import heapq
 from hyfi_core.cells.page import Page, When
 
 Entry = tuple[int, int, int, Page]
-"""(waits before the next use, cell, a number that no other entry has, page); the first two negative if latest first."""
+"""(waits before the next use, cell, unique number, page); the first two are negative in heaps with the latest first."""
 
 
 class PageOrder:
@@ -18,7 +18,7 @@ class PageOrder:
 
     Attributes:
         farthest: pages in memory, the latest next use first: what to drop.
-        dirty: those of them that must be written before they can be dropped: what to write early.
+        dirty: pages of ``farthest`` that must be written before they can be dropped: what to write early.
         nearest: pages not in memory, the earliest next use first: what to read ahead.
     """
 
@@ -38,7 +38,7 @@ class PageOrder:
 
     def add(self, page: Page) -> None:
         """Add entries for a page, by its next use."""
-        # A number of its own for each entry: heaps would otherwise go on to compare pages, which have no order.
+        # A unique number for each entry, because heaps would otherwise compare pages, which have no order.
         self._entry_count += 1
         when, cell = page.next
         if not page.in_memory:

@@ -1,7 +1,7 @@
 """Paged steps: calls to the pager at each step of a tape, forward and backward, for one micro-batch in one cell.
 
-    time       0  1  2  3 │ 4  5  6  7        a tape of four steps, then the same backward
-    value v       ●──▶○           ●           computed at 1, used at 2, and saved there for backward at 5
+    time       0  1  2  3 │ 4  5  6  7        a tape of four steps, then the same steps backward
+    value v       ●─▶○         ●              computed at 1, used at 2, and saved there for its backward at 5
 
 The next use of a page follows from the tape. Between two waits, cells run one after the other, so pages are ordered by
 the number of waits before their next use, then by cell.
@@ -26,7 +26,7 @@ NamedTensors = Mapping[str, torch.Tensor]
 
 
 class StepMemory(Protocol):
-    """Callbacks before and after each step."""
+    """Callbacks of a tape before and after each of its steps."""
 
     def need(self, tensors: Any) -> None:
         """Load tensors that are used outside of the tape's steps, before this cell's turn ends."""
@@ -45,12 +45,12 @@ class StepMemory(Protocol):
 
         Args:
             segment: the running one.
-            outputs: what it has computed so far and still needs.
+            outputs: values that it has computed so far and still needs.
         """
         ...
 
     def end(self, step: Step, values: NamedTensors, saved: Any) -> Any:
-        """Called after a step has run forward, with what its operator has saved; return what to keep."""
+        """Called after a step has run forward with what its operator saved for backward; return what to keep of it."""
         ...
 
     def begin_back(self, step: Step, saved: Any, cotangents: NamedTensors) -> None:
@@ -111,23 +111,22 @@ class UseOrder:
         waits = 0
         for index, step in enumerate((*tape.steps, *reversed(tape.steps))):
             collective = isinstance(step, OperatorStep) and isinstance(step.call, CollectiveCall)
-            # A message divides time in three: what runs before the wait, the operator itself, and what follows in a
-            # later turn.
+            # An operator that waits counts twice, before and after its own time: what follows runs in a later turn.
             waits += collective
             self._times.append(waits << PLACES | index)  # see ``page.PLACES``
             waits += collective
 
     def at(self, step: Step, back: bool = False) -> int:
-        """Return when a step runs, forward or with ``back`` backward; an integer as described at ``page.PLACES``."""
+        """Return the time at which a step runs, in forward or, with ``back``, in backward; see ``page.PLACES``."""
         index = self.steps[id(step)]
         return self._times[len(self._times) - 1 - index if back else index]
 
     def of_value(self, name: str, after: int = -1) -> list[int]:
-        """Return when a value is used in forward, after a step."""
+        """Return the times at which steps after ``after`` (an index) use a value in forward."""
         return [self._times[at] for at in self._users.get(name, ()) if at > after]
 
     def of_cotangent(self, name: str) -> list[int]:
-        """Return when a value's cotangent is used."""
+        """Return the time at which a value's cotangent is used: when the step that made the value runs backward."""
         return [self._times[len(self._times) - 1 - self._maker[name]]] if name in self._maker else []
 
 
@@ -149,7 +148,7 @@ class PagedSteps:
         recomputes: bool = True,
     ) -> None:
         self._pager, self._order, self._context, self._recomputes = pager, order, context, recomputes
-        # Inputs of the running step, by which its recomputation is found when it has ended.
+        # Inputs of the running step; when it has ended, its recomputation is made from them.
         self._taken: dict[str, torch.Tensor] = {}
         self._backward_use = -1  # of the running step: when its saved tensors are used
 
@@ -176,11 +175,11 @@ class PagedSteps:
         uses = [self._backward_use]
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            # Detached: an output of the segment, saved together with its graph, would keep that graph alive in a
-            # circle.
+            # Detached: a saved output of the segment refers to its graph, which refers to what was saved. This cycle
+            # would never be freed.
             saved = tensor.detach()
             page = self._pager.track(saved, uses)
-            # The operand of a convolution, or under autocast a copy of it: computed again like any other map.
+            # The input of a convolution (under autocast a copy of it) is recomputed like any other map.
             if page is not None and page.recomputation is None and self._recomputes:
                 name = convolved_by(segment, saved, {**self._taken, **outputs})
                 if name is not None:
@@ -189,7 +188,7 @@ class PagedSteps:
             return saved
 
         def unpack(saved: torch.Tensor) -> torch.Tensor:
-            # Only now is it known which of a segment's saved tensors autograd needs next.
+            # Loaded here, because only now is it known which of the segment's saved tensors autograd needs next.
             self._pager.begin(saved)
             return saved
 
@@ -207,7 +206,7 @@ class PagedSteps:
         saved = self._compacted(step, saved)
         for tensor in tensors_in(saved):
             self._pager.track(tensor, [self._order.at(step, back=True)])
-        # The first cell to run a step shows the others how much room to make before it.
+        # Cells are alike: the next cell makes as much room before this step.
         self._pager.allocated[self._room_key(step, back=False)] = made_bytes
         if self._recomputes:
             self._note_recomputation(step, values, saved)
@@ -218,7 +217,7 @@ class PagedSteps:
 
     def begin_back(self, step: Step, saved: Any, cotangents: NamedTensors) -> None:
         """Load the inputs of a step; see ``StepMemory``."""
-        # Of outputs and of inputs: backward takes the former, and may add to the latter.
+        # Backward takes the cotangents of outputs, and may add to existing ones of inputs.
         touched = [cotangents[name] for name in (*made_by(step), *taken_by(step)) if name in cotangents]
         self._pager.begin([saved, touched], self._room(step, back=True))
 
@@ -235,20 +234,20 @@ class PagedSteps:
         self._pager.end(self._order.at(step, back=True))
 
     def _room(self, step: Step, back: bool) -> int:
-        """Return the bytes that a step will allocate: as many as in the previous cell."""
+        """Return the bytes that a step will allocate, as counted in the previous cell; 0 in the first."""
         return self._pager.allocated.get(self._room_key(step, back), 0)
 
     def _room_key(self, step: Step, back: bool) -> tuple[int, int, bool]:
-        # By position: tapes of all cells have the same structure, but steps of their own.
+        # By position, because the tapes of cells have the same structure, but different step objects.
         return len(self._order.steps), self._order.steps[id(step)], back
 
     def _compacted(self, step: Step, saved: Any) -> Any:
-        """Return what an operator has saved: recomputed from its input if that is recomputed, too, else compacted."""
+        """Return what to keep of an operator's saved values: all, if they are recomputed, or a compacted form."""
         if not isinstance(step, OperatorStep) or not isinstance(step.call.operator, RemakesSaved) or saved is None:
             return saved
         operator, own = step.call.operator, self._taken[str(step.call.inputs[0])]
         remade, source = operator.remade(saved), self._pager.page_of(own)
-        # An input that is not recomputed may have no other use: it would then be kept in place of what was saved.
+        # Only if the input is recomputed as well: otherwise it might have to be kept just for this.
         if remade is None or source is None or source.recomputation is None or source.recomputation.depth >= DEEPEST:
             return operator.compact(saved)
         page = self._pager.track(remade)
@@ -270,15 +269,18 @@ class PagedSteps:
                 self._pager.note_recomputation(page, self._recomputation(page, source) if is_map else None)
 
     def _recomputation(self, page: Page, source: Made) -> Recomputation | None:
-        """Return how a step's result is recomputed; None: not cheaply. An in-place step adds to that of its input."""
+        """Return how a step's result is recomputed; None if that is not cheap.
+
+        For an in-place step, this is the recomputation of its input with one more call.
+        """
         cheap_call = call_of(source)
         if cheap_call is None:
             return None
         call, inputs, in_place = cheap_call
-        # Its input is gone, overwritten by the step: unless that can be computed again, neither can the result.
+        # An in-place step has overwritten its input: the result can be recomputed only if the input can.
         if in_place and page.recomputation is None:
             return None
-        # Only tensors with pages: all others, such as weights, stay in memory anyway.
+        # Sources are tensors with pages; all others, such as weights, stay in memory anyway.
         tensors, calls = [tensor for tensor in inputs if self._pager.page_of(tensor) is not None], [call]
         if in_place and page.recomputation is not None:
             calls = [*page.recomputation.calls, call]

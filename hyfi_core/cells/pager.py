@@ -32,12 +32,14 @@ from hyfi_core.current_device import make_current
 from hyfi_core.ops.constants import is_constant
 
 _THREADS = 2
-_AHEAD = 0.25  # of the limit: how much is read ahead
-_LOW = 0.95  # of the limit: how much stays when it is full
+_AHEAD = 0.25
+"""Fraction of the limit that is read ahead at most."""
+_LOW = 0.95
+"""Fraction of the limit down to which pages are dropped when memory is full."""
 
 
 class Pager:
-    """The pages of all cells of one process; called by the cell whose turn it is.
+    """Manages the pages of all cells of one process; called by the cell whose turn it is.
 
     Args:
         store: where spilled pages go.
@@ -73,7 +75,7 @@ class Pager:
     def fix(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep tensors (weights, buffers, outputs) in memory until ``reset``."""
         fixed = list(tensors)
-        # The address of the storage: all views of one memory have the same, and Python objects of storages do not.
+        # By the storage's address, which is the same for all views; the Python objects of a storage differ.
         self._fixed.update(tensor.untyped_storage()._cdata for tensor in fixed)
         pages = self._pages_of(fixed)
         self._load(pages)
@@ -84,8 +86,8 @@ class Pager:
         """Load the inputs of a step, keep them in memory during this cell's turn, and make room for the results.
 
         Args:
-            tensors: tensors, in any structure.
-            room_bytes: that the step will allocate.
+            tensors: the inputs, in any structure.
+            room_bytes: bytes that the step will allocate.
         """
         pages = self._pages_of(tensors)
         self._pinned.setdefault(self._cell(), []).extend(pages)
@@ -94,10 +96,10 @@ class Pager:
         self._read_ahead(room_bytes)
 
     def end(self, when: int) -> None:
-        """Release the inputs of the step.
+        """Release the inputs of the step that has ended.
 
         Args:
-            when: uses up to this one are past.
+            when: the use of pages that this step was; uses up to it are removed.
         """
         for page in self._pinned.pop(self._cell(), []):
             while page.uses and page.uses[-1] <= when:
@@ -113,9 +115,9 @@ class Pager:
         self._load(pages)
 
     def track(self, tensor: torch.Tensor, uses: Iterable[int] = ()) -> Page | None:
-        """Add uses to the page of a tensor's storage and return it; None if that always stays in memory.
+        """Add uses to the page of a tensor's storage and return the page, a new one if the storage has none.
 
-        The page is created if the storage has none.
+        None if the storage always stays in memory: it is small, fixed, a constant, or has another owner.
         """
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata
@@ -124,14 +126,14 @@ class Pager:
             self._forget(key)
             page = None
         if page is None:
-            # Memory that NumPy or another owner has given to a tensor cannot be resized, and so not freed.
+            # Memory that NumPy or another library owns cannot be resized, and so not be freed here.
             if size < SMALLEST_BYTES or key in self._fixed or is_constant(storage) or not storage.resizable():
                 return None
             page = Page(StorageWeakRef(storage), size, self._cell(), weakref.ref(tensor))
             self._pages[key] = page
             self._memory_bytes += size
         elif page.tensor() is None:
-            # Without its tensor nobody has counted changes: what was written no longer counts as the contents.
+            # The tensor that counted changes is gone: the written bytes no longer count as the contents.
             page.tensor, page.version = weakref.ref(tensor), -1
         for when in uses:
             page.add_use(when)
@@ -148,12 +150,12 @@ class Pager:
         return image
 
     def note_recomputation(self, page: Page, recomputation: Recomputation | None) -> None:
-        """Set how a page is recomputed; None: it is not."""
+        """Set how a page is recomputed; None: it is written to the store instead."""
         page.recomputation = recomputation
         self._enqueue(page)
 
     def note_new(self, page: Page) -> None:
-        """Mark the contents of a page as new."""
+        """Note that the contents of a page have changed: written bytes and a recomputation no longer hold."""
         page.recomputation, page.written = None, False
         self._enqueue(page)
 
@@ -169,7 +171,7 @@ class Pager:
             return
         self._forget_freed()
         limit_bytes = self._limit_now()
-        # A little more than needed: at exactly the limit, every following step would search the heaps again.
+        # Drop a little more than needed: exactly at the limit, every further step would search the heaps again.
         goal = max(0, int(_LOW * limit_bytes) - room_bytes)
         pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
         later: list[Page] = []
@@ -212,7 +214,7 @@ class Pager:
         return [page for page in candidates if page is not None and not page.memory.expired()]
 
     def _forget_freed(self) -> None:
-        """Remove pages whose storage has been freed; their recomputations may have kept others alive."""
+        """Remove pages whose storage has been freed, until there are none: a recomputation keeps its sources alive."""
         while True:
             ended = [key for key, page in self._pages.items() if page.memory.expired()]
             if not ended:
@@ -224,7 +226,7 @@ class Pager:
         """Remove a page whose storage is gone."""
         page = self._pages.pop(key)
         if page.work is not None:
-            # A thread may still read from this memory, or into it.
+            # A thread may still copy from this memory, or into it.
             page.work.result()
         if page.in_memory:
             self._memory_bytes -= page.size
@@ -235,7 +237,7 @@ class Pager:
 
     def _missing(self, pages: Iterable[Page]) -> int:
         """Return the bytes needed to load pages."""
-        # A recomputed page needs its sources, and they theirs; a page that several need counts once.
+        # Recomputing a page needs its sources, and perhaps theirs; a page that several need counts once.
         absent: dict[int, Page] = {}
         to_visit = list(pages)
         while to_visit:
@@ -247,7 +249,7 @@ class Pager:
         return sum(page.size for page in absent.values())
 
     def _update_ready(self, page: Page) -> None:
-        """Update ``ready`` and its sum."""
+        """Update whether a page can be dropped at once, and the bytes of all pages that can."""
         ready = page.in_memory and page.can_be_dropped
         self._ready_bytes += (ready - page.ready) * page.size
         page.ready = ready
@@ -266,12 +268,12 @@ class Pager:
                 self._finish(page)
 
     def _compute(self, page: Page) -> None:
-        """Recompute a page, after loading the pages that it needs; drop those that were recomputed for it if full."""
+        """Load the sources of a page and recompute it; if memory is full then, drop sources recomputed only for it."""
         storage, recomputation = page.storage(), page.recomputation
         if storage is None or recomputation is None:
             return
         sources = self._pages_of(recomputation.sources)
-        # Found before they are loaded, after which they look like any other page in memory.
+        # Listed before they are loaded, after which they look like any other page in memory.
         made_for_it = [source for source in sources if not source.in_memory and source.recomputation is not None]
         self._load(sources)
         storage.resize_(page.size)
@@ -291,7 +293,7 @@ class Pager:
         storage = page.storage()
         if storage is None or not page.in_memory or not page.can_be_dropped:
             return
-        # Frees the memory; the tensors that refer to it keep their shapes.
+        # Size 0 frees the memory; tensors that refer to the storage keep their shapes.
         storage.resize_(0)
         page.in_memory = False
         self._memory_bytes -= page.size
@@ -299,7 +301,7 @@ class Pager:
         self._enqueue(page)
 
     def _enqueue(self, page: Page) -> None:
-        """Order a page by its next use, after a change of it."""
+        """Add the page to the heaps again, after a change of its next use or its state."""
         self._update_ready(page)
         self._order.add(page)
 
@@ -318,7 +320,7 @@ class Pager:
                 candidate for candidate in upcoming if not candidate.in_memory and candidate.recomputation is None
             ]
             size = sum(candidate.size for candidate in upcoming)
-            # A page that is never used again is last on the heap: nothing behind it is needed, either.
+            # Pages without a next use are last on the heap: no page behind this one is needed, either.
             if when >= NEVER >> PLACES or not self._drop_later_pages(room_bytes + size, (when, cell)):
                 return
             heappop(self._order.nearest)
@@ -356,14 +358,14 @@ class Pager:
                 lacking_bytes -= page.size
 
     def _write(self, page: Page) -> None:
-        """Start writing, after an earlier write of the same page."""
+        """Start writing a page, after waiting for an earlier read or write of it."""
         self._finish(page)
         storage, tensor = page.storage(), page.tensor()
         if storage is None:
             return
         if page.place is None:
             page.place = self.store.take(storage)
-        # The version before the thread starts: a change during the write must make the copy outdated.
+        # The version is read before the thread starts: a change during the write makes the copy outdated.
         page.version, page.written = -1 if tensor is None else tensor._version, True
         self._update_ready(page)
         page.copying = storage.device.type == "cuda"

@@ -1,7 +1,9 @@
 """Paging: the pager of a process, and its limit for each shape and mode, chosen before the first step.
 
-memory     process before the step │ gradients, optimizer state │ pages, up to the limit │ workspace of operators
-store      maps that all cells keep at the peak, except those that are only in memory
+::
+
+    memory     process before the step │ gradients, optimizer state │ pages, up to the limit │ workspace of operators
+    store      maps that all cells keep at the peak, except those that are only in memory
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ class _Limits:
     """The limits of a call.
 
     Attributes:
-        pages_bytes: of maps in memory.
-        resident: of the process; None: it is not measured.
-        stored_bytes: that the store will have.
+        pages_bytes: limit of maps in memory.
+        resident: limit of the process's resident memory; None: it is not measured.
+        stored_bytes: bytes that the store will hold.
     """
 
     pages_bytes: int
@@ -70,7 +72,7 @@ class Paging:
         store = SpillMemory() if spill == "memory" else SpillFile(Path(spill))
         self.pager = Pager(store, 0, cell, device)  # ``begin`` sets its limit
         self._spill, self._memory_bytes, self._device = spill, memory_bytes, device
-        self._limits: dict[PagedKey, _Limits] = {}  # of the shapes and modes that have begun
+        self._limits: dict[PagedKey, _Limits] = {}  # of each shape and mode, since its first `begin`
         self._held_bytes: int | None = None  # by the process without maps; measured when the first step begins
 
     def begin(self, key: PagedKey, forecasts: Callable[[], Sequence[PagedForecast]], new_bytes: int) -> int:
@@ -92,11 +94,11 @@ class Paging:
             stages = forecasts()
             if self._held_bytes is None:
                 return_freed_now()
-                # Measured once, without what allocators have kept: this is what a step cannot give back.
+                # Measured once, after freed memory was returned: the rest is what no step can free.
                 self._held_bytes = held_bytes_on(self._device)
             limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, stages, self._device)
             stored_bytes = _stored_bytes(stages, limit, key.trains)
-            # Before the limits are remembered: a call that was refused is computed again when there is more room.
+            # Before limits are stored: after a refusal, the next call tries again, perhaps with more room.
             self.pager.store.require(stored_bytes)
             self._limits[key] = _Limits(limit, resident_limit(self._memory_bytes, stages, self._device), stored_bytes)
         limits = self._limits[key]
@@ -104,7 +106,7 @@ class Paging:
         return limits.stored_bytes
 
     def pages_bytes(self, key: PagedKey) -> int | None:
-        """Return the limit of maps in memory; None if ``begin`` has not been called."""
+        """Return the limit of maps in memory; None before ``begin`` was called with this key."""
         return self._limits[key].pages_bytes if key in self._limits else None
 
     def describe(self, key: PagedKey, forecasts: Sequence[PagedForecast]) -> str:

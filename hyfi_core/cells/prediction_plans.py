@@ -1,8 +1,8 @@
 """Plans for prediction and evaluation: how many ranks share a slide, in which cells, and whether maps leave memory.
 
-    ranks        0 1 2 3        four slides at a time     two at a time, halos      one at a time
-    slides       a b c d        a b c d                   aa bb                     aaaa
-    memory       most for each  ──────────────────────▶   less                      least
+    ranks 0 1 2 3      four slides at a time     two slides at a time     one slide at a time
+    slide of each      a b c d                   a a b b                  a a a a
+    memory of each     most                      less, with halos         least
 
 The cost is that of a training step's forward, in evaluation mode: no backward, no gradients, norms frozen. More ranks
 for a slide and more cells only cost time, so each is tried with the fewest cells with which it fits.
@@ -39,12 +39,12 @@ class PredictionNeeds:
     """What is to be planned.
 
     Attributes:
-        command: ``predict``: each slide is divided into the squarest grid of any number of ranks that divides
-            ``ranks``; ``validate``: all ranks share each slide in columns or, with cells, each has its own slides.
-        ranks: of the whole run.
+        command: ``predict``: the ranks of a slide are the squarest grid of any number of ranks that divides ``ranks``;
+            ``validate``: all ranks share each slide in columns or, with cells, each rank has slides of its own.
+        ranks: number of ranks of the run.
         machine: the machine model.
         memory_bytes: memory limit of a rank.
-        held_bytes: the part of it that a rank uses before it has a model.
+        held_bytes: bytes of it that a rank uses before it has a model.
         spills: whether maps may leave memory if nothing fits otherwise.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
     """
@@ -66,9 +66,9 @@ class PredictionForecast:
         grid: ranks that share a slide.
         cells: of each rank's part; None: none.
         spills: whether maps leave memory.
-        groups: slides in work at a time.
+        groups: number of slides that are computed at the same time.
         memory_bytes: of each rank, the process included; with ``spills``, its limit.
-        parts_s: what the time of a slide consists of: compute, halo, sums, cells, spill.
+        parts_s: seconds of a slide by part: compute, halo, sums, cells, spill.
     """
 
     grid: tuple[int, int]
@@ -99,8 +99,9 @@ class PredictionSearch:
     """The ways that fit, fastest first, and why others do not.
 
     Attributes:
-        plans: of the fewest seconds per slide; of equals, the one with the shorter time of a slide.
-        refused: ways that do not fit or work -> why.
+        plans: the ways that fit, those with the fewest seconds per slide first; of equals, those with the shorter
+            time of a slide.
+        refused: a way that does not fit or work, in words -> why.
     """
 
     plans: tuple[PredictionForecast, ...]
@@ -147,7 +148,7 @@ class _PredictionTrials:
         self.refused: dict[str, str] = {}
 
     def fitting(self, grid: tuple[int, int]) -> Iterator[PredictionForecast]:
-        """Yield the way with the fewest cells that fits, if there is one."""
+        """Yield the way with the fewest cells that fits into memory without spilling, if there is one."""
         sides = [side for side in _CELLS if side >= self._fewest(grid)] if self._may_have_cells(grid) else [1]
         for side in sides:
             cells = None if side == 1 and not self._always_has_cells(grid) else (side, side)
@@ -182,7 +183,7 @@ class _PredictionTrials:
             self.refused[f"{_named(grid, None)}, maps out of memory"] = str(error)
 
     def why_none(self) -> str:
-        """Return the message if nothing was found."""
+        """Return the message of the error if no way fits."""
         needs = self._needs
         if self._least_bytes is None:
             return f"no plan for {needs.command} works: {next(iter(self.refused.values()), 'none was tried')}"
@@ -193,11 +194,11 @@ class _PredictionTrials:
         )
 
     def _note_need(self, rank_bytes: int) -> None:
-        """Note what a way that does not fit needs: if none fits, the message names the least of all."""
+        """Note the bytes of a way that does not fit; the message of `why_none` names the fewest of all."""
         self._least_bytes = min(rank_bytes, self._least_bytes or rank_bytes)
 
     def _always_has_cells(self, grid: tuple[int, int]) -> bool:
-        """Whether ``hyfi validate`` needs cells, even one, so that ranks have slides of their own."""
+        """Whether a plan must have cells, if only 1 x 1: ``hyfi validate`` gives ranks slides of their own by them."""
         return self._needs.command == "validate" and self._needs.ranks > 1 and prod(grid) == 1
 
     def _may_have_cells(self, grid: tuple[int, int]) -> bool:
@@ -206,7 +207,7 @@ class _PredictionTrials:
         return not shared or (self._needs.machine.device != "cuda" and self._needs.command == "predict")
 
     def _fewest(self, grid: tuple[int, int]) -> int:
-        """Return the fewest rows, and columns, of cells with which the kernels of a GPU are fast; 1 on a CPU."""
+        """Return the fewest rows (and columns) of cells with which the kernels of a GPU are fast; 1 on a CPU."""
         if self._needs.machine.device != "cuda":
             return 1
         return min(fewest_cells(self._program, ParallelPlan((grid,))), _CELLS[-1])
@@ -218,13 +219,13 @@ class _PredictionTrials:
         needs, machine = self._needs, self._needs.machine
         plan = ParallelPlan((grid,), replicas=needs.ranks // prod(grid))
         (stage,) = StageCosts(self._program, plan, machine, needs.dtype, self._lowered).stages
-        halo_s, sums_s = stage.halo_s / 2, stage.sums_s / 2  # half of them are those of backward
+        halo_s, sums_s = stage.halo_s / 2, stage.sums_s / 2  # the other half is in backward
         parts = {"compute": stage.forward_s - halo_s - sums_s, "halo": halo_s, "sums": sums_s}
         count = prod(cells or (1, 1))
         if count > 1:
             assert cells is not None
             cost = self._costs.of((grid[0] * cells[0], grid[1] * cells[1]))
-            # Each further cell starts every kernel once more.
+            # Each cell but the first starts every kernel once more.
             starts_s = (count - 1) * len(self._program.operators) * machine.kernel_s
             parts["cells"] = (cost.work - 1) * parts["compute"] + starts_s
             if spills:
@@ -234,6 +235,6 @@ class _PredictionTrials:
 
 
 def _named(grid: tuple[int, int], cells: tuple[int, int] | None) -> str:
-    """Return a way as text."""
+    """Return a way as text: ``2 ranks a slide, 4 x 4 cells``."""
     ranks = f"{prod(grid)} rank{'s' if prod(grid) > 1 else ''} a slide"
     return ranks if cells is None else f"{ranks}, {cells[0]} x {cells[1]} cells"

@@ -46,7 +46,7 @@ class Recomputation:
         sources: their input maps; kept, possibly spilled, as long as the recomputation.
         form: (size, stride, offset) in its storage.
         dtype: of the map.
-        depth: number of recomputations that depend on each other, including this one.
+        depth: length of the longest chain of recomputations on which the map depends, including its own.
         context: creates the context (autocast) in which the map was computed.
     """
 
@@ -73,14 +73,14 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Made:
-    """A step that has run, with its inputs and one of its results.
+    """A step of a tape that has run, with its inputs and one of its results.
 
     Attributes:
-        step: the step of the tape that makes the map.
+        step: the step that made the result.
         inputs: value name -> input.
-        name: of the result.
+        name: name of the result.
         result: a map.
-        saved: what its operator saved for backward; None for a segment, or if it will not run backward.
+        saved: what the operator saved for backward; None for a segment, or if no backward follows.
     """
 
     step: Segment | OperatorStep
@@ -101,7 +101,7 @@ def call_of(source: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
         call = _segment_call(source.step, source, overwritten)
     if call is None:
         return None
-    # Without those of the result's own memory: a page that held itself would never be freed.
+    # Without tensors in the result's own memory: a page whose recomputation refers to itself would never be freed.
     sources = tuple(t for t in tensors_in([source.inputs, source.saved]) if not same_memory(t, source.result))
     return call, sources, bool(overwritten)
 
@@ -111,17 +111,17 @@ def _operator_call(source: Made, overwritten: Sequence[str]) -> Call | None:
 
     Args:
         source: the operator, and what it has computed.
-        overwritten: the input that it has overwritten, at most one: the function takes it as its argument.
+        overwritten: name of the input that it has overwritten, if any: the function takes its value as argument.
     """
     assert isinstance(source.step, OperatorStep)
     operator, names, saved = source.step.call.operator, source.step.call.inputs, source.saved
-    # Nothing is saved of an operator that will not run backward: what ``recompute`` may read is gone.
+    # An operator without backward has saved nothing, so ``recompute`` would lack what it may read.
     if not is_cheap(source.step.call, lambda name: source.inputs[name].shape) or saved is None:
         return None
     assert isinstance(operator, Recomputable)
     inputs = {name: tensor for name, tensor in source.inputs.items() if name not in overwritten}
     if isinstance(saved, torch.Tensor):
-        saved = None  # it is the map itself: the recomputation must not keep it alive
+        saved = None  # what was saved is the map itself, which its recomputation must not keep alive
 
     def call(overwritten_value: torch.Tensor | None) -> torch.Tensor:
         values = {**inputs, **dict.fromkeys(overwritten, overwritten_value)}
@@ -137,13 +137,13 @@ def _segment_call(segment: Segment, source: Made, overwritten: Sequence[str]) ->
     Args:
         segment: the step of ``source``.
         source: the segment's inputs, and its result.
-        overwritten: the input in whose memory the result is, at most one: the function takes its value as argument.
+        overwritten: name of the input in whose memory the result is, if any: the function takes its value as argument.
     """
     calls = cheap_calls(segment, source.name, lambda name: source.inputs[name].shape)
     if calls is None:
         return None
     inputs = {name: tensor.detach() for name, tensor in source.inputs.items() if name not in overwritten}
-    name = source.name  # a reference to ``source`` would keep the map itself alive, and with it all that it is made of
+    name = source.name  # the function must not refer to ``source``, which keeps the map and its sources alive
 
     def call(overwritten_value: torch.Tensor | None) -> torch.Tensor:
         values: dict[str, Any] = {**inputs, **dict.fromkeys(overwritten, overwritten_value)}
@@ -175,7 +175,7 @@ def cheap_calls(segment: Segment, name: str, shape_of: Shapes) -> tuple[LocalCal
         shape_of: returns the shape of an input of the segment.
     """
     unresolved, chosen = {name}, []
-    # Backwards from the value, so that only what it depends on is computed.
+    # From the value back to its inputs, so that only calls on which it depends are chosen.
     for call in reversed(segment.calls):
         if unresolved.intersection(call.outputs):
             if call.empty is not None or not _is_cheap_call(call, segment, shape_of):
@@ -187,7 +187,8 @@ def cheap_calls(segment: Segment, name: str, shape_of: Shapes) -> tuple[LocalCal
 
 def _is_cheap_call(call: LocalCall, segment: Segment, shape_of: Shapes) -> bool:
     if call.source is None:
-        return isinstance(getattr(call.function, "__self__", None), Redistribute)  # it lays out what a cell has read
+        # Without an operator of the program: cheap if it only copies received strips into place.
+        return isinstance(getattr(call.function, "__self__", None), Redistribute)
     if _is_convolution(call) and call.inputs[1] in segment.inputs:
         return reference_machine().recomputes(2.0 * prod(shape_of(call.inputs[1])[1:]), _VALUE_BYTES)
     return facts_of(call.source).cheap
@@ -200,14 +201,15 @@ def _is_convolution(call: LocalCall) -> bool:
 
 
 def convolved_by(segment: Segment, saved: torch.Tensor, values: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the value that a convolution of the segment has saved as a copy in other memory; None if there is none.
+    """Return the name of the value of which ``saved`` is the input of a convolution, or a copy; None if there is none.
 
-    Under autocast, the copy has another dtype. It is compared: other operators of the segment save maps, too.
+    Under autocast, a convolution saves a copy with another dtype. Values are compared, because other operators of the
+    segment save maps of the same shape, too.
 
     Args:
-        segment: that runs.
-        saved: what autograd saves for the backward of one of its calls.
-        values: those of the segment so far.
+        segment: the segment that runs.
+        saved: a tensor that autograd saves for the backward of one of its calls.
+        values: the segment's inputs, and what it has computed so far.
     """
     for call in segment.calls:
         operand = values.get(call.inputs[0]) if _is_convolution(call) else None
@@ -228,12 +230,12 @@ def image_of(
 ) -> Recomputation:
     """Return the recomputation of an image.
 
-    Its depth is 0: it is computed faster than it could be read.
+    Its depth is 0, like that of a kept map: it is computed faster than it could be read.
 
     Args:
-        pixels: its source.
-        image: computed from them.
-        prepare: computes it, always the same.
+        pixels: the source of the image.
+        image: what ``prepare`` has computed from the pixels.
+        prepare: computes the image; returns the same each time.
     """
     return Recomputation((lambda so_far: prepare(pixels),), (pixels,), form_of(image), image.dtype, 0, nullcontext)
 

@@ -1,4 +1,4 @@
-"""Forecast of what a plan in cells spills, before any rank exists; the rule is that by which a run reserves its store.
+"""Forecast of what a plan in cells spills, before any rank exists, by the rule with which a run reserves its store.
 
     limit    process, weights, gradients, moments, records │ pages of maps │ workspace    ``budget.page_limit``
     kept     maps of all cells that backward needs: those of a cell in the middle, times their number
@@ -39,9 +39,9 @@ class SpillForecast:
 
     Attributes:
         machine: the machine model.
-        held_bytes: of ``plan.memory_bytes``, what a rank uses before it has weights.
+        held_bytes: bytes of ``plan.memory_bytes`` that a rank uses before it has weights.
         pixels: dtype of the pixels from which images are computed; None: images are kept.
-        pages_bytes: of maps in memory; None: as ``plan.memory_bytes`` allows or, without it, half of the memory.
+        pages_bytes: limit of maps in memory; None: as ``plan.memory_bytes`` allows or, without it, half of the memory.
     """
 
     machine: MachineModel
@@ -50,7 +50,7 @@ class SpillForecast:
     pages_bytes: int | None = None
 
     def __call__(self, program: Program, plan: ParallelPlan, lowered_plans: LoweredPlans) -> tuple[SpilledMaps, ...]:
-        """Return what each stage spills.
+        """Return what each stage spills in a step.
 
         Args:
             program: the captured model, of one micro-batch.
@@ -72,7 +72,8 @@ class SpillForecast:
             pages = [stages[number].times(flights) for number in numbers]
             limit = self._limit(plan, pages, sum(states[number] for number in numbers))
             for number in numbers:
-                # A stage of two directions is on ranks with different other stages: the rank that moves most counts.
+                # With two directions, a stage is on two ranks, each with another second stage: the rank that moves most
+                # counts.
                 maps = _spilled(stages[number], pages, limit, cells)
                 spilled[number] = max(
                     maps, spilled[number], key=lambda spill: spill.forward_bytes + spill.backward_bytes
@@ -111,21 +112,21 @@ def _spilled(stage: PagedForecast, pages: Sequence[PagedForecast], limit_bytes: 
     """Return what a stage spills.
 
     Args:
-        stage: of one micro-batch; what is kept is that of all cells, ``working_bytes`` and ``waits`` are of one.
-        pages: likewise, of all stages of its rank and all micro-batches in flight.
-        limit_bytes: of maps in memory.
+        stage: the stage's needs for one micro-batch: kept bytes of all cells; ``working_bytes`` and ``waits`` of one.
+        pages: likewise, for all stages of its rank and all micro-batches in flight.
+        limit_bytes: limit of maps in memory.
         cells: number of cells of a rank.
     """
     kept_bytes, working = sum(page.kept_bytes for page in pages), largest_step(pages).working_bytes
     # The stage's share of what its rank spills.
     stored = stage.kept_bytes * spilled_bytes(kept_bytes, limit_bytes, working, trains=True) / max(1, kept_bytes)
-    # Besides the largest step, and below the fraction of the limit from which a pager writes pages early.
+    # Room for maps beside the largest step, below the fraction of the limit above which a pager writes pages early.
     room = max(0.0, EARLY * limit_bytes - working)
     forward_again = backward_again = 0.0  # moved because cells wait for each other
     for inputs, cotangents in stage.waits:
         # All cells reach the wait before the first goes on: the inputs of all are there, or have to be read again.
         forward_again += max(0.0, cells * inputs - room)
-        if cotangents:  # they are written, too
+        if cotangents:  # inputs are read, and cotangents are written and read
             moved_bytes = inputs + cotangents
             backward_again += max(0.0, cells * moved_bytes - room) * (1 + cotangents / moved_bytes)
     return SpilledMaps(stored + forward_again, stored + backward_again, stage.recomputed)

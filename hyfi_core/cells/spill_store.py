@@ -29,11 +29,11 @@ BLOCK_BYTES = 1 << 16
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SpillPlace:
-    """Where a store keeps a map.
+    """Where a store keeps the bytes of a map: in a file or in host memory.
 
     Attributes:
-        ranges: (start, stop) in the file, in order.
-        memory: the same in host memory.
+        ranges: (start, stop) byte offsets in the file, in the order of the map's bytes.
+        memory: the block of host memory.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
@@ -48,11 +48,11 @@ class SpillStore(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Its size on disk, or in host memory."""
+        """The store's size on disk, or in host memory."""
         ...
 
     def take(self, storage: torch.UntypedStorage) -> SpillPlace:
-        """Return a place for as many bytes as a storage has."""
+        """Return a free place of the storage's size."""
         ...
 
     def give_back(self, place: SpillPlace) -> None:
@@ -81,23 +81,24 @@ Job = Callable[[torch.UntypedStorage, SpillPlace], None]
 
 
 def queued(threads: ThreadPoolExecutor, job: Job, storage: torch.UntypedStorage, place: SpillPlace) -> Future[None]:
-    """Let a thread write or read a storage.
+    """Let a thread of the pool write or read a storage.
 
-    On a GPU it uses a stream of its own, after what the current stream has been given so far: copies overlap with what
-    the current stream is given later, and only that thread waits for them.
+    On a GPU, the thread copies on a stream of its own, after all work that is in the current stream now. The copy
+    overlaps with work that the current stream gets later, and only that thread waits for it.
     """
     if storage.device.type != "cuda":
         return threads.submit(job, storage, place)
-    given_so_far = torch.cuda.Event()
+    computed = torch.cuda.Event()
     # Recorded in this thread, whose current stream computes the map; the pool's threads have other streams.
-    given_so_far.record()
-    return threads.submit(_on_own_stream, given_so_far, job, storage, place)
+    computed.record()
+    return threads.submit(_on_own_stream, computed, job, storage, place)
 
 
-def _on_own_stream(given_so_far: torch.cuda.Event, job: Job, storage: torch.UntypedStorage, place: SpillPlace) -> None:
+def _on_own_stream(computed: torch.cuda.Event, job: Job, storage: torch.UntypedStorage, place: SpillPlace) -> None:
+    """Write or read a storage on a new stream, after the event ``computed``."""
     stream = torch.cuda.Stream(storage.device)
     with torch.cuda.stream(stream):
-        stream.wait_event(given_so_far)
+        stream.wait_event(computed)
         job(storage, place)
 
 
@@ -124,7 +125,7 @@ class SpillFile:
 
     @property
     def held_bytes(self) -> int:
-        """Length of what has been written of the file; see ``SpillStore``."""
+        """Length of the file as far as it has been used; see ``SpillStore``."""
         return self._blocks.end_bytes
 
     def take(self, storage: torch.UntypedStorage) -> SpillPlace:
@@ -137,22 +138,22 @@ class SpillFile:
 
     def require(self, needed_bytes: int) -> None:
         """Reserve room on the disk, so that a running step cannot run out of it; see ``SpillStore``."""
-        # Reserved blocks count, in units of 512 bytes on every file system; the length of the file does not tell.
-        have = os.fstat(self._file.fileno()).st_blocks * 512
-        if needed_bytes <= have:
+        # The blocks that the disk has reserved, always in units of 512 bytes; the file's length may be without blocks.
+        reserved = os.fstat(self._file.fileno()).st_blocks * 512
+        if needed_bytes <= reserved:
             return
         free = shutil.disk_usage(self._folder).free
         try:
-            if needed_bytes - have > free:
+            if needed_bytes - reserved > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            # Not ``truncate``, which would only set the length: a write could then still find the disk full.
+            # Not ``truncate``, which only sets the length: a later write could still find the disk full.
             os.posix_fallocate(self._file.fileno(), 0, needed_bytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise RequestError(
                 f"a step spills up to {needed_bytes:,} bytes to {self._folder} (plan.spill), which has "
-                f"{free + have:,} bytes free; use a folder with more free space, a larger plan.memory_bytes, or "
+                f"{free + reserved:,} bytes free; use a folder with more free space, a larger plan.memory_bytes, or "
                 f"smaller images"
             ) from error
 
@@ -188,7 +189,7 @@ class SpillFile:
             piece, view, count_read = view[: stop - start], view[stop - start :], 0
             while count_read < len(piece):
                 count = os.preadv(self._file.fileno(), [piece[count_read:]], start + count_read)
-                # The end of the file, which ``preadv`` reports as 0 bytes: without this the loop would not end.
+                # At the end of the file, ``preadv`` returns 0, and the loop would never end.
                 if count <= 0:
                     raise OSError("the file of plan.spill is shorter than what was written to it")
                 count_read += count
@@ -232,7 +233,7 @@ class SpillMemory:
         place.memory.copy_(_tensor_of(storage))
 
     def read(self, storage: torch.UntypedStorage, place: SpillPlace) -> None:
-        """Copy them back; see ``SpillStore``."""
+        """Fill a storage with the bytes of a block; see ``SpillStore``."""
         assert place.memory is not None
         _tensor_of(storage).copy_(place.memory)
 
@@ -253,7 +254,7 @@ class FreeBlocks:
         missing = blocks_bytes(size)
         for at, (start, stop) in enumerate(self._free):
             if stop - start >= missing:
-                # The first that is long enough: blocks near the beginning are used again, and the file grows less.
+                # First fit: blocks near the beginning of the file are reused, so that it grows less.
                 self._free[at : at + 1] = [(start + missing, stop)] if stop - start > missing else []
                 return ((start, start + missing),)
         ranges = []
