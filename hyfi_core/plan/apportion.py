@@ -26,9 +26,9 @@ def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[in
     Of several that would finish at the same time, the first gets the next unit, so the result is deterministic.
 
     Args:
-        samples: of the whole batch.
-        seconds: that each replica takes for one unit; only their ratios matter.
-        unit: results are multiples of it: the number of micro-batches, since each needs a sample.
+        samples: number of samples of the whole batch.
+        seconds: seconds in which each replica computes one unit; only their ratios matter.
+        unit: the results are multiples of it: the number of micro-batches, since each needs a sample.
 
     Raises:
         RequestError: there are fewer units than replicas, or ``samples`` is not a multiple of the unit.
@@ -42,7 +42,7 @@ def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[in
             f"a batch of {samples} cannot be divided among {replicas} replicas in multiples of {unit}, at least "
             f"{unit} for each; use a batch of {max(replicas, units) * unit}, fewer micro-batches or fewer replicas"
         )
-    # Exact: products of floats that should be equal may differ in the last bit, and ties would fall by chance.
+    # Fractions are exact: products of floats that should be equal may differ in the last bit, which would decide ties.
     durations = [Fraction(duration) for duration in seconds]
     counts = [1] * replicas
     for _ in range(units - replicas):

@@ -15,9 +15,9 @@ class BatchShapes:
     """The shapes with which a plan trains.
 
     Attributes:
-        whole: of the batch of one replica.
-        micro: of each of its micro-batches.
-        widest: of the largest micro-batch of any replica, by which all replicas choose the same cuts.
+        whole: shape of the batch of one replica.
+        micro: shape of each of its micro-batches.
+        widest: shape of the largest micro-batch of any replica, by which all replicas choose the same cuts.
     """
 
     whole: Shape

@@ -50,7 +50,7 @@ class Box:
         return self.y1 <= self.y0 or self.x1 <= self.x0
 
     def intersect(self, other: Box) -> Box:
-        """Return the intersection; if there is none, an empty box, whose ends may be before its starts."""
+        """Return the intersection; if the boxes do not meet, an empty box, whose ends may be before its starts."""
         return Box(max(self.y0, other.y0), min(self.y1, other.y1), max(self.x0, other.x0), min(self.x1, other.x1))
 
     def hull(self, other: Box) -> Box:

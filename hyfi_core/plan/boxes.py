@@ -29,8 +29,8 @@ class Boxes(Sequence[Box]):
     Attributes:
         rows: intervals along y, one for each row of ranks.
         columns: intervals along x, one for each column of ranks.
-        turned: whether y and x of the map have been exchanged, but not the ranks: then ``rows`` has one interval for
-            each column of ranks, ``columns`` one for each row.
+        turned: whether the map was transposed while ranks kept their places: then ``rows`` has one interval for each
+            column of ranks, ``columns`` one for each row.
     """
 
     rows: tuple[Interval, ...]
@@ -38,7 +38,7 @@ class Boxes(Sequence[Box]):
     turned: bool = False
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same intervals; identity and hashes are compared first, as they mostly decide."""
+        """Whether both have the same intervals; identity and hashes are compared first, because that is fast."""
         if self is other:
             return True
         if not isinstance(other, Boxes):
@@ -51,7 +51,7 @@ class Boxes(Sequence[Box]):
         )
 
     def __hash__(self) -> int:
-        """Return the hash of all intervals, computed once: planning looks the same boxes up again and again."""
+        """Return the hash of all intervals; computed once, because planning uses the same boxes as keys many times."""
         return self._hash
 
     @cached_property
@@ -118,7 +118,7 @@ class Boxes(Sequence[Box]):
 
     def transposed(self) -> Boxes:
         """Return the boxes with y and x exchanged."""
-        # One rank has one row and one column of ranks, turned or not: equal boxes must compare so.
+        # With a single rank, turned and not turned are the same, and must compare equal.
         return Boxes(self.columns, self.rows, not self.turned and len(self) > 1)
 
     def within(self, box: Box) -> Boxes:
@@ -129,30 +129,30 @@ class Boxes(Sequence[Box]):
         )
 
     def same_grid_as(self, other: Boxes) -> bool:
-        """Whether both have the same rows and columns of ranks; a map in strips has another grid of as many ranks."""
+        """Whether both have the same rows and columns of ranks, e.g. not 2 x 2 ranks and strips of 1 x 4 ranks."""
         return self.grid == other.grid and self.turned == other.turned
 
     def hull(self, other: Boxes) -> Boxes:
         """Return boxes that cover those of both, which must have the same grid.
 
-        Each is the smallest one if no rank has an empty box; else some may be larger, because all ranks of a row have
-        one interval.
+        Each is the smallest such box if no rank has an empty box; otherwise some may be larger, because all ranks of a
+        row share one interval.
         """
         assert self.same_grid_as(other)
         rows = tuple(map(_hull, self.rows, other.rows))
         return Boxes(rows, tuple(map(_hull, self.columns, other.columns)), self.turned)
 
     def cover(self, need: Boxes, map_box: Box) -> bool:
-        """Whether each rank's box contains the pixels of ``map_box`` that the rank needs."""
+        """Whether each rank's box contains the rank's box of ``need``, apart from pixels outside of ``map_box``."""
         needed_boxes = need.within(map_box)
-        # Rows of other grids do not correspond: rank by rank.
+        # Intervals of different grids do not correspond: boxes are compared rank by rank.
         if not self.same_grid_as(need):
             return all(has.contains(box) for has, box in zip(self, needed_boxes, strict=True))
         along_y = _needed_pairs(self.rows, needed_boxes.rows)
         along_x = _needed_pairs(self.columns, needed_boxes.columns)
         if not along_y or not along_x:  # all needed boxes are empty
             return True
-        # Each row that needs something meets each such column in some rank, so rows and columns are checked apart.
+        # Every row and every column with a need meet in some rank: it suffices to check rows and columns separately.
         return all(start <= first and last <= stop for (start, stop), (first, last) in (*along_y, *along_x))
 
     def meeting(self, box: Box) -> Iterator[tuple[int, Box]]:
@@ -160,14 +160,14 @@ class Boxes(Sequence[Box]):
         along_y = list(meeting(self.rows, (box.y0, box.y1)))
         along_x = list(meeting(self.columns, (box.x0, box.x1)))
         width = self.grid[1]
-        if self.turned:  # then the ranks of a row share their interval along x
+        if self.turned:  # the ranks of a row share their interval along x
             yield from ((row * width + column, Box(*y, *x)) for row, x in along_x for column, y in along_y)
         else:
             yield from ((row * width + column, Box(*y, *x)) for row, y in along_y for column, x in along_x)
 
 
 def _needed_pairs(have: Sequence[Interval], need: Sequence[Interval]) -> list[tuple[Interval, Interval]]:
-    """Return the pairs (interval of ``have``, interval of ``need`` at the same place) whose second is not empty."""
+    """Return (interval of ``have``, interval of ``need``) for each index at which the second is not empty."""
     return [(has, needed) for has, needed in zip(have, need, strict=True) if length(needed)]
 
 

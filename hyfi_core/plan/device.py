@@ -23,7 +23,8 @@ def device_request(text: str) -> DeviceRequest:
     return cast(DeviceRequest, text)
 
 
-# Of Open MPI, MPICH, Intel MPI (Hydra) and Slurm; Slurm's last, which ranks of an mpiexec inside of its job have, too.
+# Variables of Open MPI, MPICH, Intel MPI (Hydra) and Slurm. Slurm's is last, because ranks of an mpiexec within its job
+# have it, too.
 _OF_MPI = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
 _OF_TORCHRUN = ("LOCAL_RANK",)
 
@@ -56,16 +57,16 @@ def local_rank(environment: Mapping[str, str], by_torchrun: bool) -> int:
 
 
 def gpu_index(environment: Mapping[str, str], by_torchrun: bool, count: int) -> int | None:
-    """Return the number of this rank's GPU, which is its local rank; None if it does not see so many.
+    """Return the number of this rank's GPU: its local rank; None if it sees too few GPUs.
 
-    Ranks that do not compute, such as loaders, are counted, too: no rank knows the others' roles yet.
+    Ranks that do not compute, such as loaders, are counted as well, because no rank knows the others' roles yet.
 
     Args:
         environment: of the process.
         by_torchrun: whether torchrun started it.
         count: GPUs that it sees. A rank that sees exactly one uses it.
     """
-    # The launcher has chosen: in this process, its only GPU has the number 0.
+    # The launcher has chosen a GPU for this rank; the only GPU of a process has the number 0.
     if count == 1 and "CUDA_VISIBLE_DEVICES" in environment:
         return 0
     number = local_rank(environment, by_torchrun)
@@ -81,7 +82,7 @@ def assign_devices(
 
     Args:
         request: ``cuda``: each needs a GPU; ``auto``: GPUs if each has one, else all use the CPU.
-        trainers: what each sees, in rank order.
+        trainers: the GPUs that each trainer sees, in rank order.
         option: name of the option, for messages.
         role: name of the ranks, for messages.
 
@@ -119,7 +120,7 @@ def spare_devices(request: DeviceRequest, trainers: Sequence[RankGpus], extra_ra
     """
     if request == "cpu":
         return ["cpu"] * len(extra_ranks)
-    users = Counter((trainer.host, trainer.visible) for trainer in trainers)  # of the same GPUs
+    users = Counter((trainer.host, trainer.visible) for trainer in trainers)  # ranks that see the same GPUs
     if any(users[trainer.host, trainer.visible] > trainer.count for trainer in trainers):
         users.clear()  # too few GPUs for the trainers, which all use the CPU then
     devices = []

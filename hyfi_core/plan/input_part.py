@@ -13,7 +13,7 @@ class InputPart:
     """A box of consecutive images of a batch.
 
     Attributes:
-        box: of each image, halo included, within the image.
+        box: the box that is read of each image, halo included, within the image.
         first: the first sample.
         stop: the sample after the last.
     """

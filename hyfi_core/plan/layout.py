@@ -1,8 +1,10 @@
 """Layouts: which part of a map each rank of a grid owns.
 
-Layout(rows=(0, 3, 5), columns=(0, 4, 9))        rank 0 │ rank 1
-                                                 ───────┼───────
-                                                 rank 2 │ rank 3
+::
+
+    Layout(rows=(0, 3, 5), columns=(0, 4, 9))        rank 0 │ rank 1
+                                                     ───────┼───────
+                                                     rank 2 │ rank 3
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Layout:
     columns: tuple[int, ...]
 
     def __hash__(self) -> int:
-        """Return the hash of all starts, computed once: planning looks the same layouts up again and again."""
+        """Return the hash of all starts; computed once, because planning uses the same layouts as keys many times."""
         return self._hash
 
     @cached_property
@@ -62,7 +64,7 @@ class Layout:
         return Boxes(tuple(pairwise(self.rows)), tuple(pairwise(self.columns)))
 
     def through(self, window: Window, height: int, width: int) -> Layout:
-        """Return the layout of a window operator's output of this size with which the fewest input pixels are sent."""
+        """Return the layout of a window operator's output of this size that sends the fewest input pixels."""
         return _layout(_through(self.rows, window.y, height), _through(self.columns, window.x, width))
 
 
@@ -72,23 +74,23 @@ def _layout(rows: tuple[int, ...], columns: tuple[int, ...]) -> Layout:
 
 
 def _even(length: int, count: int) -> tuple[int, ...]:
-    # Products rounded down: parts differ by one at most, and meet exactly.
+    # Rounded down, so that parts differ by one at most: `_even(8, 3)` is (0, 2, 5, 8).
     return tuple(length * index // count for index in range(count + 1))
 
 
 @lru_cache(maxsize=1024)  # networks repeat their blocks
 def _through(cuts: tuple[int, ...], window: AxisWindow, outputs: int) -> tuple[int, ...]:
-    """Return the cuts of a result along an axis, near those of the input that a window takes.
+    """Return the cuts of a window operator's output along an axis, at positions that send the fewest inputs.
 
     Args:
-        cuts: of the input, from 0 to its length.
-        window: along this axis.
-        outputs: length of the result.
+        cuts: cuts of the input, from 0 to its length: (0, 3, 5).
+        window: the window along this axis.
+        outputs: length of the output.
     """
     balanced = _even(outputs, len(cuts) - 1)
     inner = [window.cut(cut, cuts[-1], outputs, even) for cut, even in zip(cuts[1:-1], balanced[1:-1], strict=True)]
     result = [0]
     for cut in inner:
-        # Small maps may have more cuts than rows: equal cuts make an empty part, falling ones none at all.
+        # A small map may have more cuts than rows: cuts may be equal, which makes a part empty, but must not fall.
         result.append(max(cut, result[-1]))
     return (*result, outputs)

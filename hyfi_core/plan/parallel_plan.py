@@ -27,7 +27,7 @@ GATHER_BYTES = 32 * 2**20
 BUCKET_BYTES = 4 << 20
 """Approximate size of the buckets in which gradients are reduced."""
 _ENDS = 4
-"""Of many replicas, or many rows or columns of a grid, ``describe`` shows this many at either end."""
+"""Number of replicas, and of rows or columns of a grid, that ``describe`` shows at either end of a long list."""
 BIDIRECTIONAL = ("gems_mast", "gems_master", "chimera")
 """Schedules in which two pipelines run through the same ranks in opposite order."""
 DIVIDING = ("zb_h1",)
@@ -40,13 +40,14 @@ class ParallelPlan:
 
     Attributes:
         grids: rows x columns of ranks, one entry for each stage.
-        cuts: each stage but the last ends after this module of the user's model; or "auto".
+        cuts: for each stage but the last, the module of the user's model after which it ends; or "auto".
         microbatches: micro-batches of one replica's batch.
         schedule: the order of forwards and backwards.
         replicas: data-parallel copies.
-        fused_halo: largest number of window operators for one exchange; 1: an exchange before each; "auto": by cost.
+        fused_halo: largest number of window operators that share one exchange; 1: an exchange before each; "auto": by
+            cost.
         interleave: virtual stages of each grid: stage s is on grid s mod the number of grids (schedule 1f1b). On one
-            grid they are pieces of the model: with ``recompute``, backward has the maps of one piece in memory.
+            grid, they are pieces of the model: with ``recompute``, backward keeps the maps of one piece in memory.
         recompute: stages that recompute their activations in backward: all, none, or a list.
         mirror: how two directions share weights: gradients are summed over both, or sent to direction 0, which has the
             only optimizer state and sends new weights back.
@@ -181,7 +182,7 @@ class ParallelPlan:
         return Fraction(self.shares[replica], sum(self.shares)) if self.shares else Fraction(1, self.replicas)
 
     def share_of(self, replica: int) -> tuple[int, int] | None:
-        """Return (samples before this replica's, all samples) of a micro-batch of all replicas; None without shares."""
+        """Return (samples of earlier replicas, samples of all replicas) in a micro-batch; None without shares."""
         if self.shares is None:
             return None
         before, total = sum(self.shares[:replica]), sum(self.shares)
@@ -189,22 +190,22 @@ class ParallelPlan:
 
     @property
     def mean_over(self) -> int:
-        """Divisor of sums over replicas: their number, or 1 with ``shares``, where losses are weighted before."""
+        """Divisor of sums over replicas: their number; 1 with ``shares``, because losses are weighted beforehand."""
         return 1 if self.shares else self.replicas
 
     @property
     def ranks_per_plane(self) -> int:
-        """Ranks that hold the model once: of all grids."""
+        """Number of ranks of all grids, which together hold the model once."""
         return sum(rows * columns for rows, columns in self.grids)
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks of one replica: of all its planes."""
+        """Number of ranks of all planes of a replica."""
         return self.branches * self.ranks_per_plane
 
     @property
     def ranks(self) -> int:
-        """Trainers: ranks of all replicas."""
+        """Number of trainers: the ranks of all replicas."""
         return self.replicas * self.ranks_per_replica
 
     @property
@@ -335,5 +336,5 @@ def _stage(plan: ParallelPlan, placement: Placement, number: int, direction: int
 
 
 def _shown(items: list[int]) -> list[int | None]:
-    """Return the items; of a long list its ends, with None for what is left out between them."""
+    """Return the items; of a long list only both ends, with None in place of the items between them."""
     return [*items[:_ENDS], None, *items[-_ENDS:]] if len(items) > 2 * _ENDS + 1 else [*items]

@@ -18,7 +18,7 @@ def check_count(name: str, value: Any, allowed: str = "a whole number from 1") -
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse a field that is neither true nor false: any other text would count as true."""
+    """Refuse a field that is neither true nor false; text such as "no" would count as true."""
     if not isinstance(value, bool):
         raise RequestError(f"plan.{name} is {value!r}; use true or false")
 
@@ -39,7 +39,7 @@ def parse_grids(grids: Any) -> tuple[tuple[int, int], ...]:
 
 
 def parse_cells(cells: Any) -> tuple[int, int]:
-    """Return (rows, columns) of cells; not of "auto" and None, which need no parsing."""
+    """Return (rows, columns) of cells; "auto" and None need no parsing, and are not passed here."""
     example = 'use null, "auto", or rows and columns, e.g. (4, 4)'
     try:
         rows, columns = cells
@@ -51,7 +51,7 @@ def parse_cells(cells: Any) -> tuple[int, int]:
 
 
 def check_spill(spill: Any, cells: Any) -> None:
-    """Refuse a place for maps that is neither text nor None, and one without cells; cells "auto" need one."""
+    """Refuse ``spill`` that is neither text nor None, ``spill`` without cells, and cells "auto" without ``spill``."""
     if spill is None and cells == "auto":
         raise RequestError('plan.cells is "auto", which needs plan.spill, such as "memory"; set it, or name the cells')
     if spill is None:
@@ -63,7 +63,7 @@ def check_spill(spill: Any, cells: Any) -> None:
 
 
 def parse_cuts(cuts: Any, stages: int) -> tuple[str, ...]:
-    """Return the names of the modules after which to cut; not of "auto", which needs no parsing."""
+    """Return the names of the modules after which to cut; "auto" needs no parsing, and is not passed here."""
     parsed = tuple(cuts) if isinstance(cuts, Iterable) else (None,)  # once: it may be a generator
     if isinstance(cuts, str) or not all(isinstance(cut, str) for cut in parsed):
         raise RequestError(f'plan.cuts is {cuts!r}; use "auto" or a list of module names, one for each cut')
@@ -76,7 +76,7 @@ def parse_cuts(cuts: Any, stages: int) -> tuple[str, ...]:
 
 
 def parse_recompute(recompute: Any, stages: int) -> bool | tuple[int, ...]:
-    """Return whether all stages recompute or none does, or else the numbers of those that do, ascending."""
+    """Return True or False for all stages, or the numbers of the stages that recompute, ascending."""
     if isinstance(recompute, bool):
         return recompute
     is_list = isinstance(recompute, Iterable) and not isinstance(recompute, str)

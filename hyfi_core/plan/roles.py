@@ -40,15 +40,16 @@ class RankRoles:
 def assign_roles(hosts: Sequence[str], trainers: int, loaders: HostChoice, validators: HostChoice) -> RankRoles:
     """Assign ranks to roles.
 
-    Hosts that match a pattern have only this role; if a host matches both, its ranks alternate between loading and
-    validating. Of the other ranks, the last validate (they communicate with each other, so they are kept together),
-    loaders are distributed over hosts in proportion to their ranks, and the rest train.
+    Ranks on hosts that match a pattern have this role; if a host matches both patterns, its ranks alternate between
+    loading and validating. If ``validators`` is a number, the last of the other ranks validate: they communicate with
+    each other, so they are kept together. If ``loaders`` is a number, loaders are distributed over hosts in proportion
+    to the hosts' ranks. All others train.
 
     Args:
         hosts: the host of each rank.
-        trainers: ranks that the plan needs.
-        loaders: number, or host pattern.
-        validators: likewise.
+        trainers: number of ranks that the plan needs.
+        loaders: number of loaders, or host pattern.
+        validators: number of validators, or host pattern.
 
     Raises:
         RequestError: the number of remaining ranks is not ``trainers``; the message lists roles and hosts.
@@ -58,7 +59,7 @@ def assign_roles(hosts: Sequence[str], trainers: int, loaders: HostChoice, valid
     load, validate = _alternating(hosts, load, validate)
     if isinstance(validators, int):
         not_loading = _without(hosts, load)
-        # The last ones: ranks of a node are consecutive, so that validators are near each other.
+        # The last ranks: those of a node are consecutive, so validators are near each other.
         validate = not_loading[max(0, len(not_loading) - validators) :]
     if isinstance(loaders, int):
         load = _spread(hosts, _without(hosts, validate), loaders)
@@ -77,8 +78,8 @@ def with_spare(hosts: Sequence[str], trainers: int, pattern: str) -> RankRoles:
 
     Args:
         hosts: the host of each rank.
-        trainers: ranks of the plan without them.
-        pattern: of the spare ranks' hosts.
+        trainers: number of ranks of the plan without spare ranks.
+        pattern: pattern of the spare ranks' hosts.
 
     Raises:
         RequestError: no host matches, or the number of other ranks is not ``trainers``.
@@ -94,10 +95,10 @@ def with_spare(hosts: Sequence[str], trainers: int, pattern: str) -> RankRoles:
 
 
 def loaders_of(hosts: Sequence[str], roles: RankRoles) -> dict[int, tuple[int, ...]]:
-    """Return the loaders of each trainer; every loader has trainers.
+    """Return trainer -> the loaders that serve it; every loader serves some trainer.
 
     A trainer uses loaders on its own host. Hosts with only loaders are paired, in order, with trainers' hosts without
-    loaders, so that every node's DPU loads for its node; if there are none, with all trainers' hosts.
+    loaders, so that every node's DPU loads for its node; if all trainers' hosts have loaders, with all of them.
     """
     training = list(dict.fromkeys(hosts[rank] for rank in roles.trainers))
     loading = list(dict.fromkeys(hosts[rank] for rank in roles.loaders))
@@ -111,26 +112,24 @@ def loaders_of(hosts: Sequence[str], roles: RankRoles) -> dict[int, tuple[int, .
 
 
 def _paired(loading: Sequence[str], index: int, count: int) -> Sequence[str]:
-    """Return the hosts of loaders for host ``index`` of ``count``: several, or one that it shares with others."""
+    """Return the hosts of loaders that are paired with host ``index`` of ``count``: several, or a shared one."""
     if len(loading) >= count:
         return loading[index::count]
     return [loading[index * len(loading) // count]] if loading else []
 
 
-def _matching(hosts: Sequence[str], ranks_wanted: HostChoice, key: str) -> list[int]:
+def _matching(hosts: Sequence[str], choice: HostChoice, key: str) -> list[int]:
     """Return the ranks on hosts that match a pattern; none if the choice is a number of ranks."""
-    if isinstance(ranks_wanted, int):
+    if isinstance(choice, int):
         return []
-    ranks = [rank for rank, host in enumerate(hosts) if fnmatchcase(host, ranks_wanted)]
+    ranks = [rank for rank, host in enumerate(hosts) if fnmatchcase(host, choice)]
     if not ranks:
-        raise RequestError(
-            f"{key}: no host matches {ranks_wanted!r}; the ranks run on {', '.join(dict.fromkeys(hosts))}"
-        )
+        raise RequestError(f"{key}: no host matches {choice!r}; the ranks run on {', '.join(dict.fromkeys(hosts))}")
     return ranks
 
 
 def _alternating(hosts: Sequence[str], load: list[int], validate: list[int]) -> tuple[list[int], list[int]]:
-    """Return the ranks that load and those that validate; of those in both lists, in turns on each host."""
+    """Return (ranks that load, ranks that validate); a host's ranks in both lists alternate between them."""
     loads_next: dict[str, bool] = {}  # host -> whether its next rank loads; the first does
     for rank in [rank for rank in load if rank in validate]:
         loads = loads_next.get(hosts[rank], True)
@@ -140,7 +139,7 @@ def _alternating(hosts: Sequence[str], load: list[int], validate: list[int]) -> 
 
 
 def _spread(hosts: Sequence[str], ranks: Sequence[int], count: int) -> list[int]:
-    """Return ``count`` of ``ranks``, or all if there are fewer: distributed over hosts in proportion to their ranks."""
+    """Return ``count`` of ``ranks``, or all if there are fewer, distributed over hosts in proportion to their ranks."""
     remaining: dict[str, list[int]] = {}
     for rank in ranks:
         remaining.setdefault(hosts[rank], []).append(rank)

@@ -37,11 +37,11 @@ def plan_for(strategy: Strategy, ranks: int, batch: int) -> ParallelPlan:
     if strategy == "model":
         return ParallelPlan(grids=((1, 1),) * ranks, microbatches=batch)
     if strategy == "hybrid":
-        # A grid and a pipeline behind it need three.
+        # A grid of two ranks and a pipeline after it need three ranks.
         if ranks < 3:
             return ParallelPlan(grids=(squarest(ranks),))
-        # As many ranks as possible share the large maps of the first layers, unless their parts would be long strips:
-        # these have long borders for their pixels.
+        # The largest grid for the large maps of the first layers that is at most twice as wide as high: parts that are
+        # long strips have long borders, and so large halos, for their area.
         parts = max(n for n in range(1, ranks) if _aspect(squarest(n)) <= 2)
         return ParallelPlan(grids=(squarest(parts), *((1, 1),) * (ranks - parts)), microbatches=batch)
     raise RequestError(f"strategy is {strategy!r}; use one of {', '.join(get_args(Strategy))}")

@@ -46,7 +46,7 @@ class Transfer:
     @property
     def idle(self) -> bool:
         """Whether this rank has exactly what it needs and sends nothing."""
-        # Empty boxes may lie anywhere: their tensors are the same if their sizes are.
+        # Empty boxes of equal shape are equal tensors, wherever they lie.
         same = self.have == self.need or (self.have.empty and self.have.shape == self.need.shape)
         return same and not self.sends and not self.receives
 
@@ -57,15 +57,15 @@ class Transfer:
 
 
 def plan_transfer(have: Sequence[Box], need: Sequence[Box], map_box: Box, rank: int) -> Transfer:
-    """Return the transfer of ``rank``.
+    """Return what ``rank`` sends, receives and keeps if ranks own ``have`` and need ``need``.
 
     Args:
-        have: what each rank owns; the boxes do not overlap and cover the map.
-        need: what each rank needs; boxes may overlap and extend beyond the map.
+        have: the box that each rank owns; the boxes do not overlap and cover the map.
+        need: the box that each rank needs; boxes may overlap and extend beyond the map.
         map_box: the map.
-        rank: of the result.
+        rank: the rank whose transfer is returned.
     """
-    # Both ends go through the ranks in the same order, by the same boxes: messages need no description.
+    # Sender and receiver compute the same boxes in the same order of ranks: messages need no description.
     sends = tuple(Strip(peer, box) for peer, box in _meeting(need, have[rank]) if peer != rank)
     receives = tuple(Strip(peer, box) for peer, box in _meeting(have, need[rank]) if peer != rank)
     return Transfer(have[rank], need[rank], map_box, sends, receives, have[rank].intersect(need[rank]))

@@ -47,8 +47,8 @@ class AxisWindow:
         return first, (stop - 1) * self.stride - self.padding + self.extent
 
     def misses(self, inputs: int, outputs: int) -> bool:
-        """Return whether an output reads nothing of the map: all its taps are in the padding."""
-        # Taps that follow each other within the map's length cannot all miss it.
+        """Return whether some output reads no position of the map: all its taps are in the padding."""
+        # Taps at most `inputs` apart cannot jump over the map.
         if self.dilation <= inputs:
             return False
         first = range(-self.padding, -self.padding + outputs * self.stride, self.stride)
@@ -67,19 +67,19 @@ class AxisWindow:
             outputs: output positions.
             balanced: where an even division would cut.
         """
-        # A part that is empty in the input stays so.
+        # A part that is empty in the input is empty in the output.
         if cut <= 0 or cut >= inputs:
             return 0 if cut <= 0 else outputs
-        # The taps of output `near` begin at the cut; outputs that straddle it are just before.
+        # The first tap of output `near` is at the cut or just before it; outputs that read both sides are near it.
         near = (cut + self.padding) // self.stride
         reach = self.extent // self.stride + 1
-        # Outputs further away read one side only: cutting there moves more.
+        # Outputs further away read one side only, so a cut there would move more positions.
         candidates = {min(max(near + step, 0), outputs) for step in range(-reach, 2)}
         target = cut if self.stride == 1 and outputs == inputs else balanced
         return min(sorted(candidates), key=lambda out: (self._crossing(out, cut, inputs, outputs), abs(out - target)))
 
     def _crossing(self, out: int, cut: int, inputs: int, outputs: int) -> int:
-        """Return how many input positions cross the input cut when outputs are cut at ``out``."""
+        """Return how many input positions are sent across the input cut if the outputs are cut at ``out``."""
         before = max(0, min(self.input_interval(0, out)[1], inputs) - cut) if out > 0 else 0
         after = max(0, cut - max(self.input_interval(out, outputs)[0], 0)) if out < outputs else 0
         return before + after

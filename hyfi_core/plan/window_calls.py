@@ -1,7 +1,7 @@
 """A linear sliding window, such as a convolution, as separate calls on the own part and on each received strip.
 
-The results are added: each call takes the pixels of the other calls as zeros. So only the few outputs that a strip
-reaches have to wait for its message.
+The results are added: each call takes the pixels of the other calls as zeros. So only the few outputs that read a strip
+have to wait for its message.
 
     3 taps, stride 1        own part       strip
     input             … 4 5 6 7           8          own call: every output, zeros beyond 7
@@ -38,7 +38,7 @@ class StripCall:
 
 @dataclass(frozen=True, slots=True)
 class OwnCall:
-    """A native call on a rank's own part that gives its part of the output, with zeros outside.
+    """A call of PyTorch's operator on a rank's own part that gives its part of the output, with zeros outside.
 
     Attributes:
         start: (y, x) of the first owned pixel that it reads.

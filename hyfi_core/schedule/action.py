@@ -52,9 +52,9 @@ class Verb(StrEnum):
 COMPUTE = frozenset({Verb.F, Verb.B, Verb.I, Verb.W})
 """The gang actions."""
 TO_INPUTS = frozenset({Verb.B, Verb.I})
-"""Those that take the gradients of a stage's outputs, and after which those of its inputs are sent."""
+"""The gang actions that compute the gradients of a stage's inputs."""
 TO_WEIGHTS = frozenset({Verb.B, Verb.W})
-"""Those after which a micro-batch has added all that it adds to the gradients of a stage's weights."""
+"""The gang actions that complete a micro-batch's gradients of a stage's weights."""
 _COUNTED = re.compile(r"(F|B|I|W)(\d+)\.s(\d+)\.d(\d+)")
 _MESSAGE = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B)(\d+)\.s(\d+)\.d(\d+)([<>])s(\d+)")
 _GRADIENT = re.compile(r"(SEND_G|RECV_G)\.s(\d+)\.d(\d+)([<>])d(\d+)")
@@ -107,7 +107,7 @@ class Action:
             action = cls(Verb.REDUCE, int(match[1]), 0)
         else:
             action = None
-        # Compared with its own text: ``F00.s1.d0`` and the like would parse, too, but each action has one text.
+        # Each action has one text only: ``F00.s1.d0`` matches the pattern, but is not the text of F0.
         if action is None or str(action) != text:
             example = "F0.s1.d0, SEND_F0.s1.d0>s2, RECV_F0.s2.d0<s1, SEND_G.s1.d1>d0 or REDUCE.s1"
             raise RequestError(f"{text!r} is not an action; write it like {example}")
@@ -116,7 +116,7 @@ class Action:
 
 @lru_cache(maxsize=1 << 16)
 def act(verb: Verb, stage: int, direction: int, microbatch: int | None = None, peer: int | None = None) -> Action:
-    """Return the action with these fields, always the same object, so that dict lookups compare by identity."""
+    """Return the action with these fields, always the same object, so that lookups in dicts are fast."""
     return Action(verb, stage, direction, microbatch, peer)
 
 

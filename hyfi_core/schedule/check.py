@@ -10,14 +10,14 @@ from hyfi_core.schedule.fault import Blame
 from hyfi_core.schedule.routes import Edges
 
 Needs = Mapping[Action, Sequence[Action]]
-"""For each action of a rank, the actions that must precede it in its list."""
+"""Each action that a rank must have -> the actions that must precede it in the rank's list."""
 
 Backward = tuple[int, int, int]
 """(stage, direction, micro-batch) of a backward."""
 
 
 def divided(schedule: Schedule) -> frozenset[Backward]:
-    """Return the backwards that a schedule divides: those of which any rank has an I or a W."""
+    """Return the backwards that a schedule divides: any rank has an I or W in place of their B."""
     distinct = dict.fromkeys(schedule.actions)  # ranks of a stage mostly have equal rows
     return frozenset(
         (action.stage, action.direction, action.microbatch)
@@ -34,7 +34,7 @@ def expected(
     point_to_point: bool,
     halves: frozenset[Backward] = frozenset(),
 ) -> list[Needs]:
-    """Return the required actions of each rank.
+    """Return the `Needs` of each rank: its required actions, and what must precede each of them.
 
     Args:
         placement: which ranks hold which stage.
@@ -54,7 +54,7 @@ def expected(
             for rank in placement.group(stage, direction):
                 ranks[rank].update(needs)
                 backwards[rank].setdefault(stage, []).extend(completing)
-    # A rank may have a stage in both directions: it is reduced once, after the backwards of both.
+    # A rank may have a stage in both directions: it reduces the gradients once, after the backwards of both.
     for rank, stages in enumerate(backwards):
         for stage, completing in stages.items():
             if not point_to_point:
@@ -79,7 +79,7 @@ def _of_stage(
         backward = act(Verb.I if in_two else Verb.B, stage, direction, m)
         values = [act(Verb.RECV_F, stage, direction, m, source) for source in sources]
         gradients = [act(Verb.RECV_B, stage, direction, m, target) for target in targets]
-        # Receives need nothing: they are posted ahead, as early as the order of the pair requires.
+        # Receives need nothing before them: they are posted ahead.
         needs.update(dict.fromkeys(values, ()))
         needs.update(dict.fromkeys(gradients, ()))
         needs[forward] = values
@@ -95,46 +95,48 @@ def _of_stage(
 
 
 def find_faults(schedule: Schedule, needs: Sequence[Needs]) -> list[Blame]:
-    """Return extra, then missing, then misplaced actions."""
+    """Return a blame for each action that is extra, then for each that is missing, then for each that is misplaced."""
     extra, missing, misplaced = [], [], []
-    for rank, (row, wanted) in enumerate(zip(schedule.actions, needs, strict=True)):
-        if _is_right(row, wanted):
+    for rank, (row, required) in enumerate(zip(schedule.actions, needs, strict=True)):
+        if _is_right(row, required):
             continue
         places: dict[Action, int] = {}
         for index, action in enumerate(row):
-            if action not in wanted:
+            if action not in required:
                 extra.append(Blame(rank, index, "does not belong to this rank in this plan"))
             elif action in places:
                 extra.append(Blame(rank, index, f"occurs twice, first as action {places[action]}"))
                 extra.append(Blame(rank, places[action], f"occurs twice, again as action {index}"))
             else:
                 places[action] = index
-        if len(places) < len(wanted):
-            missing += [_missing(rank, len(row), action, wanted, places) for action in wanted if action not in places]
+        if len(places) < len(required):
+            missing += [
+                _missing(rank, len(row), action, required, places) for action in required if action not in places
+            ]
         for action, index in places.items():
-            for need in wanted[action]:
-                # A need that is missing altogether has been reported as such.
+            for need in required[action]:
+                # A need that is missing altogether is reported above.
                 if places.get(need, -1) > index:
                     misplaced.append(Blame(rank, index, f"comes before {need}, which it needs"))
     return extra + missing + misplaced
 
 
-def _is_right(row: Sequence[Action], wanted: Needs) -> bool:
+def _is_right(row: Sequence[Action], required: Needs) -> bool:
     """Whether a list has all required actions once, in a valid order; faster than finding faults."""
-    if len(row) != len(wanted):
+    if len(row) != len(required):
         return False
     done: set[Action] = set()
     for action in row:
-        if action not in wanted or not done.issuperset(wanted[action]):
+        if action not in required or not done.issuperset(required[action]):
             return False
         done.add(action)
-    return len(done) == len(wanted)
+    return len(done) == len(required)
 
 
-def _missing(rank: int, end: int, action: Action, wanted: Needs, places: Mapping[Action, int]) -> Blame:
+def _missing(rank: int, end: int, action: Action, required: Needs, places: Mapping[Action, int]) -> Blame:
     """Blame the action that needs the missing one, else its predecessor, else the end of the list."""
     for other, index in places.items():
-        if action in wanted[other]:
+        if action in required[other]:
             return Blame(rank, index, f"needs {action}, which is missing")
-    after = [places[need] for need in wanted[action] if need in places]
+    after = [places[need] for need in required[action] if need in places]
     return Blame(rank, max(after, default=end), f"{action} is missing" + (" after it" if after else ""))

@@ -25,13 +25,13 @@ def find(run: DryRun) -> FaultFound | None:
 
     In a deadlock, all ranks of the cycle are blamed.
     """
-    # First: gangs that wait for blocked messages would only be named as a consequence.
+    # Streams first: gangs that wait for their blocked messages are a consequence.
     if any(rank.stream for rank in run.ranks):
         return FaultFound("deadlock of messages in one stream per rank", list(_streams(run)))
     waits = {number: list(_waits(run, number)) for number, rank in enumerate(run.ranks) if rank.current}
     if waits:
         return FaultFound("deadlock", _cycle(run, waits))
-    # Ranks have ended all else: what is left can only be reductions that were started in different orders.
+    # All other actions have ended, so only reductions can be left, if ranks started them in different orders.
     blames = [
         Blame(number, rank.reduces[0].at, f"waits for {_reduce_waits(run, rank.reduces[0].stage)}")
         for number, rank in enumerate(run.ranks)
@@ -41,7 +41,7 @@ def find(run: DryRun) -> FaultFound | None:
 
 
 def _streams(run: DryRun) -> Iterator[Blame]:
-    """Blame the first message of every stream: none of them can start before another one has ended."""
+    """Yield a blame for the first messages of each stream that has any: each waits for another stream."""
     for number, rank in enumerate(run.ranks):
         if rank.stream:
             peers = [
@@ -64,7 +64,7 @@ def _waits(run: DryRun, number: int) -> Iterator[Wait]:
     action = rank.current
     if action is None:
         return
-    # A rank in its gang has all its data, and waits for the other ranks of the stage.
+    # A rank that has joined its gang has all its data, and waits for the other ranks of the stage.
     missing = None if rank.in_gang else rank.missing()
     if missing is not None:
         for sender in senders(run.placement, number, missing):
@@ -85,12 +85,12 @@ def _unsent(run: DryRun, sender: int, receiver: int, receive: object) -> bool:
 
 
 def _cycle(run: DryRun, waits: dict[int, list[Wait]]) -> list[Blame]:
-    """Follow the waits until a rank occurs twice."""
+    """Return a blame for each rank of a cycle, found by following the waits until a rank occurs twice."""
     path: list[int] = []
     number = min(waits)
     while number not in path:
         path.append(number)
-        # Any of those that it waits for will do: each of them waits, so the path comes back to itself.
+        # Any wait leads to a cycle, because every rank that is waited for waits as well.
         number, _ = waits[number][0]
     return [
         Blame(rank, run.ranks[rank].at, "waits for " + "; ".join(text for _, text in waits[rank]))

@@ -6,9 +6,9 @@ with the n-th receive; the message starts when both have been posted::
     rank 0   F0 ── SEND ╌╌╌╌╌╌╌╌╌╮                       SEND is posted, rank 0 continues
     rank 1        …        RECV ─┴═══════▶ F0            RECV is posted: the message starts; F0 waits for it
 
-Gang actions (F, B, I, W) wait for what their rank receives for them, and for all ranks of their stage (the *gang*). A
-REDUCE waits for the gradients of the other direction if these are sent. Reductions run in the order in which their
-ranks start them.
+Gang actions (F, B, I, W) wait for the messages that their rank receives for them, and for all ranks of their stage (the
+*gang*). A REDUCE waits for the gradients of the other direction if these are sent. Reductions run in the order in which
+their ranks start them.
 
 With ``one_stream``, all sends and receives of a rank also go through one stream, as on a GPU with one communicator for
 all of them: a message starts when all that its rank posted before has ended.
@@ -80,13 +80,21 @@ class Durations:
 
 @dataclass(slots=True)
 class Half:
-    """One side of a message whose other side has not been posted yet."""
+    """One side, send or receive, of a message between two ranks.
+
+    Attributes:
+        is_send: which side it is.
+        receive: the receive that it belongs to; of a send, its counterpart.
+        index: of the action in the list of this side's rank.
+        time_s: when the side was posted.
+        batch: the messages of the same action; None unless all messages of a rank go through one stream.
+    """
 
     is_send: bool
     receive: Action
     index: int
     time_s: float
-    batch: Batch | None = None  # with one stream
+    batch: Batch | None = None
 
 
 @dataclass(slots=True)
@@ -95,9 +103,9 @@ class Batch:
 
     Attributes:
         index: of the action in the rank's list.
-        halves: (sender, receiver, half) of each; empty once they have started.
-        open: number of messages whose other side has not started.
-        end_s: when the messages that have started end.
+        halves: (sender, receiver, half) of each message; empty once this rank has posted them.
+        open: number of messages whose other side has not been posted.
+        end_s: end of the messages that have started, the latest.
     """
 
     index: int
@@ -186,7 +194,7 @@ class DryRun:
         self.spans: list[tuple[int, Action, float, float]] = []
         self._durations = durations
         self._in_gang: dict[Action, int] = {}
-        # Ranks that may be able to go on: at first all, later those for which data has arrived or a gang has ended.
+        # Ranks that may be able to continue: first all, later those whose data has arrived or whose gang has ended.
         self._ready = list(range(len(self.ranks)))
         directions = range(placement.directions if sum_directions else 1)
         self.owners = [
@@ -215,10 +223,10 @@ class DryRun:
             action = rank.row[rank.at]
             verb = action.verb
             if (verb in COMPUTE or verb is _REDUCE) and rank.missing() is not None:
-                return  # resumed by the arrival
+                return  # `_deliver` puts the rank back into `_ready`
             if verb in COMPUTE:
                 self._join_gang(number, action)
-                return  # all are resumed by the last rank of the gang
+                return  # the last rank of the gang puts all of its ranks back into `_ready`
             if verb is _REDUCE:
                 self._start_reduce(number, action)
             elif verb in _SENDS:
@@ -244,9 +252,9 @@ class DryRun:
         self._ready += gang
 
     def _compute(self, number: int, action: Action, start_s: float, end_s: float) -> None:
-        """End a gang action on one rank."""
+        """Run a gang action on one rank, from ``start_s`` to ``end_s``."""
         rank = self.ranks[number]
-        # A divided backward ends with W: until then it holds what the weights need.
+        # A divided backward ends with W: until then, the rank keeps what the gradients of weights need.
         rank.live += (action.verb is _F) - (action.verb in TO_WEIGHTS)
         rank.peak_live = max(rank.peak_live, rank.live)
         rank.in_gang = False
@@ -270,7 +278,7 @@ class DryRun:
                     (number, receiver, Half(is_send=True, receive=receive, index=rank.at, time_s=rank.clock_s))
                 )
             else:
-                # To itself a rank sends no message: the receive has its data at once, or as soon as it is posted.
+                # A rank sends no message to itself: the receive has its data at once, or as soon as it is posted.
                 rank.own_s[receive] = rank.clock_s
                 if receive in rank.open:
                     self._deliver(number, receive, rank.clock_s)
@@ -300,7 +308,8 @@ class DryRun:
             for _, _, half in halves:
                 half.batch = batch
             rank.stream.append(batch)
-            while any([self._moved(rank) for rank in self.ranks]):  # a list: every stream is tried
+            # Until no stream moves; the list, unlike a generator, tries every stream in each round.
+            while any([self._moved(rank) for rank in self.ranks]):
                 pass
 
     def _moved(self, rank: RankState) -> bool:
@@ -310,7 +319,7 @@ class DryRun:
             batch = rank.stream[0]
             halves, batch.halves = batch.halves, []
             for sender, receiver, half in halves:
-                # Not before the rank's earlier messages have ended.
+                # In one stream, a message starts after the rank's earlier messages have ended.
                 half.time_s = max(half.time_s, rank.stream_s)
                 self._pair(sender, receiver, half)
                 moved = True
@@ -322,15 +331,15 @@ class DryRun:
         return moved
 
     def _pair(self, sender: int, receiver: int, half: Half) -> None:
-        """Pair with the first half that waits between these ranks, or wait behind the others."""
+        """Pair a half with the first opposite one that waits between these ranks, or let it wait behind its like."""
         lane = self.lanes.setdefault((sender, receiver), deque())
-        # A lane only ever holds sends, or only receives: the other side would have been paired.
+        # A lane has sends only or receives only, because opposite halves are paired at once.
         if not lane or lane[0].is_send == half.is_send:
             lane.append(half)
             return
         other = lane.popleft()
         send, receive = (half, other) if half.is_send else (other, half)
-        # Without tags the n-th send meets the n-th receive, whatever they are meant for.
+        # Messages have no tags: the n-th send meets the n-th receive, even if they belong to different actions.
         if send.receive != receive.receive:
             raise FaultFound(
                 "a pair of ranks sends and receives its messages in different orders",
@@ -359,14 +368,14 @@ class DryRun:
     def _start_reduce(self, number: int, action: Action) -> None:
         rank = self.ranks[number]
         start_s = max(rank.clock_s, *(rank.arrived_s.get(need, 0.0) for need in rank.needs[action]))
-        # Started, not waited for: the rank goes on while the others come to it.
+        # Started without waiting: the rank continues before the other ranks have started theirs.
         rank.reduces.append(PendingReduce(action.stage, rank.at, start_s))
         self._reduce(action.stage)
 
     def _reduce(self, stage: int) -> None:
-        """Run a stage's reduction if it is the next one on all of its ranks, and those that waited for it."""
+        """Run a stage's reduction if it is the next one on all of its ranks, then those that waited for it."""
         owners = [self.ranks[number] for number in self.owners[stage]]
-        # Collective: all owners must be there, and none may have an earlier one under way.
+        # A reduction is collective: all owners must have started it, and none may have an earlier one pending.
         if not all(rank.reduces and rank.reduces[0].stage == stage for rank in owners):
             return
         start_s = max(max(rank.reduces[0].start_s, rank.reduced_s) for rank in owners)

@@ -63,7 +63,7 @@ def _of_ranks(name: str, placement: Placement, order: Iterable[Action]) -> Sched
     Ranks that hold the same stages have the same list, as one object.
     """
     row_of: dict[Hosted, list[Action]] = {placement.hosted(rank): [] for rank in range(placement.size)}
-    rows_with: dict[tuple[int, int], list[list[Action]]] = {}  # (stage, direction) -> the lists that it is part of
+    rows_with: dict[tuple[int, int], list[list[Action]]] = {}  # (stage, direction) -> the lists with its actions
     for hosted, row in row_of.items():
         for stage in hosted:
             rows_with.setdefault(stage, []).append(row)
@@ -188,7 +188,8 @@ def _chimera(stages: int, microbatches: int) -> list[Action]:
         rank 2  .  F2 F0 F3 F1 B0 B2 B1 B3 .
         rank 3  F2 .  F3 F0 B0 F1 B1 B2 .  B3
     """
-    of_direction, of_unit = microbatches // 2, (stages + 1) // 2  # micro-batches of one direction
+    # Micro-batches of one direction: in all, and in a unit.
+    of_direction, of_unit = microbatches // 2, (stages + 1) // 2
     slots = []
     for direction in (0, 1):
         for m in range(of_direction):
@@ -201,8 +202,8 @@ def _chimera(stages: int, microbatches: int) -> list[Action]:
 
 
 def _by_slot(slots: Iterable[tuple[int, Action]]) -> list[Action]:
-    """Return the actions sorted by their slots of time."""
-    # Stable: actions of one slot stay in the order in which they were generated, the same for all ranks.
+    """Return the actions sorted by their time slots."""
+    # The sort is stable: actions of one slot stay in the order in which they were generated, the same for all ranks.
     return [action for _, action in sorted(slots, key=lambda item: item[0])]
 
 
@@ -229,9 +230,10 @@ def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]
     for grid in range(grids):
         forwards, backwards = [], []
         for index in range(total):
-            # index = (group of D micro-batches, turn through the grids, member of the group), the last running fastest.
-            group, place = divmod(index, grids * interleave)
-            turn, member = divmod(place, grids)
+            # index counts (group of D micro-batches, turn through the grids, micro-batch within the group), the last
+            # number fastest.
+            group, index_in_group = divmod(index, grids * interleave)
+            turn, member = divmod(index_in_group, grids)
             microbatch = group * grids + member
             forwards.append(act(Verb.F, turn * grids + grid, 0, microbatch))
             backwards.append(act(Verb.B, (interleave - 1 - turn) * grids + grid, 0, microbatch))
@@ -239,7 +241,7 @@ def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]
         order += forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards, strict=False):
             order += [forward, backward]
-        # As many backwards are left as forwards ran ahead.
+        # The number of backwards that are left is that of the forwards that ran ahead.
         order += backwards[total - ahead :]
     return order
 

@@ -12,7 +12,7 @@ _COLUMNS = 8  # shown of long schedules before an error
 
 
 def time_grid(events: Iterable[TraceEvent], ranks: int) -> str:
-    """Return forwards and backwards: one line for each rank, one column for each time at which one starts.
+    """Return forwards and backwards as text: a line for each rank, a column for each time at which one starts.
 
     rank 0 │ F0.s0.d0  F1.s0.d0            B0.s0.d0
     rank 1 │           F0.s1.d0  B0.s1.d0
@@ -22,7 +22,7 @@ def time_grid(events: Iterable[TraceEvent], ranks: int) -> str:
 
 
 def error_grid(events: Iterable[TraceEvent], current: Sequence[str], blamed: Collection[int], ranks: int) -> str:
-    """Return the events until all ranks waited, then the current action of each, with a mark on ranks at fault.
+    """Return the actions that have run and the current action of each rank as text, with a mark on ranks at fault.
 
     Args:
         events: forwards and backwards that have run.
@@ -61,9 +61,9 @@ def _slots(events: Iterable[TraceEvent], ranks: int) -> list[list[str]]:
 
 
 def _lines(rows: Sequence[Sequence[str]], marks: Mapping[int, str]) -> str:
-    """Return a table with a line for each rank; ``marks``: what follows the line of a rank."""
+    """Return a table with a line for each rank; ``marks``: rank -> mark at the end of its line."""
     if marks:
-        # Of long rows, the ends: that is where the ranks have stopped.
+        # The ends of long rows show where the ranks have stopped.
         rows = [row[-_COLUMNS:] for row in rows]
     width = max((len(text) for row in rows for text in row), default=0)
     digits = len(str(max(len(rows) - 1, 0)))

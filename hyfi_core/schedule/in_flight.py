@@ -1,7 +1,7 @@
 """Micro-batches in flight: forward done, backward not, while each action of a rank runs.
 
     rank 0     F0  F1  F2  B0  F3  B1  B2  B3       1F1B, three stages
-    waiting     0   1   2   2   2   2   1   0       others, meanwhile
+    waiting     0   1   2   2   2   2   1   0       other micro-batches, while the action runs
 
 Micro-batches that wait take memory, and so do gradients, which exist from a stage's first backward on. Few moments can
 need the most: those for which no other moment of the same stage has at least as much of both. Where the last stage's
@@ -28,11 +28,11 @@ class Moment:
     """A forward or backward of a rank, and what each stage on the rank keeps in memory meanwhile.
 
     Attributes:
-        running: index of the stage that runs.
-        waiting: micro-batches in flight between forward and backward, without the one that runs.
-        gradients: whether there are any: a backward, with its W if it is divided, has been done before.
-        between: micro-batches between the two parts of a backward, without the one that runs; none if no backward is
-            divided.
+        running: index, among the rank's stages, of the one that runs.
+        waiting: for each stage, micro-batches in flight between forward and backward, without the one that runs.
+        gradients: for each stage, whether it has gradients: a B or W of it has been done before.
+        between: for each stage, micro-batches between the two parts of a backward, without the one that runs; empty if
+            no backward is divided.
     """
 
     running: int
@@ -41,12 +41,12 @@ class Moment:
     between: tuple[int, ...] = ()
 
     def in_flight(self, place: int) -> int:
-        """Return the micro-batches of the rank's stage with this index that have begun and not ended."""
+        """Return how many micro-batches of the rank's stage with this index have begun and not ended."""
         between = self.between[place] if self.between else 0
         return self.waiting[place] + between + (self.running == place)
 
     def covers(self, other: Moment) -> bool:
-        """Whether at least as much waits, and there are as many gradients, while the same stage runs."""
+        """Whether ``other`` cannot need more memory: the same stage runs, and here each stage has at least as much."""
         return (
             self.running == other.running
             and all(a >= b for a, b in zip(self.waiting, other.waiting, strict=True))
@@ -56,7 +56,7 @@ class Moment:
 
 
 def fullest_moments(plan: ParallelPlan) -> dict[Hosted, tuple[Moment, ...]]:
-    """Return the moments at which ranks may need the most memory, for all ranks that hold the same stages.
+    """Return stages of a rank -> the moments at which ranks with these stages may need the most memory.
 
     Args:
         plan: its cuts do not matter.
@@ -79,22 +79,22 @@ def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
 
 
 def _sizes(plan: ParallelPlan) -> tuple[int, ...]:
-    """Return the number of ranks of each grid, or 1 for each where any numbers give ranks with the same stages.
+    """Return the number of ranks of each grid, or 1 for each grid if the numbers do not decide which stages meet.
 
-    Few ranks are fast to schedule, and many plans then share one schedule.
+    With 1, few ranks have to be scheduled, and many plans share one schedule.
     """
     sizes = tuple(map(prod, plan.grids))
-    # Direction 1 counts ranks from the end: if sizes are not the same from there, a grid's ranks hold different stages.
+    # Direction 1 counts ranks from the end: if sizes are not symmetric, ranks of one grid hold different stages.
     sizes_matter = plan.directions > 1 and sizes != sizes[::-1]
     return sizes if sizes_matter else (1,) * len(sizes)
 
 
 def followed_at_once(actions: Iterable[Action], last: int) -> frozenset[Action]:
-    """Return the forwards of a rank's last stage whose backward is the next thing that it computes.
+    """Return the forwards of the last stage after which the rank computes their own backward next.
 
     Args:
-        actions: of the rank.
-        last: index of the last stage, whose backward takes nothing from other stages.
+        actions: actions of the rank, in order.
+        last: number of the last stage, whose backward needs no message.
     """
     computed = [action for action in actions if action.verb in COMPUTE]
     return frozenset(
@@ -107,7 +107,7 @@ def followed_at_once(actions: Iterable[Action], last: int) -> frozenset[Action]:
 
 
 def recomputes(plan: ParallelPlan, stage: int) -> bool:
-    """Return whether a stage recomputes any activations: the plan says so, and some wait for their backward."""
+    """Return whether a stage recomputes activations: the plan says so, and some of them wait for their backward."""
     if not plan.recomputes(stage):
         return False
     if plan.cells is not None:
@@ -154,7 +154,8 @@ def _all(hosted: Hosted, actions: Sequence[Action]) -> Iterator[Moment]:
     for action in actions:
         at = hosted.index((action.stage, action.direction))
         verb, forward = action.verb, action.verb is Verb.F
-        # What ends with the action is subtracted before its moment, what begins is added after: it is in neither.
+        # The running micro-batch is not counted: one that ends is subtracted before the moment, one that begins is
+        # added after it.
         waiting[at] -= verb in TO_INPUTS
         between[at] -= verb is Verb.W
         if not forward or len(hosted) > 1:
@@ -165,7 +166,7 @@ def _all(hosted: Hosted, actions: Sequence[Action]) -> Iterator[Moment]:
 
 
 def _fullest(moments: Iterable[Moment]) -> list[Moment]:
-    """Return the moments that no other covers."""
+    """Return the moments that no other moment covers, each once."""
     fullest: list[Moment] = []
     for moment in dict.fromkeys(moments):
         if not any(other.covers(moment) for other in fullest):

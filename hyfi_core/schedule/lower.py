@@ -63,7 +63,7 @@ def lower(
 
 def _row(lowering: _Lowering, rank: int, row: tuple[Action, ...], overlap_reduce: bool) -> tuple[Action, ...]:
     """Return a rank's list with its communication."""
-    slots = [_Slot() for _ in range(len(row) + 1)]  # slot i is before computation i, the last one after all
+    slots = [_Slot() for _ in range(len(row) + 1)]  # slot i is before computation i; the last slot is after all
     reduces = lowering.reduces(rank, overlap_reduce)
     for index, action in enumerate(row):
         slots[index + 1].sends += lowering.sends(action)
@@ -84,9 +84,9 @@ class _Slot:
 
 
 def _joined(row: tuple[Action, ...], slots: list[_Slot]) -> Iterator[Action]:
-    """Yield the actions of a rank: those of each slot, and the computation behind it."""
+    """Yield the actions of a rank: those of each slot, and the computation after it."""
     for index, slot in enumerate(slots):
-        # Sends before all else: others wait for them.
+        # Sends come first, because other ranks wait for them.
         yield from slot.sends
         yield from slot.reduces
         yield from slot.receives
@@ -98,8 +98,8 @@ class _NeededReceive(NamedTuple):
     """A receive that a rank needs.
 
     Attributes:
-        order: of its send among all sends of the schedule: by computation, then by peer.
-        latest_slot: of the rank, at which it must have been posted.
+        order: position of its send among all sends of the schedule: (place of the computation, order of the peer).
+        latest_slot: the rank's last slot in which it may be posted.
         action: the receive.
     """
 
@@ -127,13 +127,13 @@ class _Lowering:
                 self._last_backward[timed.action.stage, timed.action.direction] = timed
         ends: dict[int, tuple[int, int]] = {}
         for (stage, _), timed in self._last_backward.items():
-            # By time, then by place in the common order: one order of reductions for all ranks.
+            # By time, then by place in the common order, so that all ranks reduce stages in the same order.
             ends[stage] = max(ends.get(stage, (0, 0)), (timed.end, self._place[timed.action]))
         self._reduce_order = sorted(ends, key=lambda stage: ends[stage])
         self._gradients_end = {stage: end for stage, (end, _) in ends.items()}
 
     def sends(self, action: Action) -> Iterator[Action]:
-        """Return the sends after a computation, in the same order on all its ranks."""
+        """Yield the sends after a computation, in the same order on all of its ranks."""
         stage, direction, microbatch = action.stage, action.direction, action.microbatch
         if action.verb is Verb.F:
             for target in self._edges.targets[stage]:
@@ -149,8 +149,8 @@ class _Lowering:
         """Return (stage, slot) of the reductions of a rank, in the same order on all ranks.
 
         Args:
-            rank: for which to return them.
-            overlap: whether a reduction starts as soon as its gradients are complete; else after all computations.
+            rank: the rank.
+            overlap: whether a reduction starts as soon as its gradients are complete; otherwise after all computations.
         """
         row = self._actions_of_rank[rank]
         slots, slot = [], 0
@@ -164,21 +164,21 @@ class _Lowering:
         return slots
 
     def _reduce_slot(self, row: tuple[Action, ...], stage: int) -> int:
-        """Return the position among a rank's actions, ``row``, before which it reduces a stage's gradients."""
+        """Return the slot in which a rank with the computations ``row`` starts to reduce a stage's gradients."""
         if self._point_to_point:
-            # It waits for gradients of other ranks. It is after everything that starts before these are ready, so
-            # nothing that they depend on is after it on any rank.
+            # The reduction waits for gradients of other ranks. It comes after all computations that start before these
+            # gradients are ready, so that they depend on no computation that comes after it on any rank.
             end = self._gradients_end[stage]
             return max(index + 1 for index, action in enumerate(row) if self._start[action] < end)
-        # Behind the stage's last action on this rank, in either direction.
+        # After the stage's last computation on this rank, in either direction.
         return max(index + 1 for index, action in enumerate(row) if action.stage == stage)
 
     def receives(self, rank: int, reduces: dict[int, int]) -> list[tuple[int, Action]]:
-        """Return (slot, receive) of a rank; from each sender in the order of its sends."""
+        """Return (slot, receive) for each receive of a rank; those from one sender in the order of its sends."""
         needed = sorted(self._needed_receives(rank, reduces), key=lambda receive: receive.order)
         earliest: dict[int, int] = {}  # sender -> slot of its earliest receive so far
         placed: list[tuple[int, _NeededReceive]] = []
-        # From the last: a receive is posted no later than those of the same sender's later messages.
+        # From the last to the first: a receive is posted no later than those of later messages of the same sender.
         for receive in reversed(needed):
             peers = [sender for sender in senders(self._placement, rank, receive.action) if sender != rank]
             slot = min([receive.latest_slot, *(earliest[peer] for peer in peers if peer in earliest)])
@@ -200,18 +200,18 @@ class _Lowering:
                 sender = act(Verb.F, *of_peer) if forward else self._backs[of_peer]  # the computation that is sent
                 yield _NeededReceive(
                     (self._place[sender], self._order_of_send(sender, stage)),
-                    # One computation ahead of the one that needs it, so that the message arrives meanwhile.
+                    # One computation before the one that needs it, so that the message arrives meanwhile.
                     max(0, index - 1),
                     act(verb, stage, direction, microbatch, peer),
                 )
         if self._point_to_point:
             for stage, slot in reduces.items():
-                # SEND_G follows all other sends of that computation, whose second numbers are below that of stages.
+                # SEND_G is the last send after its computation: the second number of all others is below `stages`.
                 order = (self._place[self._last_backward[stage, 1].action], self._placement.stages)
                 yield _NeededReceive(order, max(0, slot - 1), act(Verb.RECV_G, stage, 0, None, 1))
 
     def _order_of_send(self, sender: Action, peer: int) -> int:
-        """Return a number by which the sends after a computation are ordered: of that to stage ``peer``."""
+        """Return the sort key of the send to stage ``peer`` among the sends after the computation ``sender``."""
         if sender.verb is Verb.F:
             return self._edges.targets[sender.stage].index(peer)
         # Cotangents leave in the opposite order: see ``sends``.

@@ -46,15 +46,15 @@ class PlanSchedules:
         """Return a rank's forwards of a training step that are computed again in backward.
 
         Args:
-            edges: between stages.
-            rank: of the replica.
+            edges: pairs (from, to) of stages that exchange values.
+            rank: number of the rank in its replica.
             in_turn: whether the ranks are cells that take turns, so that each forward waits for its backward.
         """
         key = (tuple(edges), rank, in_turn)
         if key not in self._recomputed:
             actions = self.training(key[0]).actions[rank]
             forwards = frozenset(a for a in actions if a.verb is Verb.F and self._plan.recomputes(a.stage))
-            # Recomputing what backward needs next would cost a forward and free nothing.
+            # A forward whose backward follows at once is not recomputed: that would free nothing.
             at_once = frozenset() if in_turn else followed_at_once(actions, self._plan.stages - 1)
             self._recomputed[key] = forwards - at_once
         return self._recomputed[key]

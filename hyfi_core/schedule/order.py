@@ -16,7 +16,7 @@ _NOMINAL = {Verb.F: 1, Verb.B: 2, Verb.I: 1, Verb.W: 1}  # durations: a backward
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A gang action and when it runs, if a forward takes 1, a backward 2 (each half 1) and a message 0."""
+    """A gang action and when it runs, if a forward takes 1, a backward 2 (each part 1) and a message 0."""
 
     action: Action
     start: int
@@ -43,9 +43,9 @@ def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list
         action = rows[rank][cursor[rank]]
         gang = placement.group(action.stage, action.direction)
         if any(_current(rows[other], cursor[other]) != action for other in gang):
-            continue  # the last rank of the gang continues
+            continue  # the last rank to arrive runs the action for the whole gang
         needs = _needs(action, edges, backs)
-        # One is enough: when it is done, the rank asks again.
+        # Waiting for one missing need is enough: when it is done, the rank looks for the next.
         missing = next((need for need in needs if need not in ended), None)
         if missing is not None:
             waiting.setdefault(missing, []).append(rank)
@@ -85,7 +85,7 @@ def _needs(action: Action, edges: Edges, backs: Backs) -> list[Action]:
         return [act(Verb.F, source, direction, microbatch) for source in edges.sources[stage]]
     if action.verb is Verb.W:
         return [act(Verb.I, stage, direction, microbatch)]
-    # A target without backward in the schedule is named by its B in the error.
+    # If the schedule has no backward of a target, the error names its B.
     later = [
         backs.get((target, direction, microbatch), act(Verb.B, target, direction, microbatch))
         for target in edges.targets[stage]

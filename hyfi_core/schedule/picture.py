@@ -111,7 +111,7 @@ def _legend(events: Sequence[TraceEvent]) -> list[str]:
 def _axis(span_s: float, px_per_s: float, y: float) -> list[str]:
     """Return the labels of the time axis: 5 to 12 of them, at multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(span_s / 5))
-    # ``power`` itself may be above by a rounding error: of a number just below 0.001, the logarithm is -3.
+    # ``power`` is not compared, because it may be too large by rounding: log10 of a number just below 0.001 is -3.
     step_s = max((step * power for step in (2, 5) if step * power <= span_s / 5), default=power)
     # 1e-9: a quotient of 5 may come out as 4.999…, and the last label would be missing.
     ticks_s = [index * step_s for index in range(int(span_s / step_s + 1e-9) + 1)]

@@ -42,7 +42,7 @@ def receivers(placement: Placement, rank: int, send: Action) -> tuple[int, ...]:
     """Return the possible receivers of a rank's send; the rank itself if it holds both stages."""
     receive = counterpart(send)
     group = placement.group(receive.stage, receive.direction)
-    # Values go from boxes to boxes, so that any rank may need some; a gradient goes to the rank with the same weights.
+    # Values: any rank of the receiving stage may need part of this rank's box. Gradients: the rank with the same part.
     if send.verb is not Verb.SEND_G:
         return group
     return (group[placement.group(send.stage, send.direction).index(rank)],)

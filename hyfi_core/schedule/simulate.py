@@ -127,14 +127,14 @@ def validate(
     mirror: Mirror = "all_reduce",
     microbatches: int | None = None,
 ) -> None:
-    """Raise what ``simulate`` raises; faster if nothing else is needed, since few ranks represent all."""
+    """Raise what ``simulate`` raises, in less time: the dry run has a few ranks that represent all."""
     edges = tuple(edges)
     _check_size(schedule, placement)
     few = represented(schedule, placement, _point_to_point(mirror, placement))
     try:
         _run(few.schedule, few.placement, edges, mirror, microbatches, Costs())
     except ScheduleError:
-        _run(schedule, placement, edges, mirror, microbatches, Costs())  # the same error, of all ranks
+        _run(schedule, placement, edges, mirror, microbatches, Costs())  # raises the same error, with all ranks
 
 
 def _run(
@@ -155,11 +155,11 @@ def _run(
     links, counts = Edges(edges, placement.stages), _split(schedule, placement, microbatches)
     needs = expected(placement, links, counts, point_to_point, divided(schedule))
     _check_size(schedule, placement)
-    # First: a list that lacks an action would make the dry run blame a deadlock.
+    # Checked first, because the dry run would report a missing action as a deadlock.
     if blames := find_faults(schedule, needs):
         raise ScheduleError(schedule, "its lists of actions are wrong", blames, _drawn_lists(schedule, blames))
     durations = costs.of(placement.stages)
-    # Point to point, the gradients of direction 1 have come as messages, and direction 0 reduces alone.
+    # With point_to_point, gradients of direction 1 arrive as messages, and direction 0 reduces alone.
     dry_run = DryRun(schedule, placement, needs, durations, not point_to_point, one_stream)
     try:
         dry_run.run()
@@ -186,9 +186,9 @@ def _split(schedule: Schedule, placement: Placement, microbatches: int | None) -
     """Return the micro-batches of each direction.
 
     Args:
-        schedule: its actions.
-        placement: has the number of directions.
-        microbatches: of all directions together, divided equally; None: those that the actions name.
+        schedule: the schedule.
+        placement: which ranks hold which stage, in which directions.
+        microbatches: number of all directions together, divided equally; None: those that the actions name.
     """
     if microbatches is not None:
         count = microbatches // placement.directions
@@ -202,7 +202,7 @@ def _split(schedule: Schedule, placement: Placement, microbatches: int | None) -
 
 
 def _drawn_lists(schedule: Schedule, blames: Sequence[Blame]) -> str:
-    # Reversed, so that of several faults of a rank the first one is drawn.
+    # Reversed, because the last entry of a rank stays in the dict: its first fault is drawn.
     places = {blame.rank: blame.index for blame in reversed(blames)}
     return list_grid(schedule.actions, places)
 

@@ -19,7 +19,7 @@ from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import Action, Schedule
 
 _OF_A_CLASS = 2
-"""Ranks that represent a class."""
+"""Number of ranks that represent a class."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Representatives:
     """A few ranks that represent all.
 
     Attributes:
-        schedule: their lists.
-        placement: as if there were no others.
-        of: for each rank, its representative, counted within ``placement``.
+        schedule: the lists of the representatives.
+        placement: of the representatives alone, which have new rank numbers in it.
+        of: for each rank of the replica, the new number of its representative.
     """
 
     schedule: Schedule
@@ -57,12 +57,12 @@ def represented(schedule: Schedule, placement: Placement, partners: bool) -> Rep
         members[number] += 1
         if members[number] <= _OF_A_CLASS:
             chosen.add(rank)
-    # What a representative waits for must exist: its partners are representatives, and so are theirs.
+    # A representative waits for its partners: they become representatives, and so do their partners.
     added = set(chosen)
     while added:
         added = {partner for rank in added for partner in partners_of[rank]} - chosen
         chosen |= added
-    # From here on, representatives are counted among themselves.
+    # The new rank numbers of the representatives.
     order = sorted(chosen)
     index_of = {rank: index for index, rank in enumerate(order)}
     first_of_class: dict[int, int] = {}
@@ -70,7 +70,7 @@ def represented(schedule: Schedule, placement: Placement, partners: bool) -> Rep
         first_of_class.setdefault(classes[rank], index_of[rank])
 
     def renumbered(group: Sequence[int]) -> tuple[int, ...]:
-        """Return the representatives of a stage's ranks, counted among themselves."""
+        """Return the new numbers of the representatives among a stage's ranks."""
         return tuple(index_of[rank] for rank in group if rank in index_of)
 
     groups = tuple(tuple(map(renumbered, stages)) for stages in placement.ranks)
@@ -95,7 +95,7 @@ def _partners(placement: Placement) -> list[tuple[int, ...]]:
 
 def _classes(schedule: Schedule, placement: Placement, partners: Sequence[tuple[int, ...]]) -> list[int]:
     """Return the class of each rank: ranks of one class have the same stages, actions and classes of partners."""
-    lists: dict[int, int] = {}  # most ranks have the same object
+    lists: dict[int, int] = {}  # id of a list -> its number; ranks with equal lists mostly share one object
     distinct: dict[tuple[Action, ...], int] = {}
     for row in schedule.actions:
         if id(row) not in lists:
@@ -104,7 +104,7 @@ def _classes(schedule: Schedule, placement: Placement, partners: Sequence[tuple[
     classes = _numbered(keys)
     while True:
         finer = _numbered([(classes[rank], tuple(classes[p] for p in partners[rank])) for rank in range(len(classes))])
-        # Refining only splits classes: if their number has not grown, none was split.
+        # Each round only splits classes: if there are no more than before, the classes are final.
         if max(finer) == max(classes):
             return classes
         classes = finer

@@ -18,10 +18,10 @@ class TraceEvent:
     """One event of one rank.
 
     Attributes:
-        rank: of the event.
-        name: for example the text of an action.
-        start_s: seconds since a time that is the same for all ranks.
-        end_s: likewise; not before ``start_s``.
+        rank: number of the rank.
+        name: a name to show, such as the text of an action.
+        start_s: start, in seconds since a time that is the same for all ranks.
+        end_s: end, in the same seconds; not before ``start_s``.
         kind: a ``Verb``; in measured traces also ``update``, ``data`` or a kind of traffic.
     """
 
@@ -41,7 +41,7 @@ def to_chrome(events: Iterable[TraceEvent], names: Mapping[int, str] | None = No
         events: of all ranks; kinds other than gang actions, ``update`` and ``data`` are communication.
         names: rank -> name of its process; by default ``rank 3``.
     """
-    # Of equal begins the longer event first: viewers nest the shorter one into it.
+    # If two events start at the same time, the longer one comes first: viewers nest the shorter one into it.
     events = sorted(events, key=lambda event: (event.rank, event.start_s, -event.end_s))
     rows: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in events}):
