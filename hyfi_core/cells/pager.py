@@ -32,10 +32,8 @@ from hyfi_core.current_device import make_current
 from hyfi_core.ops.constants import is_constant
 
 _THREADS = 2
-_AHEAD = 0.25
-"""Fraction of the limit that is read ahead at most."""
-_LOW = 0.95
-"""Fraction of the limit down to which pages are dropped when memory is full."""
+_AHEAD = 0.25  # fraction of the limit that is read ahead at most
+_LOW = 0.95  # fraction of the limit down to which pages are dropped when memory is full
 
 
 class Pager:

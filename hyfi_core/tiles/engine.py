@@ -263,16 +263,7 @@ class TilesEngine(EngineState):
         room: KeepingRoom | None,
         hooks: ParameterHooks,
     ) -> torch.Tensor:
-        """Run both passes with the head between them, and return the loss.
-
-        Args:
-            encoding: the passes over the encoder.
-            head: aggregator and loss.
-            labels: of this replica's slides.
-            kept: number of chunks to keep, if the encoder is trained.
-            room: asked before each of them is kept whether it still fits; None: all fit.
-            hooks: gradient hooks of parameters, which run at the end.
-        """
+        """Run both passes with the head between them; return the loss. ``room`` may keep fewer chunks (None: all)."""
         trains_encoder = bool(encoding.facts.trained)
         with self._call.norms():
             ACTIVITY.action = "encoding tiles"
@@ -403,10 +394,7 @@ class TilesEngine(EngineState):
         aggregator, autocast = self._model.aggregator, self._settings.autocast
         call = aggregator_call(aggregator, autocast, self.device, facts.features, facts.dtype)
         vector_bytes = facts.features * facts.dtype.itemsize
-        # Only a memory limit in training needs the aggregator's memory.
-        measures = self.plan.memory_bytes is not None and train
-        aggregator_bytes = call.bytes_of(facts.features, facts.dtype) if measures else lambda tiles: 0
-        # Of each slide with n tiles: features, their cotangents, and what the aggregator needs.
-        return TriedModel(
-            facts, call, like, lambda tiles: sum(2 * n * vector_bytes + aggregator_bytes(n) for n in tiles)
-        )
+        measures = self.plan.memory_bytes is not None and train  # only a memory limit in training needs the bytes
+        head_bytes = call.bytes_of(facts.features, facts.dtype) if measures else lambda tiles: 0
+        # For each slide of n tiles: features, their cotangents, and what the aggregator needs.
+        return TriedModel(facts, call, like, lambda tiles: sum(2 * n * vector_bytes + head_bytes(n) for n in tiles))
