@@ -40,7 +40,7 @@ def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str) -> 
         alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
         for op in program.operators:
             if not any(output in alive for output in op.outputs):
-                continue  # not executed by any rank, such as a check of dtypes without autocast
+                continue  # no rank executes it, such as a check of dtypes that holds without autocast only
             kwargs = {key: substitute(item, values) for key, item in op.kwargs.items()}
             if kwargs.get("device") is not None:  # the device of capture; dtypes do not depend on it
                 kwargs["device"] = torch.device(device)

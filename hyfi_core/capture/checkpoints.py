@@ -10,7 +10,7 @@ from torch.utils import checkpoint as checkpointing
 
 from hyfi_core.capture.patching import patched
 
-# Taken when this module is imported, before any patch: threads that do not trace get PyTorch's own.
+# PyTorch's own, read at import before any patch: threads that do not trace use these.
 _FUNCTION: Any = checkpointing.CheckpointFunction
 _GENERATOR: Any = checkpointing._checkpoint_without_reentrant_generator
 
@@ -25,7 +25,7 @@ def plain_checkpoints(inside: Inside) -> Iterator[None]:
         inside: creates the context of a checkpoint; returns None in threads that do not trace.
     """
 
-    # ``checkpoint(use_reentrant=True)`` calls nothing of this class but ``apply``.
+    # ``checkpoint(use_reentrant=True)`` only calls ``apply`` of this class.
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:

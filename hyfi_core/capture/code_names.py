@@ -9,7 +9,7 @@ import types
 
 @functools.cache
 def chains_in(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Return the globals that code reads, with the attributes that it reads of them: chains of names."""
+    """Return the globals that code reads, with the attributes read of them: ``np.pi`` as ``("np", "pi")``."""
     chains: dict[tuple[str, ...], None] = {}
     chain: list[str] = []
     for step in dis.get_instructions(code):
@@ -37,7 +37,7 @@ def globals_assigned_in(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.cache
 def words_in(code: types.CodeType) -> frozenset[str]:
-    """Return all names of globals and attributes in code, and all texts, as of ``getattr(self, "name")``."""
+    """Return the names of all globals and attributes in code, and its texts, such as that of ``getattr(x, "name")``."""
     words = {*code.co_names}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

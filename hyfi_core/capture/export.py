@@ -49,7 +49,7 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
     check_torch_version()
     stored = StoredTensors()
     try:
-        # Constants that the forward stores are allowed only if a second trace, which finds them, gives this program.
+        # A forward may store constants only if a second trace, which begins with them, gives the same program.
         assigned: list[Stored] = []
         program = _parse(_exported(model, shape, dtype, stored, assigned))
         check_later_forwards(
@@ -58,7 +58,7 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
         return program
     except RequestError as error:
         raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from None
-    # torch.export raises many classes, and a forward any: to the user all say that this model cannot be captured.
+    # torch.export and the forward may raise any class: for the user, all mean that the model cannot be captured.
     except Exception as error:
         raise RequestError(
             f"the model {type(model).__name__} cannot be captured for images of shape {shape}, "
@@ -76,7 +76,7 @@ def _exported(
     stored: StoredTensors,
     assigned: list[Stored] | None,
 ) -> ExportedProgram:
-    """Return the exported graph of a model, made functional; arguments as of ``capture`` and ``trace_guards``."""
+    """Return the exported graph of a model, made functional; for arguments see ``capture`` and ``trace_guards``."""
     # The lock first: two exports at once crash, and the other contexts change state of the whole process.
     with PATCHING, collection_paused(), _graphs_without_code(), warnings.catch_warnings(), _no_autocast(model):
         warnings.simplefilter("ignore")
@@ -91,11 +91,11 @@ def _exported(
             trace_guards(model, stored, assigned),
             created_attributes_allowed(),
         ):
-            # Not strict: the forward runs in Python, where the guards see it. Dynamo would run none of the patched
-            # functions.
+            # Not strict: the forward runs in Python, where the guards can watch it. With strict, Dynamo would not call
+            # the patched functions.
             traced = torch.export.export(model, (image,), strict=False)
-        # Outside of the guards: decompositions run PyTorch's own code, which they would take for the model's.
-        # The contexts only save time: the graph is the same without them.
+        # Outside of the guards, which would take the code of decompositions for the model's.
+        # These contexts only save time: the graph is the same without them.
         with _own_composites_only(traced), _without_metadata(), _traced_places_only(), traced_here():
             exported: ExportedProgram = traced.run_decompositions(_decompositions(traced))
         return exported
@@ -115,7 +115,7 @@ def _difference(
     x: torch.Tensor, n: int = 1, dim: int = -1, prepend: torch.Tensor | None = None, append: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return ``torch.diff`` as slices and subtractions, which have rules."""
-    # As PyTorch, which then leaves ``prepend`` and ``append`` out; a copy, as the result must not be the input itself.
+    # As in PyTorch, without ``prepend`` and ``append``; a copy, since the result must not be the input itself.
     if n == 0:
         return x.clone()
     ends = [part for part in (prepend, x, append) if part is not None]
@@ -139,13 +139,13 @@ def _rotated(x: torch.Tensor, k: int = 1, dims: tuple[int, int] = (0, 1)) -> tor
 
 
 _DECOMPOSED: dict[Any, Any] = {torch.ops.aten.diff.default: _difference, torch.ops.aten.rot90.default: _rotated}
-"""Operators of the user's model that others replace."""
+"""Operator without a rule -> function that computes it by operators with rules."""
 
 
 def _decompositions(traced: ExportedProgram) -> dict[Any, Any]:
-    """Return operator of the graph -> function that replaces it; copies, which export creates, have no derivative.
+    """Return operator of the graph -> function that replaces it.
 
-    PyTorch refuses those of operators that ``_own_composites_only`` does not list.
+    ``aten.copy``, which export creates, has no derivative. PyTorch refuses operators that are not in the graph.
     """
     own = _targets(traced)
     replacements = {target: function for target, function in _DECOMPOSED.items() if target in own}
@@ -161,11 +161,11 @@ def _targets(traced: ExportedProgram) -> set[Any]:
 def _own_composites_only(traced: ExportedProgram) -> contextlib.AbstractContextManager[None]:
     """Context in which PyTorch preserves only the composite operators that the graph has.
 
-    It would list and patch all that it knows, hundreds, at every export: several times the time of a small model.
+    It would list and patch hundreds at every export, which takes several times as long as a small model's export.
     """
     # Private: where a version of PyTorch lacks it, exports are slower and the same.
     is_kept = getattr(importlib.import_module("torch._export.utils"), "_is_preservable_cia_op", None)
-    if is_kept is None:  # a version of PyTorch that works otherwise
+    if is_kept is None:  # a version of PyTorch without this function
         return contextlib.nullcontext()
     own = {target for target in _targets(traced) if isinstance(target, torch._ops.OpOverload) and is_kept(target)}
     return patched(importlib.import_module("torch.export.exported_program"), _LISTED, lambda: set(own))
@@ -173,7 +173,7 @@ def _own_composites_only(traced: ExportedProgram) -> contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def _without_metadata() -> Iterator[None]:
-    """Context in which PyTorch does not copy notes about parameters to each new graph, which nobody reads here.
+    """Context in which PyTorch does not copy metadata of parameters to each new graph: it is not read here.
 
     It lists all parameters for each graph: a sixth of the time of AmoebaNet-D (18, 416).
     """
@@ -184,9 +184,9 @@ def _without_metadata() -> Iterator[None]:
 
 
 def _traced_places_only() -> contextlib.AbstractContextManager[None]:
-    """Context in which PyTorch looks for no place in the code: decomposed nodes keep those of the nodes they come from.
+    """Context in which PyTorch records no stack traces: decomposed nodes keep those of the original nodes.
 
-    It would walk through all callers for each parameter of each graph: a twentieth of the time.
+    PyTorch would walk through all callers for each parameter of each graph: a twentieth of the time.
     """
     return patched(importlib.import_module("torch.fx.config"), "do_not_emit_stack_traces", True)
 
@@ -229,10 +229,10 @@ def _parse(exported: ExportedProgram) -> Program:
             _declare(values, node.name, node.meta.get("val"))
         elif node.op == "output":
             outputs = tuple(_argument(item) for item in node.args[0])
-        # A getitem selects one result of an operator: not a computation, but the name of that result.
+        # A getitem computes nothing: it names one result of an operator.
         elif node.op == "call_function" and node.target is not operator.getitem:
             operators.append(_operator(node, values))
-        # ``get_attr`` is the body of a torch.cond or while_loop: whose values exist is not known before the run.
+        # ``get_attr`` is the body of a torch.cond or while_loop: which of its values exist depends on the run.
         elif node.op != "call_function":
             raise RequestError(f"the model has a nested graph ({node.op} {node.target}); control flow is not supported")
     return copying_returned_inputs(_assemble(exported, values, operators, outputs))
@@ -243,7 +243,7 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
     result = node.meta.get("val")
     names: list[str | None]
     if isinstance(result, (tuple, list)):
-        # A result that nobody takes has no getitem, and so no name.
+        # A result that is not used has no getitem, and so no name.
         names = [None] * len(result)
         for user in node.users:
             if user.target is operator.getitem:
@@ -260,7 +260,7 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
     return Operator(
         name=node.name,
         target=node.target if function is None else function,  # type: ignore[arg-type]
-        # Without the third argument, a number that only this process knows: digests of ranks must be equal.
+        # A recorded function's third argument, a number of this process, is left out: digests of ranks must be equal.
         args=tuple(_argument(item) for item in (node.args if function is None else node.args[:2])),
         kwargs={key: _argument(item) for key, item in node.kwargs.items() if not _is_device_of_capture(node, key)},
         outputs=tuple(names),
@@ -270,7 +270,7 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
 
 def _refuse_wrong(node: torch.fx.Node) -> None:
     """Refuse computation with a Python number read from a tensor, and what torch.export traces wrongly."""
-    # Of a tensor whose unfolded view changes, torch.export keeps what the windows cover, and twice where they overlap.
+    # If an unfolded view of a tensor changes, torch.export keeps only pixels in windows, and adds where these overlap.
     if node.target is torch.ops.aten.unfold_backward.default:
         line = traced_line(node.meta.get("stack_trace") or "")
         raise RequestError(f"it changes a view made by Tensor.unfold in place ({line}); change the tensor by an index")
@@ -295,7 +295,7 @@ def _is_device_of_capture(node: torch.fx.Node, key: str) -> bool:
 
 
 def _canonical(getitem: torch.fx.Node) -> str:
-    """Return the canonical name of a result, which several getitems may select."""
+    """Return the name of a result that several getitems may select: ``max.1`` is the second result of ``max``."""
     source, index = getitem.args[0], getitem.args[1]
     return f"{source.name}.{index}"  # type: ignore[union-attr]
 
@@ -327,12 +327,12 @@ def _declare(values: dict[str, ValueInfo], name: str, value: Any, traced: str | 
 
 
 def _argument(item: Any) -> Any:
-    """Return an argument of a node as an ``Operator`` has it: values by name, containers of the same kind."""
+    """Return an argument of a node as an ``Operator`` has it: values as ``Ref``, in containers of the same kind."""
     if isinstance(item, torch.fx.Node):
         return Ref(_canonical(item) if item.target is operator.getitem else item.name)
     # Before lists: a device is a leaf.
     if isinstance(item, torch.device):
-        return torch.device(item.type)  # the current one of each rank: programs of ranks are compared
+        return torch.device(item.type)  # without its index, which differs between ranks: their programs are compared
     if isinstance(item, (list, tuple)):
         parts = [_argument(part) for part in item]
         return tuple(parts) if isinstance(item, tuple) else parts
@@ -342,7 +342,7 @@ def _argument(item: Any) -> Any:
 def _assemble(
     exported: ExportedProgram, values: dict[str, ValueInfo], operators: list[Operator], outputs: tuple[Any, ...]
 ) -> Program:
-    """Return the program, after sorting inputs and outputs of the graph by what they are.
+    """Return the program, with inputs and outputs of the graph sorted into parameters, buffers, constants and others.
 
     Args:
         exported: the exported graph.
@@ -364,7 +364,7 @@ def _assemble(
         elif spec.kind == InputKind.BUFFER:
             buffers[name] = str(spec.target)
         elif spec.kind == InputKind.CONSTANT_TENSOR:
-            # The user's tensor itself, not a copy: what changes it in place between steps changes the program's value.
+            # The user's tensor itself, not a copy: changing it in place between steps changes the program's value, too.
             constants[name] = exported.constants[str(spec.target)]
         elif spec.kind == InputKind.CUSTOM_OBJ:
             raise RequestError(f"it computes with an object that is not a tensor: {exported.constants[spec.target]!r}")

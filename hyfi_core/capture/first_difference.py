@@ -12,21 +12,24 @@ from hyfi_core.capture.interpret import RepeatableDraws, interpret
 from hyfi_core.capture.program import Operator, Program
 
 _SMALL = 1e-3
-"""The norm of a value counts as at least this fraction of the largest of its kind."""
+"""Smallest norm by which an error is divided, as a fraction of the largest norm of the same kind of value."""
 
 
 def equal(
     expected: Mapping[str, torch.Tensor | None], actual: Mapping[str, torch.Tensor | None], tolerance: float
 ) -> str | None:
-    """Return None if all values are equal up to a tolerance, else a phrase about the first that is not."""
+    """Return a phrase about the first value that differs; None if all are equal up to a tolerance.
+
+    Names begin with the kind of value: ``output 0 of step 1``, ``gradient of weight in step 1``, ``buffer bn.mean``.
+    """
     sizes: dict[str, float] = {}
     for name, value in expected.items():
-        # The first word: output, gradient or buffer. A small gradient is measured by the largest one, not by outputs.
+        # Kinds are measured apart: a small gradient is compared with the largest gradient, not with outputs.
         kind = name.split()[0]
         sizes[kind] = max(sizes.get(kind, 0.0), 0.0 if value is None else _norm(value))
     for name, value in expected.items():
         actual_value = actual.get(name)
-        # For what a loss does not depend on, autograd returns None or zeros: both are the same gradient.
+        # If the loss does not depend on a parameter, autograd returns None or zeros: both are the same gradient.
         if value is None or actual_value is None:
             present = value if value is not None else actual_value
             if present is not None and present.any():  # infinite values and NaN, too
@@ -41,7 +44,7 @@ def equal(
                 f"{tuple(actual_value.shape)} {actual_value.dtype} in the program"
             )
         wide, actual_wide = _wide(value), _wide(actual_value)
-        # The norms below leave NaN and infinite values out: equal ones are no difference.
+        # The norms below leave NaN and infinite values out, so these are compared first.
         if (word := _elsewhere(wide, actual_wide)) is not None:
             return f"{name} is {word} at other places in the module than in the program"
         error = _norm(wide - actual_wide)
@@ -67,7 +70,7 @@ def first_module(model: nn.Module, program: Program, image: torch.Tensor) -> str
         outputs = _outputs(model, image)
     # Children finish before their parents, so the first module that differs is the innermost.
     for path, output in outputs:
-        # Which of its operators computed the output is not recorded: any of their values may be it.
+        # It is not recorded which operator computed the module's output, so it may be any value of its operators.
         inside = [values for at, values in captured.items() if at == path or at.startswith(f"{path}.")]
         if path in captured and not any(_close(output, value) for values in inside for value in values):
             return f"; the first module that differs is {path} ({type(model.get_submodule(path)).__name__})"
@@ -75,7 +78,7 @@ def first_module(model: nn.Module, program: Program, image: torch.Tensor) -> str
 
 
 def _outputs(model: nn.Module, image: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return (module, output) in the order in which modules finish."""
+    """Return (path of a module, its output), in the order in which modules finish."""
     outputs: list[tuple[str, torch.Tensor]] = []
 
     def hook(path: str) -> Any:

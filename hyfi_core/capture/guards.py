@@ -90,14 +90,14 @@ def trace_guards(model: nn.Module, stored: StoredTensors, assigned: list[Stored]
 
 
 def _in_this_thread(is_compiling: Callable[[], bool]) -> Callable[[], bool]:
-    """Return a function that is true only in the thread that traces; PyTorch's own flag holds for all of them."""
+    """Return ``is_compiling``, limited to the thread that traces; PyTorch's flag is the same in all threads."""
     return lambda: _traces() and is_compiling()
 
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Context that restores the attributes of all modules on exit: removed, added and changed ones."""
-    # Shallow: the registries stay the same objects. What containers hold is taken back by ``Caches``.
+    # Shallow: registries stay the same objects. ``Caches`` restores the contents of containers.
     before = {module: dict(vars(module)) for module in model.modules()}
     try:
         yield
@@ -132,14 +132,14 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
     caches = Caches(model)
 
     def begin(module: nn.Module, args: Any) -> None:
-        # By the forward's real arguments: export calls it with its own replacement of the image.
+        # The arguments that the forward gets: export calls it with a replacement of the image.
         calls.of_image.add(torch.utils._pytree.tree_leaves(args))
         before.update(attributes(model))
         outside.update(outside_attributes(model))
         calls.begin()
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
-        """Refuse what the forward has changed, or take it back; the order of these checks matters."""
+        """Refuse or undo what the forward has changed; the order of these checks matters."""
         calls.end()  # what follows is not part of the forward
         register_output(output)
         _refuse_counted(outside, outside_attributes(model))
@@ -150,7 +150,7 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
         calls.refuse_functions(torch.utils._pytree.tree_leaves(output), returned=True)
         calls.refuse_host_randomness()
 
-    # First: hooks of the user's must run inside.
+    # The pre-hook comes first, so that the user's hooks are watched, too.
     handles = (model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end))
     try:
         yield
@@ -173,14 +173,14 @@ def _counted(calls: WatchedCalls) -> Iterator[None]:
 def _refuse_changed(model: nn.Module, before: Attributes, after: Attributes, assigned: list[Stored] | None) -> None:
     """Refuse attributes that the forward has replaced, because export keeps their values of this one trace.
 
-    Allowed are tensors, which nothing reads here, and attributes that the forward has created.
+    Tensors, which are not read here, and attributes that the forward has created are allowed.
 
     Args:
         model: the model, after its forward.
         before: attributes before the forward.
         after: attributes after it.
-        assigned: collects attributes that are constants now, for another trace that begins with them; None: such
-            attributes are refused, too.
+        assigned: gets the attributes that are constants now, with which another trace begins; None: these are refused,
+            too.
     """
     for (path, name), value in after.items():
         if before.get((path, name)) == value or is_tensor(value):
@@ -223,7 +223,7 @@ _PLAIN_SEED: Any = torch.manual_seed
 
 
 def _seed(seed: int) -> torch.Generator:
-    """``torch.manual_seed``, refused during a trace: with the current seed, no change would be visible afterwards."""
+    """``torch.manual_seed``, refused during a trace: a later check could not detect a call with the current seed."""
     if _traces():
         raise RequestError(
             f"the model seeds torch's generator as it runs, at {calling_line()}; random numbers are keyed by the "
@@ -233,13 +233,13 @@ def _seed(seed: int) -> torch.Generator:
     return generator
 
 
-# The class method itself, of Python or, from torch 2.14, of C: bound to the subclass that is called.
+# The class method, in Python or (from torch 2.14) C, not bound to a class: ``_apply`` binds it to the subclass.
 _PLAIN_APPLY: Any = inspect.getattr_static(torch.autograd.Function, "apply")
 
 
 def _apply(function: Any, *args: Any, **named: Any) -> Any:
-    """``Function.apply``: those of the user's become operators of the program."""
-    # PyTorch's own, as of operators of torch.library, are traced as they are.
+    """``Function.apply``: functions of the user become operators of the program."""
+    # PyTorch's own functions, such as those of torch.library, are traced as they are.
     if not _traces() or function.__module__.startswith("torch."):
         return _PLAIN_APPLY.__get__(None, function)(*args, **named)
     return recorded(function, args, _untraced)
@@ -247,7 +247,7 @@ def _apply(function: Any, *args: Any, **named: Any) -> Any:
 
 @contextlib.contextmanager
 def _untraced() -> Iterator[None]:
-    """Context in which the patched functions are PyTorch's own, as outside of a trace; used inside of one."""
+    """Context inside of a trace in which the patched functions behave as PyTorch's own."""
     _trace.traces = False
     try:
         yield
@@ -261,22 +261,22 @@ _PLAIN_NORM: Any = _BatchNorm.forward
 def _normalise(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
     """Batch norm whose cumulative average (``momentum=None``) is traced as arithmetic.
 
-    Its factor is 1 / number of batches, which the captured operator could only have as a constant. The native kernel
-    with momentum 1 gives the batch's statistics, by which the running ones are then updated.
+    Its factor, 1 / number of batches, would be a constant of the captured operator. So the native kernel, with momentum
+    1, only computes the batch's statistics, and arithmetic updates the running ones.
     """
     batches: Any = module.num_batches_tracked
     running: Any = (module.running_mean, module.running_var)
     if not _traces() or not module.training or module.momentum is not None or batches is None or running[0] is None:
         plain: torch.Tensor = _PLAIN_NORM(module, x)
         return plain
-    # As PyTorch's forward does first: the kernel below it would take other dims.
+    # PyTorch's forward checks this first; the kernel itself accepts other numbers of dims.
     module._check_input_dim(x)
-    # With momentum 1, whatever is in these is overwritten by the statistics of the batch.
+    # With momentum 1, the kernel overwrites these with the batch's statistics.
     batch = torch.zeros_like(running[0]), torch.zeros_like(running[1])
     result = F.batch_norm(x, *batch, module.weight, module.bias, True, 1.0, module.eps)
     batches.add_(1)
     for statistic, of_batch in zip(running, batch, strict=True):
-        # Computed from the buffer: a Python number would be the same constant in every step.
+        # Computed from the buffer: a Python number would stay constant in all steps.
         factor = 1.0 / batches.to(statistic.dtype)
         statistic.copy_(statistic * (1.0 - factor) + of_batch * factor)
     return result
@@ -319,7 +319,7 @@ _PLAIN_SETATTR: Any = nn.Module.__setattr__
 
 def _assign(module: nn.Module, name: str, value: Any) -> None:
     """``self.buffer = value`` as a copy into the buffer."""
-    # Modules whose ``__init__`` has not called super().__init__() yet have no registries.
+    # A module has no registries until its ``__init__`` has called super().__init__().
     buffer = vars(module).get("_buffers", {}).get(name)
     if (
         not _traces()
@@ -361,8 +361,8 @@ def _attributes(output: Any) -> tuple[list[Any], tuple[str, ...]]:
 
 
 def _put_together(kind: type, values: Any, names: Any) -> Any:
-    """Return an object of a class with these attributes, the inverse of ``_attributes``."""
-    # Without ``__init__``, whose arguments may be other ones than the attributes.
+    """Return an object of class ``kind`` with these attributes; the inverse of ``_attributes``."""
+    # ``__init__`` is not called: its arguments may differ from the attributes.
     output: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(output, name, value)  # frozen dataclasses, too

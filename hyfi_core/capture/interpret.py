@@ -29,7 +29,7 @@ def interpret(
     Args:
         program: for images of this shape.
         parameters: by the names of the user's module.
-        buffers: likewise; not changed.
+        buffers: by the same names; not changed.
         image: ``(B, C, H, W)``.
         watch: called after each operator with all values so far.
 
@@ -39,7 +39,7 @@ def interpret(
     values: dict[str, Any] = {**program.constants, program.image: image}
     values.update((value, parameters[name]) for value, name in program.parameters.items())
     values.update((value, buffers[name]) for value, name in program.buffers.items())
-    # What nothing needs is not run, as on ranks: a check of a dtype, for example.
+    # As on ranks, operators that no result needs are not run, such as a check of a dtype.
     alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
     for op in program.operators:
         if not any(output in alive for output in op.outputs):
@@ -57,12 +57,12 @@ def interpret(
     return leaves, {**buffers, **{name: values[value].detach() for name, value in program.mutations.items()}}
 
 
-# Fractions of its multiples are spread evenly for any number of elements, so each shape drops about its rate.
+# The fractions of its multiples are spread evenly in [0, 1), so about the right part of any shape is dropped.
 _GOLDEN = 0.6180339887498949
 
 
 class RepeatableDraws(TorchDispatchMode):
-    """Dropout and bernoulli depend only on the shape, so the order and type of these operators do not matter.
+    """Makes dropout and bernoulli depend only on the shape: order and type of these operators do not matter.
 
     Other random operators start from a fixed seed, so the caller must restore torch's generators.
     """
@@ -76,7 +76,7 @@ class RepeatableDraws(TorchDispatchMode):
         # The third argument is ``train``: without it, dropout draws nothing.
         if function is aten.native_dropout.default and args[2]:
             survivors = _pattern(args[0]) < 1.0 - args[1]
-            # As PyTorch's: with p=1 all is zero, where 1 / (1 - p) would raise.
+            # As in PyTorch, the result is zero for p=1, for which 1 / (1 - p) would raise.
             scale = 0.0 if args[1] == 1.0 else 1.0 / (1.0 - args[1])
             return args[0] * survivors * scale, survivors
         if function is aten.bernoulli_.float:
@@ -86,7 +86,7 @@ class RepeatableDraws(TorchDispatchMode):
         if function is aten.bernoulli.default:
             return (_pattern(args[0]) < args[0]).to(args[0].dtype)
         if torch.Tag.nondeterministic_seeded in function.tags:
-            # At each draw, so that a different order of operators on the two sides does not matter.
+            # Seeded at each draw, so that module and program may draw in different orders.
             torch.manual_seed(0)
         return function(*args, **(kwargs or {}))
 
@@ -101,8 +101,8 @@ def _pattern(like: torch.Tensor) -> torch.Tensor:
 def arguments_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return name -> argument of the call of an ATen operator, with the defaults of its schema."""
     # A call may leave defaults out, and pass arguments by place or name.
-    given = {argument.name: argument.default_value for argument in function._schema.arguments}
-    return given | dict(zip(given, args, strict=False)) | dict(kwargs)
+    defaults = {argument.name: argument.default_value for argument in function._schema.arguments}
+    return defaults | dict(zip(defaults, args, strict=False)) | dict(kwargs)
 
 
 def may_draw(function: Any, arguments: Mapping[str, Any]) -> bool:

@@ -85,7 +85,7 @@ class LossGuard(TorchFunctionMode):
 
 
 def _leaves(arguments: Iterable[Any]) -> Iterator[Any]:
-    """Yield the leaves of arguments; most are tensors and numbers, for which a walk of trees takes long."""
+    """Yield the leaves of arguments; tensors and numbers, the usual case, are yielded without a slow walk of trees."""
     for argument in arguments:
         if type(argument) in _LEAVES:
             yield argument
@@ -102,7 +102,7 @@ class NoDraws(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operator, unless it draws."""
         kwargs = kwargs or {}
-        # Tags belong to operators, which only a mode of dispatch sees: F.dropout itself has none.
+        # Tags belong to ATen operators, which only a dispatch mode gets: F.dropout has none.
         if (
             torch.Tag.nondeterministic_seeded in function.tags
             and kwargs.get("generator") is None

@@ -43,7 +43,7 @@ class KnownClass:
     Attributes:
         methods: (name, function) of the user's functions in it, unwrapped.
         values: (name, value) of ``VALUES``, except those named ``__…``.
-        objects: the same of others that are neither functions nor methods.
+        objects: (name, value) of others, except functions and methods.
     """
 
     def __init__(self, holder: type) -> None:
@@ -79,16 +79,16 @@ def known_class(holder: type) -> KnownClass:
 
 
 def looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, Any]:
-    """Return (name, value) of a chain ``name.attribute.attribute``, as far as it needs no computation.
+    """Return (name, value) of a chain ``name.attribute.attribute``, followed as far as no code has to run.
 
     Args:
         names: globals of a function.
-        chain: the name of one of them, and of attributes.
+        chain: the name of a global, then those of attributes: ``("config", "model", "scale")``.
     """
     value = names.get(chain[0], _NOTHING)
     for number, name in enumerate(chain[1:], 1):
         attribute_value = _NOTHING
-        # The value itself counts as a whole; its attributes are methods or computed.
+        # Values of these types count as a whole: their attributes are methods, or computed.
         if value is not os.environ and not isinstance(value, (*VALUES, types.FunctionType, torch.Tensor, nn.Module)):
             attribute_value = _attribute(value, name)
         if isinstance(value, (types.ModuleType, type)) and _is_replaceable(attribute_value):
@@ -100,7 +100,7 @@ def looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, An
 
 
 def holders(names: Mapping[str, Any], chain: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
-    """Yield (class or dict, name) of the attributes in a chain, to which a function may assign; as ``looked_up``."""
+    """Yield (class or dict that holds it, name) of each attribute in a chain; arguments as of ``looked_up``."""
     value = names.get(chain[0], _NOTHING)
     for name in chain[1:]:
         owner = value if isinstance(value, type) else dict_of(value)

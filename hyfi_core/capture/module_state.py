@@ -49,7 +49,7 @@ _ITEMS = 4096
 Attributes = dict[tuple[str, str], Hashable]
 _STORED: Hashable = ("stored by capture",)
 OUTSIDE = "outside of the model"
-"""Path under which such values are listed."""
+"""Path under which values outside of the model are listed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class ModuleState(tuple[Any, ...]):
 
     @cached_property
     def _hash(self) -> int:
-        # Each step looks a state up in dicts: hashing all attributes again would take as long as comparing them.
+        # Each step looks the state up in dicts: hashing all attributes each time would take as long as comparing them.
         return tuple.__hash__(self)
 
     def __hash__(self) -> int:
@@ -90,7 +90,7 @@ def module_state(model: nn.Module) -> ModuleState:
 
     Of buffers and parameters, only the presence and ``requires_grad`` count: their values are inputs of a program.
     """
-    # With duplicates: a module under two names differs from two equal ones.
+    # With duplicates: one module under two names differs from two equal modules.
     paths = list(model.named_modules(remove_duplicate=False))
     tensors = tuple((path, n, p.requires_grad) for path, m in paths for n, p in m._parameters.items() if p is not None)
     buffers = tuple((path, n) for path, m in paths for n, b in m._buffers.items() if b is not None)
@@ -130,7 +130,7 @@ def attributes(model: nn.Module) -> Attributes:
     result: Attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name in HOOKS:  # what they hold is outside of the model
+            if name in HOOKS:  # values that hooks hold are listed as outside of the model
                 result[path, name] = tuple(_Same(hook) for hook in value.values())
             elif name not in REGISTRIES:
                 result[path, name] = comparable(value, known_values)
@@ -156,7 +156,7 @@ def tensors_in_attributes(model: nn.Module) -> set[int]:
 
 
 def comparable(value: Any, values: dict[int, Hashable]) -> Hashable:
-    """Return a hashable value that changes with an attribute; ``values``: id of an object -> its value, to reuse."""
+    """Return a hashable value that changes when ``value`` does; ``values``: id of an object -> its result, to reuse."""
     kind = type(value)  # called for every attribute of every module: the common cases must be fast
     if kind in PLAIN_TYPES:
         return (kind, value)
@@ -171,10 +171,10 @@ def is_empty(value: Any) -> bool:
 
 
 def changed_since(before: Hashable, after: Hashable) -> list[tuple[str, str]]:
-    """Return (path of a module, attribute) of what is new or other in ``after``; both are results of ``module_state``.
+    """Return (path of a module, attribute) of attributes that are new or changed in ``after``.
 
-    A module in whose place in the order of modules another stood is (path, ""). Not listed: attributes that were
-    removed, and changes of ``requires_grad`` or of which parameters and buffers exist.
+    A replaced module is (path, ""). Not listed: attributes that were removed, and changes of ``requires_grad`` or of
+    which parameters and buffers exist. ``before`` and ``after``: results of ``module_state``.
     """
     assert isinstance(before, tuple) and isinstance(after, tuple)
     *_, modules_before, attributes_before = before
@@ -188,7 +188,7 @@ def changed_since(before: Hashable, after: Hashable) -> list[tuple[str, str]]:
 def same_modes(before: Hashable, after: Hashable) -> bool:
     """Whether two results of ``module_state`` have the same modules, tensors, ``training`` and ``requires_grad``."""
     assert isinstance(before, tuple) and isinstance(after, tuple)
-    # All but the attributes, which are the last of the four parts.
+    # Three of the four parts: the last has the attributes.
     return before[:-1] == after[:-1] and all(name != "training" for _, name in changed_since(before, after))
 
 
@@ -230,12 +230,12 @@ def is_tensor(attribute: Hashable) -> bool:
 
 
 def _comparable(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
-    """Return what is equal for two values only if nothing has changed between them.
+    """Return a hashable value; two of them are equal only if ``value`` has not changed in between.
 
     Args:
         value: any.
-        depth: how deep to look into containers and objects.
-        values: results by ``id``, of all objects seen so far.
+        depth: levels of containers and objects to look into.
+        values: id -> result, of all objects reached so far.
     """
     if value is None or isinstance(value, _PLAIN):
         return (type(value), value)
@@ -260,7 +260,7 @@ def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
     """Return what `_comparable` returns for an object: its identity and its contents."""
     if isinstance(value, np.ndarray):
         data = value.tobytes()
-        # A checksum of large arrays, so that the state does not hold a copy of them.
+        # For a large array a checksum, so that the state does not contain a copy.
         return (_Same(value), data if value.size <= _ITEMS else zlib.crc32(data))
     if isinstance(value, random.Random):
         return (_Same(value), value.getstate())
@@ -269,7 +269,7 @@ def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
     if isinstance(value, torch.Generator):
         with _disable_current_modes():  # during a trace
             return (_Same(value), value.get_state().numpy().tobytes())
-    # Classes and modules by identity: what a forward reads of them is listed in ``outside_attributes``.
+    # Classes and modules by identity: ``outside_attributes`` lists what a forward reads of them.
     if depth == 0 or len(values) > _OBJECTS or isinstance(value, (type, types.ModuleType)):
         return (_Same(value),)
     if isinstance(value, (list, tuple, set, frozenset, dict)):
@@ -277,7 +277,7 @@ def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
     members = [*_items(getattr(value, "__dict__", {})), *_slots(value)]
     if isinstance(value, types.FunctionType):
         members.append(value.__code__)  # a notebook that reloads a file replaces it
-        if depth < _DEPTH:  # the closure of an attribute itself is among the values outside of the model
+        if depth < _DEPTH:  # the closure of an attribute is listed outside of the model
             members += _closure_values(value)
     if isinstance(value, functools.partial):
         members += [value.func, value.args, value.keywords]
@@ -286,7 +286,7 @@ def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
 
 
 def _closure_values(function: types.FunctionType) -> Iterator[Any]:
-    """Yield what a user's function has taken from the functions around it."""
+    """Yield the values that a user's function has captured from enclosing functions."""
     for cell in function.__closure__ or () if is_users(function.__code__) else ():
         with contextlib.suppress(ValueError):  # not assigned yet
             yield cell.cell_contents
@@ -301,7 +301,7 @@ def _slots(value: Any) -> Iterator[Any]:
 
 
 def _items(container: Any) -> Iterator[Any]:
-    """Yield the items of a container, keys and values of a dict; those of a large one together, by their identities."""
+    """Yield the items of a container, or a dict's keys and values in turn; of a large one, all as ``_Identities``."""
     if len(container) > _ITEMS:
         items = tuple(chain.from_iterable(container.items()) if isinstance(container, dict) else container)
         yield _Identities(tuple(map(id, items)), items)
@@ -313,7 +313,7 @@ def _items(container: Any) -> Iterator[Any]:
 
 
 def _contained(container: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
-    """Return the value of a container; what capture itself has stored in it does not count."""
+    """Return a container's hashable value, without tensors that capture itself has stored in it."""
     inside = [_comparable(item, depth - 1, values) for item in _items(container)]
     if any(item is _STORED for item in inside):
         if isinstance(container, dict):

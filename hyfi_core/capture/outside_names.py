@@ -73,7 +73,7 @@ def outside_values(model: nn.Module, attributes: Iterable[Any] | None = None) ->
 
     Args:
         model: the user's module.
-        attributes: those of its modules that are not plain values, if they are known.
+        attributes: the attributes of its modules that are not plain values, if they have been collected already.
     """
     if attributes is None:
         attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in _OWN)
@@ -90,13 +90,13 @@ Memoised = Any  # a function with functools.lru_cache, whose type is private
 
 
 def memories(model: nn.Module) -> tuple[list[Memoised], list[tuple[Any, str]]]:
-    """Return where functions of the model may store values, other than in containers.
+    """Return where functions of the model may store values: caches, globals and class attributes, but not containers.
 
     Args:
         model: the user's module.
 
     Returns:
-        functions with ``functools.lru_cache``; (dict of globals or class, name) of what functions assign.
+        Functions with ``functools.lru_cache``; (dict of globals or class, name) of variables that functions may assign.
     """
     walk = _Walk()
     attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in _OWN)
@@ -108,11 +108,11 @@ def memories(model: nn.Module) -> tuple[list[Memoised], list[tuple[Any, str]]]:
 class _Walk:
     """One walk over the user's functions and classes that a forward reaches, each once.
 
-    A method or attribute of a class is reached if code that is reached has its name, as an attribute or as a text. Code
-    of the user that makes up names as it runs (``getattr``) reaches all of the user's classes.
+    A method or attribute of a class is reached if its name is in code that is reached, as an attribute or a text. Code
+    of the user that computes names as it runs (``getattr``) reaches all members of the user's classes.
 
     Attributes:
-        memoised: functions with ``functools.lru_cache`` that were met.
+        memoised: reached functions with ``functools.lru_cache``.
         assigned: (dict of globals or class, name) of what functions may assign.
     """
 
@@ -121,9 +121,9 @@ class _Walk:
         self.memoised: list[Memoised] = []
         self.assigned: list[tuple[Any, str]] = []
         self._names: set[str] = {"forward"}  # in code that was read
-        self._waiting: dict[str, list[_ClassMember]] = {}  # name -> members that no code has named yet
+        self._waiting: dict[str, list[_ClassMember]] = {}  # name -> members whose names no code has yet
         self._reached: list[_ClassMember] = []  # members still to be read
-        self._reaches_all = False  # whether the user's code makes up names
+        self._reaches_all = False  # whether the user's code computes names
 
     def of_model(self, model: nn.Module, attributes: Iterable[Any]) -> NamedValues:
         """Yield what the methods of the model's classes read, then what ``attributes`` of its modules read."""
@@ -142,7 +142,7 @@ class _Walk:
             yield from self._of_member(*self._reached.pop())
 
     def _of_member(self, holder: type, name: str, value: Any, own: bool) -> NamedValues:
-        """Yield a reached member of a class, and what it reads; the parts of ``_ClassMember`` are the arguments."""
+        """Yield a reached member of a class, and what it reads; for the arguments see ``_ClassMember``."""
         full_name = f"{holder.__qualname__}.{name}"
         if isinstance(value, (*VALUES, *_HOLDERS)):
             yield full_name, value
@@ -181,26 +181,26 @@ class _Walk:
         yield from self._of_function(method, depth)
 
     def _of_object(self, name: str, item: Any) -> NamedValues:
-        """Yield an object of a class of the user's, whose methods then count; modules and tensors count elsewhere."""
+        """Yield an object of the user's own class, and add its class; modules and tensors are compared elsewhere."""
         kind: Any = type(item)
         if _is_own_class(kind) and not issubclass(kind, (nn.Module, torch.Tensor)):
             yield name, item
             self._add_class(kind)
 
     def _is_new(self, item: Any) -> bool:
-        """Whether an object is met for the first time; from now on it is known."""
+        """Whether an object is reached for the first time; record it."""
         if id(item) in self._seen:
             return False
         self._seen[id(item)] = item
         return True
 
     def _keep_memoised(self, values: Iterable[Any]) -> None:
-        """Add those of some values to ``memoised`` that have a cache."""
+        """Add to ``memoised`` the values with a ``functools.lru_cache``."""
         functions = (unwrapped(value) for value in values)
         self.memoised += [value for value in functions if isinstance(value, functools._lru_cache_wrapper)]
 
     def _add_class(self, kind: type, created: bool = False) -> None:
-        """Add the members of a class and its bases; ``created``: by code that is reached."""
+        """Add the members of a class and its bases; ``created``: whether reached code creates objects of it."""
         for holder in kind.__mro__:
             if created:
                 self._reached += self._waiting.pop(_created_by(holder), ())
@@ -217,7 +217,7 @@ class _Walk:
                 self._add_member(_ClassMember(holder, name, value, own), created)
 
     def _add_member(self, member: _ClassMember, created: bool) -> None:
-        """Note a member of a class as reached, or as waiting until code that is read names it."""
+        """Record a member of a class as reached, or as waiting until its name is in code that is read."""
         holder, name, _, own = member
         creates = name in _CREATING
         # Python calls ``__getattr__``, ``__call__`` and others itself, so no code has their names.
@@ -228,7 +228,7 @@ class _Walk:
             self._waiting.setdefault(_created_by(holder) if creates else name, []).append(member)
 
     def _read_names(self, code: types.CodeType, own: bool) -> None:
-        """Reach all that has one of the names in code."""
+        """Record the names in code; members that wait for one of them are now reached."""
         words = words_in(code)
         for name in sorted((words - self._names).intersection(self._waiting)):
             self._reached += self._waiting.pop(name)
@@ -264,13 +264,13 @@ class _Walk:
             yield from self._of_value(*looked_up(function.__globals__, chain), own, depth)
 
     def _of_value(self, name: str, value: Any, own: bool, depth: int) -> NamedValues:
-        """Yield a value that a function reads, if it counts, and what this value reads in turn.
+        """Yield a value that a function reads, if a forward may depend on it, and the values that it reads in turn.
 
         Args:
-            name: under which the function reads it.
+            name: of the value in the function.
             value: any.
-            own: whether the function is the user's own code, which is followed everywhere.
-            depth: how many calls between functions of packages are still followed.
+            own: whether the function is the user's own code, whose calls are followed to any depth.
+            depth: how many more nested calls between functions of packages are followed.
         """
         self._keep_memoised((value,))
         if value is sys.modules:
@@ -305,7 +305,7 @@ class _Walk:
 
 
 def _created_by(holder: type) -> str:
-    """Return the key under which methods wait that run when an object is created."""
+    """Return the key of ``_waiting`` for methods of a class that run when an object is created."""
     return f"creates {id(holder)}"
 
 

@@ -36,9 +36,9 @@ def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def traced_here() -> contextlib.AbstractContextManager[None]:
-    """Context in which PyTorch's flag of a trace, which holds for all threads, holds for this one only.
+    """Context in which ``torch.compiler.is_compiling`` is true in this thread only, not in all.
 
-    An optimizer that steps in another thread would take its step count for a traced one, and correct in float32.
+    In another thread, an optimizer would take its step count for a traced one, and compute corrections in float32.
     """
     here, is_compiling = threading.get_ident(), torch.compiler.is_compiling
     return patched(torch.compiler, "is_compiling", lambda: threading.get_ident() == here and is_compiling())

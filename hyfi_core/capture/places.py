@@ -44,7 +44,7 @@ def explained(error: Exception, model: nn.Module) -> str:
 
 
 def _described(error: Exception) -> str:
-    """Return why a forward failed, in the words of what the user can change where the error is a common one."""
+    """Return why a forward failed; for common errors, in terms of what the user can change."""
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     kind = type(error).__name__
     missing = re.search(r"missing (?:a|\d+) required (?:[a-z-]+ )?arguments?: (.*)", message)
@@ -69,7 +69,7 @@ def _failing_place(error: BaseException, model: nn.Module) -> tuple[str | None, 
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        # The trace leads from the caller inwards: what is found last is nearest to the error.
+        # The traceback leads from the caller inwards: the last line and module are nearest to the error.
         path = names.get(id(frame.f_locals.get("self"))) or path
         if is_users(frame.f_code):
             line = _line(frame.f_code.co_filename, trace.tb_lineno)
@@ -84,10 +84,10 @@ def is_users(code: CodeType) -> bool:
 
 def is_users_file(name: str) -> bool:
     """Whether a file is the user's, or of a package of networks."""
-    # The built-in models lie below the core, but are models like a user's.
+    # The built-in models are in the core's folder, but count as a user's.
     if name.startswith(_MODELS):
         return True
-    # Installed packages lie inside of Python's own folder.
+    # Installed packages are in a subfolder of Python's own.
     of_python = name.startswith(_PYTHON) and INSTALLED not in name
     return not of_python and not name.startswith(_NOT_USERS)
 

@@ -35,7 +35,7 @@ class ValueInfo:
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
-@cache  # there are few, and PyTorch composes the name anew each time
+@cache  # there are few operators, and PyTorch composes the name anew each time
 def _text_of(target: Callable[..., Any]) -> str:
     return str(target)
 
@@ -48,7 +48,7 @@ class Operator:
         name: unique in the program.
         target: the operator.
         args: positional arguments, values as ``Ref``.
-        kwargs: keyword arguments, likewise.
+        kwargs: keyword arguments, values as ``Ref``.
         outputs: names of its results, in order; None for an unused one.
         module: path of the module of the user's model that called it.
         text: name of the operator in rules and messages, such as ``aten.conv2d.default``; derived from the target.
@@ -90,8 +90,8 @@ class Program:
         outputs: the leaves of the model's output, each a ``Ref`` or a constant.
         mutations: name of a buffer in the user's module -> the value that replaces it after the run.
         unflatten: returns the model's output (tuple, dict, dataclass) from its leaves.
-        ordinals: index of each operator in the whole model, if this is a part of one; random numbers depend on it.
-        ends: the modules after which automatic cuts may cut it; None: any.
+        ordinals: index of each operator in the whole model, if this is a part; random numbers depend on the index.
+        ends: the modules after which automatic cuts are allowed; None: all.
     """
 
     operators: tuple[Operator, ...]
@@ -132,7 +132,7 @@ class Program:
     def needed(self, roots: set[str]) -> set[str]:
         """Return the names of all values on which the ``roots`` depend, themselves included."""
         names = set(roots)
-        # An operator follows those that compute its inputs, so that one pass backwards finds all.
+        # Operators come after those that compute their inputs, so one pass in reverse order is enough.
         for op in reversed(self.operators):
             if any(output in names for output in op.outputs if output is not None):
                 names.update(op.inputs)
@@ -142,7 +142,7 @@ class Program:
 def copying_returned_inputs(program: Program) -> Program:
     """Return the program with copies of the parameters, buffers and image that the model returns as they are.
 
-    So each tensor of the output is computed by an operator: it has a stage, and a gradient of its own.
+    So an operator computes each tensor of the output, which has a stage and a gradient of its own.
     """
     computed = {name for op in program.operators for name in op.outputs}
     operators, values, outputs = [*program.operators], dict(program.values), list(program.outputs)

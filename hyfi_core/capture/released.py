@@ -43,10 +43,10 @@ class ReleasedTensor(torch.Tensor):
         """
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        # An initialisation or ``weight.clamp_()``: what changes is a tensor that nothing reads.
+        # An initialisation or ``weight.clamp_()`` only changes a tensor that is not read.
         first = next(iter((*args, *kwargs.values())), None)
         changes_it = name.endswith("_") and not name.endswith("__") and isinstance(first, ReleasedTensor)
-        # Otherwise the call below, and every attribute that is read here, would come back to this function.
+        # Without this, the call below and every attribute that is read here would call this function again.
         with torch._C.DisableTorchFunctionSubclass():
             # A property, such as ``shape``, takes no values.
             leaves = () if changes_it or name == "__get__" else _pytree.tree_leaves((args, kwargs))
@@ -61,7 +61,7 @@ class ReleasedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return another released tensor."""
-        # By the memo, tied tensors stay tied in a copy.
+        # With the memo, tied tensors stay tied in a copy.
         if id(self) not in memo:
             memo[id(self)] = _released_like(self)
         copied: torch.Tensor = memo[id(self)]
@@ -93,21 +93,21 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 def release(model: nn.Module, names: Collection[str]) -> Former:
     """Put tensors on the meta device in place of parameters and buffers, and return their memory to the system.
 
-    Those that an attribute of a module holds, too, stay, as do tensors of a subclass: nothing would be freed, or the
-    forward would read the attribute.
+    Tensors that an attribute of a module also holds stay, since the attribute would keep their memory, and the forward
+    may read it. Tensors of a subclass stay, too.
 
     Args:
         model: changed.
         names: of the tensors; all names of a tied one.
 
     Returns:
-        (weak reference to a released tensor, its name): something of the user's, such as the loss, may still hold it.
+        (weak reference to a released tensor, its name) of each: code of the user, such as the loss, may still hold it.
     """
     kept_ids = tensors_in_attributes(model)
     chosen = {n: t for n, t in named_tensors(model).items() if n in names and _is_plain(t) and id(t) not in kept_ids}
     former = [(weakref.ref(tensor), name) for name, tensor in chosen.items()]
     _replace(model, {id(tensor): _without_values(tensor) for tensor in chosen.values()})
-    # This dict would keep what it is about to free.
+    # This dict would keep the tensors alive.
     chosen.clear()
     gc.collect()  # a capture leaves reference cycles that hold them
     # glibc keeps freed memory for the process unless it is asked to return it.
@@ -169,7 +169,7 @@ def _released_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _adopt(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Give a tensor another's attributes and hooks; those of a released one never run, but checks see them."""
+    """Give ``target`` the attributes and hooks of ``tensor``; hooks of released tensors never run, but are checked."""
     vars(target).update(vars(tensor))
     target._backward_hooks = tensor._backward_hooks
     target._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
@@ -182,7 +182,7 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _replace(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> None:
-    """Replace parameters and buffers; ``replacements``: id of the present one -> the new one."""
+    """Replace parameters and buffers; ``replacements``: id of the present tensor -> the new one."""
     for module in model.modules():
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():

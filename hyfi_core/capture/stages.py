@@ -27,8 +27,8 @@ class Stage:
 
     Attributes:
         program: its operators, with the parameters and buffers that they use.
-        entries: stage -> values received from it.
-        exits: stage -> values sent to it.
+        entries: earlier stage -> values received from it.
+        exits: later stage -> values sent to it.
         outputs: the leaves of the model's output in the last stage; empty in others.
     """
 
@@ -68,7 +68,7 @@ class _ValueUses(NamedTuple):
     Attributes:
         name: of the value.
         maker: position of the operator that computes it.
-        users: positions of those that take it, in ascending order.
+        users: positions of the operators that take it, ascending; results count as one more, after all operators.
         in_order: whether, for any cuts, no user is in an earlier stage than the users before it.
     """
 
@@ -79,9 +79,9 @@ class _ValueUses(NamedTuple):
 
 
 class ProgramCutter:
-    """Cuts a program in many ways: what does not depend on the cuts is computed once.
+    """Cuts a program in many ways; what does not depend on the cuts is computed once.
 
-    Operators are known by their position among those that the results need.
+    An operator is identified by its position among the operators that the results need.
 
     Args:
         program: the captured model.
@@ -98,7 +98,7 @@ class ProgramCutter:
         self._makers = {o: at for at, op in enumerate(self._operators) for o in op.outputs if o is not None}
         self._for_mutations = self._serving_mutations_only()
         self._uses = self._uses_of_values()
-        # Later operators overwrite earlier ones: what stays is the last of each module.
+        # Later operators overwrite earlier ones, so the last operator of each module stays.
         self._last_operator = {name: at for at, op in enumerate(self._operators) for name in _enclosing(op.module)}
         self._watched = _watched_buffers(program)
 
@@ -132,7 +132,7 @@ class ProgramCutter:
         return makers_of_inputs
 
     def _uses_of_values(self) -> tuple[_ValueUses, ...]:
-        """Return the uses of all values that may be sent; what takes the results stands behind all operators."""
+        """Return the uses of all values that may be sent between stages."""
         users: dict[str, list[int]] = {name: [] for name in self._makers}
         for at, op in enumerate(self._operators):
             for name in op.inputs:
@@ -170,19 +170,19 @@ class ProgramCutter:
         return list(pairwise(bounds))
 
     def _owners(self, ends: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the stage of each operator; behind them, that of what takes the results.
+        """Return the stage of each operator, and as one more entry the last stage, which takes the results.
 
-        A capture writes changed buffers behind everything else. What only serves them belongs to the stage that
-        computes its inputs, which is where the model changes them.
+        A capture computes new values of buffers after everything else. Operators that only serve these belong to the
+        stage that computes their inputs, where the model changes the buffers.
         """
         owner = [stage for stage, (a, b) in enumerate(ends) for _ in range(a, b)]
         for at, makers in self._for_mutations.items():
-            # The first stage that has all inputs; makers come before, so theirs are moved already.
+            # The first stage that has all inputs. Operators that compute these come earlier in the loop.
             owner[at] = min(owner[at], max(owner[maker] for maker in makers))
         return [*owner, len(ends) - 1]
 
     def _pieces(self, owner: Sequence[int], stages: int) -> list[tuple[Operator, ...]]:
-        """Return the operators of each stage, with copies of earlier ones whose values it recomputes."""
+        """Return the operators of each stage, with copies of earlier operators whose values the stage recomputes."""
         if self._free:
             return [self._with_copies(owner, stage) for stage in range(stages)]
         pieces: list[list[Operator]] = [[] for _ in range(stages)]
@@ -191,10 +191,10 @@ class ProgramCutter:
         return [tuple(piece) for piece in pieces]
 
     def _with_copies(self, owner: Sequence[int], stage: int) -> tuple[Operator, ...]:
-        """Return the operators of a stage, with copies of earlier ones that it needs and that take no values."""
+        """Return the operators of a stage, with copies of the earlier operators that compute free values for it."""
         chosen = {at for at, of in enumerate(owner[:-1]) if of == stage}
         names = {name for at in chosen for name in self._operators[at].inputs}
-        # Backwards, so that what a copied operator reads is copied, too.
+        # In reverse order, so that operators whose results a copied one reads are copied, too.
         for at in reversed(range(len(self._operators))):
             outputs = {o for o in self._operators[at].outputs if o is not None}
             if owner[at] < stage and outputs & names & self._free:
@@ -203,11 +203,11 @@ class ProgramCutter:
         return tuple(self._operators[at] for at in sorted(chosen))
 
     def _travels(self, owner: Sequence[int]) -> dict[tuple[int, int], tuple[str, ...]]:
-        """Return (from, to) -> values, in the order in which they are computed."""
+        """Return (stage that sends, stage that receives) -> values, in the order in which they are computed."""
         travels: dict[tuple[int, int], list[str]] = {}
         for value in self._uses:
             first = owner[value.maker]
-            # Then the last user is in the latest stage: if that is the maker's own, all others are.
+            # If users are in order and the last one is in the maker's stage, all are.
             if value.in_order and owner[value.users[-1]] == first:
                 continue
             for to in sorted({owner[user] for user in value.users} - {first}):
@@ -219,7 +219,7 @@ class ProgramCutter:
         stages: dict[str, set[int]] = {name: set() for name in self._watched.values()}
         for stage, operators in enumerate(pieces):
             for op in operators:
-                # Outputs, too: the value after a change is an output of the operator that makes it.
+                # Outputs, too: the value after a change is an output of the operator that changes the buffer.
                 for value in (*op.inputs, *op.outputs):
                     if value in self._watched:
                         stages[self._watched[value]].add(stage)
@@ -248,7 +248,7 @@ def active_values(program: Program, results: tuple[Any, ...], sources: Iterable[
         return [name for name in values if program.values[name].differentiable]
 
     passing = [op for op in program.operators if op.text != "aten.detach.default"]
-    # What the sources reach, forwards; then what the outputs depend on, backwards: both carry gradients.
+    # Values carry gradients that sources reach (forwards) and on which outputs depend (backwards).
     reached = set(sources)
     for op in passing:
         if any(name in reached for name in op.inputs):
@@ -261,7 +261,7 @@ def active_values(program: Program, results: tuple[Any, ...], sources: Iterable[
 
 
 def _enclosing(module: str) -> list[str]:
-    """Return a module and those around it."""
+    """Return the paths of a module and the modules around it: ``a.b`` gives ``a`` and ``a.b``."""
     parts = module.split(".")
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
@@ -289,7 +289,7 @@ def free_values(program: Program, operators: Sequence[Operator]) -> set[str]:
 
 
 def _watched_buffers(program: Program) -> dict[str, str]:
-    """Return value -> name of a buffer that the program changes: its value before the change and that after it."""
+    """Return value -> name of the buffer, for both values of each buffer that the program changes: before and after."""
     changed = {name: value for value, name in program.buffers.items() if name in program.mutations}
     return {value: name for name, value in changed.items()} | {program.mutations[name]: name for name in changed}
 
@@ -299,7 +299,7 @@ def _part_of(program: Program, operators: tuple[Operator, ...], ordinals: dict[s
     computed = {o for op in operators for o in op.outputs if o is not None}
     used = {name for op in operators for name in op.inputs}
     mutations = {name: value for name, value in program.mutations.items() if value in computed}
-    # A buffer that is written without being read is still one that this part replaces.
+    # A buffer that this part replaces is used, also if it is not read.
     used.update(value for value, name in program.buffers.items() if name in mutations)
     return replace(
         program,

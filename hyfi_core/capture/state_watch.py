@@ -8,8 +8,8 @@
 
 If anything differs, the state is computed again, which takes several times as long.
 
-A call of the engine takes the state once, for all its cells. A capture may change it, too, as by a warning given once.
-A second capture must then give the same program, and the state after it counts.
+A call of the engine observes the state once, for all its cells. A capture may change the state, too, such as by a
+warning that is given once. A second capture must then give the same program, and the state after it counts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _WatchedModule:
         self._trained = [p.requires_grad for p in self._parameters]
 
     def is_same(self) -> bool:
-        """Whether nothing was added, removed or replaced; ``empty`` and ``others`` are compared separately."""
+        """Whether no attribute was added, removed or replaced; ``empty`` and ``others`` are compared elsewhere."""
         # Code may assign ``module.__class__`` or ``module.__dict__``.
         if type(self._module) is not self._kind or vars(self._module) is not self._held:
             return False
@@ -101,21 +101,23 @@ class StateWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules: list[_WatchedModule] = []
-        self._empty: list[Any] = []  # containers that were empty: one that has items is a change
+        self._empty: list[Any] = []  # containers that were empty: items in one of them are a change
         self._own: dict[int, Hashable] = {}  # by id, the objects of the model itself
         self._others: list[Hashable] = []  # what `_compared` returned for the state
         self._state: ModuleState | None = None
-        self._cached: list[tuple[torch.Tensor, int]] = []  # of `compare`: tensors, and their versions then
+        self._cached: list[
+            tuple[torch.Tensor, int]
+        ] = []  # tensors passed to `compare`, and their versions at that time
         self.taken: ModuleState | None = None
 
     def take(self) -> ModuleState:
-        """Take the state for the next call, and return it."""
+        """Observe the state, which counts for the next call, and return it."""
         with PATCHING:  # another thread may be running a forward
             self.taken = self.state()
         return self.taken
 
     def settled(self, capture: Callable[[], Program]) -> Program:
-        """Capture the model until a capture leaves its state unchanged; return the program, and take that state.
+        """Capture the model until a capture leaves its state unchanged; observe that state and return the program.
 
         Args:
             capture: captures the model.
@@ -129,8 +131,8 @@ class StateWatch:
                 after = self.take()
                 if after == before:
                     break
-                # The state has changed, perhaps by a warning given once: only a second capture shows whether the
-                # program has, too.
+                # The state has changed, perhaps only by a warning that is given once. A second capture shows whether
+                # the program has changed, too.
                 if not capture().equals(program):
                     raise RequestError(_changes(before, after))
                 before = after
@@ -139,24 +141,24 @@ class StateWatch:
 
     def state(self) -> ModuleState:
         """Return a value equal to ``module_state`` of the model: the same object while nothing changes."""
-        # Any of these containers is true once it is no longer empty.
+        # ``any``: a container that is no longer empty is true.
         if self._state is None or any(self._empty) or not all([module.is_same() for module in self._modules]):
             return self._compute()
         return self._state if self._compared() == self._others else self._compute()
 
     def compare(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count changes of these tensors from now on: a program that computes them replaces one that holds them."""
+        """From now on, let in-place changes of these tensors count: only one of two equal programs reads them."""
         ids = {id(tensor) for tensor, _ in self._cached}
         self._cached += [(tensor, _version(tensor)) for tensor in tensors if id(tensor) not in ids]
 
     def _compute(self) -> ModuleState:
-        """Return the state of the module, and note the objects in which a later change would show."""
+        """Return the state of the module, and record the objects by which a later change is noticed."""
         self._modules = [_WatchedModule(module) for module in self._model.modules()]
         self._empty = [container for module in self._modules for container in module.empty]
         self._own = own_objects(self._model)
         self._others = self._compared()
         self._state = state = module_state(self._model)
-        # Tensors that ``compare`` was given may have changed since then: their versions are a part of the state.
+        # Tensors passed to ``compare`` may have changed since then: their versions are a part of the state.
         if changed := self._changed():
             # Last in the part for attributes, so that a state without such tensors stays equal to ``module_state``.
             *others, attributes = state
@@ -164,14 +166,14 @@ class StateWatch:
         return self._state
 
     def _compared(self) -> list[Hashable]:
-        """Return the present values of all that may change without a new object; compared with ``_others``."""
+        """Return hashable values of all objects that may change inside, to compare with ``_others``."""
         values = dict(self._own)
         attributes = [value for module in self._modules for value in module.others()]
         compared = [comparable(value, values) for value in attributes]
         return [*compared, *outside_attributes(self._model, attributes, self._own).items(), *self._changed()]
 
     def _changed(self) -> list[Hashable]:
-        """Return the number and version of each cached tensor that has changed in place."""
+        """Return (index, version) of each tensor of ``_cached`` that has changed in place."""
         versions = [(_version(tensor), was) for tensor, was in self._cached]
         return [(number, version) for number, (version, was) in enumerate(versions) if version != was]
 

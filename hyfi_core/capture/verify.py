@@ -41,7 +41,7 @@ _STEPS = 2
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}
 """Largest relative difference; both sides run the same kernels in the same order."""
 _COARSE = 3e-2
-"""The same for other dtypes, and for models that cannot run in float64."""
+"""Largest relative difference for other dtypes, and for models that cannot run in float64."""
 
 Output = Callable[[Any], Any]
 Observed = dict[str, torch.Tensor | None]
@@ -67,7 +67,7 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
     try:
         reason = _compare(model, shape, dtype, output or (lambda value: value), "", stored)
         if reason is None and any(module.training for module in model.modules()):
-            with _evaluating(model):  # a failing capture is reported when this mode is used
+            with _evaluating(model):  # a capture that fails here is reported when this mode is used
                 _compare(model, shape, dtype, output or (lambda value: value), ", in evaluation mode", stored)
     finally:
         stored.void()
@@ -77,7 +77,7 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
 def _compare(
     model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, mode: str, stored: StoredTensors
 ) -> str | None:
-    """Compare in the current mode of the modules; return None if equal, else why they could not be compared.
+    """Compare a model with its capture in the current mode; return None if equal, else why they were not compared.
 
     Args:
         model: in the mode to compare.
@@ -85,7 +85,7 @@ def _compare(
         dtype: of the images.
         pick: selects the logits from the output.
         mode: for the message, such as ", in evaluation mode".
-        stored: collects the tensors that the model may have stored.
+        stored: gets the tensors that the model may have stored.
 
     Raises:
         RequestError: they differ.
@@ -98,7 +98,7 @@ def _compare(
         with StoringRun(stored, of_image):
             return pick(model(image))
 
-    # A model may need a least size, such as a whole window of its last pool: the first shape that works is taken.
+    # The first shape that works: a model may need a smallest size, such as a whole window of its last pool.
     for small in _small_shapes(shape):
         with contextlib.suppress(Exception), undisturbed(model), _without_caches(model, of_image):
             expected = _steps(model, small, dtype, run, lambda: dict(model.named_buffers()))
@@ -109,7 +109,7 @@ def _compare(
         program = capture(model, small, dtype)
     except RequestError as error:
         return f"it cannot be captured for images of {small[2]} x {small[3]} px ({error})"
-    # Rounding is that of the weights: images of bytes are converted by the model.
+    # The tolerance is that of the weights' dtype: images of bytes are converted by the model.
     computed = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
     difference = equal(expected, _of_program(model, program, small, dtype, pick), _TOLERANCE.get(computed, _COARSE))
     # A difference alone is no reason to refuse: in float32, a norm over few values can amplify rounding beyond the
@@ -127,7 +127,7 @@ def _compare(
 
 @contextlib.contextmanager
 def _without_caches(model: nn.Module, of_image: OfImage) -> Iterator[None]:
-    """Context that removes on exit what the model has stored that does not depend on an image."""
+    """Context that, on exit, removes values that the model has stored and that do not depend on an image."""
     caches = Caches(model)
     try:
         yield
@@ -151,7 +151,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Context that restores a module's values and attributes, and all random number generators, on exit."""
     device = device_of(model)
-    # Clones, although most models change no weight: what a forward changes in place is seen only by value.
+    # Clones, although most models change no weight: changes in place are noticed only by comparing values.
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
@@ -180,7 +180,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _small_shapes(shape: Shape) -> Iterator[Shape]:
-    """Yield the shapes to try, each once."""
+    """Yield the shapes to try, smallest first."""
     sides = dict.fromkeys((min(shape[2], side), min(shape[3], side)) for side in _SIDES_PX)
     yield from ((min(shape[0], _MOST_IMAGES), shape[1], *side) for side in sides)
 

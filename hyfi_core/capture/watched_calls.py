@@ -92,7 +92,7 @@ class WatchedCalls(TorchFunctionMode):
         tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self.refuse_functions(tensors)
         self.refuse_host_randomness()
-        # Versions count changes in place, also those of views, and those that no function's name gives away.
+        # Versions count all changes in place, also through views and by functions whose names do not say so.
         versions = [_version(tensor) for tensor in tensors]
         self._track(tensors)
         result = (_random_between if name == "random_" else function)(*args, **kwargs)
@@ -113,7 +113,7 @@ class WatchedCalls(TorchFunctionMode):
             RequestError: there is one.
         """
         for tensor in tensors:
-            # The class that autograd makes for each user's Function; PyTorch's own operators have others.
+            # Autograd makes a subclass of this class for each Function of the user, not for PyTorch's own operators.
             node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
             if isinstance(node, BackwardCFunction):
                 owner: Any = type(node)._forward_cls  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ class WatchedCalls(TorchFunctionMode):
 
     def begin(self) -> None:
         """Start watching."""
-        # By hand, not by ``with``: the forward begins in one hook and ends in another.
+        # Not by ``with``: the forward begins in one hook and ends in another.
         super().__enter__()  # type: ignore[no-untyped-call]
         self._watching = True
 
@@ -208,9 +208,9 @@ def host_randomness() -> tuple[Any, Any]:
 
 
 def _refuse(function: Any, name: str, args: Any) -> None:
-    """Refuse calls that are lost for any arguments."""
+    """Refuse calls whose effect a trace would lose."""
     advice = _REFUSED_ATTRIBUTES.get(_attribute_name(function)) if name == "__set__" else _REFUSED.get(name)
-    # Setting requires_grad to what it is changes nothing.
+    # Setting requires_grad to its present value changes nothing.
     if advice is _NO_SWITCH and args[0].requires_grad == (args[1] if len(args) > 1 else True):
         return
     if advice is not None and not (name == "detach_" and not args[0].requires_grad):
@@ -227,7 +227,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _detached(result: torch.Tensor, args: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Detach a result without gradient explicitly, unless it is one of the arguments."""
+    """Return a result without gradient, detached by an operator; unchanged if it is one of the arguments."""
     if result.requires_grad or not result.is_floating_point() or any(result is tensor for tensor in args):
         return result
     return result.detach()

@@ -40,7 +40,7 @@ class Flow:
         makes: output maps, all with the same layout.
         window: its window; None for pointwise operators.
         flops: for one output pixel, all channels and images together.
-        touched_bytes: likewise, read and written.
+        touched_bytes: bytes read and written for one output pixel, likewise.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Sketch:
 
     @cached_property
     def reached(self) -> tuple[tuple[str, ...], ...]:
-        """For each operator, the inputs that a rank needs beyond its own part, to compute its part of the results."""
+        """For each operator, the names of inputs that some rank needs beyond its own part, to compute owned results."""
         return tuple(
             tuple(value for value, _ in reaching(self, flow, self.layouts[flow.makes[0]].parts)) for flow in self.flows
         )
@@ -89,14 +89,14 @@ class Margins:
 
     Attributes:
         computed: operator -> boxes that ranks compute, if larger than their parts.
-        exchanged: value -> the boxes that each operator needs of it.
+        exchanged: value -> for each operator that reads it beyond owned parts, the boxes that ranks need.
     """
 
     computed: Mapping[str, Boxes]
     exchanged: Mapping[str, tuple[Boxes, ...]]
 
     def runs(self, sketch: Sketch) -> FusedRuns:
-        """Return the fused runs; exchanges for one operator, or for maps cut in different ways, are left to rules."""
+        """Return the fused runs with the exchanges that several operators share; rules add the other exchanges."""
         several = {value: needs for value, needs in self.exchanged.items() if len(needs) > 1 and _same_grid(needs)}
         shared = {value: _joined(needs) for value, needs in several.items()}
         return FusedRuns(frozenset(flow.name for flow in sketch.flows), self.computed, shared)
@@ -136,9 +136,9 @@ def margins_of(sketch: Sketch, depth: int) -> Margins:
 
 
 def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]]:
-    """Return the inputs that a rank needs beyond what it owns, and the boxes needed.
+    """Return the inputs that some rank needs beyond its own part, as (name, box that each rank needs).
 
-    ``boxes``: of the results, for each rank.
+    ``boxes``: the box of the results that each rank computes.
     """
     needs = []
     for value in flow.takes:
@@ -168,7 +168,7 @@ def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
     at = 0
     while at < len(sketch.flows):
         flow, reached = sketch.flows[at], sketch.reached[at]
-        counts = {}
+        counts: dict[str, float] = {}  # input -> windows since the last exchange, with this operator
         for value in flow.takes:
             # What no flow makes has no margin: infinity, so that the next window exchanges it.
             behind = 0 if value in exchanged else windows_behind.get(value, math.inf)
@@ -177,7 +177,7 @@ def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
         if over is not None:
             begin = _branch_point(sketch, made_by, over, depth)
             exchanged.add(begin)
-            # Back to the first operator behind the new exchange: what was counted there is no longer so.
+            # Go back to the first operator after the new exchange: counts from there on have changed.
             at = made_by.get(begin, -1) + 1
             continue
         for value in flow.makes:
@@ -218,7 +218,7 @@ def _same_grid(several: Sequence[Boxes]) -> bool:
 
 
 def _joined(several: Sequence[Boxes]) -> Boxes:
-    """Return, for each rank, a box that covers its boxes of all."""
+    """Return for each rank the smallest box that covers its box in each of ``several``."""
     return reduce(Boxes.hull, several)
 
 
@@ -226,8 +226,7 @@ def _joined(several: Sequence[Boxes]) -> Boxes:
 def _widened(layout: Layout, boxes: Boxes | None, need: Boxes) -> Boxes:
     """Return the boxes that cover both ``boxes`` and ``need``; along an axis with one rank, the whole map.
 
-    Such a rank owns all of that axis, unless it owns nothing; then its margin must still span it, since padding along
-    that axis is left to the native call.
+    Along such an axis, the native call pads, so it must get all of the axis: also on a rank whose own part is empty.
     """
     result = (layout.parts if boxes is None else boxes).hull(need)
     if len(layout.rows) == 2:

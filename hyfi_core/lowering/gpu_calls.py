@@ -6,9 +6,10 @@
 Cells of one process wait for no message, so there is nothing to overlap, and the host would start twenty kernels on
 strips in the time of the copy. All ranks compute convolutions with stride and dilation on a canvas of which the padding
 is part. On an H200 two columns of ranks had wrong gradients in bfloat16 and channels-last float32, and such a
-convolution was taken for the reason, before CUDA's average pool was known to forget its padding (see ``ops.avg_pool``).
-That alone explains all that was seen: which plans, dtypes and formats were wrong. The canvas stays until columns have
-run on a GPU without it.
+convolution was thought to be the cause. CUDA's average pool, which forgets its padding (see ``ops.avg_pool``), was not
+yet known.
+Its fault alone explains all that was seen: which plans, dtypes and formats were wrong. The canvas stays until columns
+have run on a GPU without it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ SMALL_BYTES = 1 << 20
 def in_place(ranked: RankProgram, alone: bool = False) -> RankProgram:
     """Return the program with in-place calls where an operand is new memory and used only here.
 
-    Results of the program (outputs, values for other stages, buffers) count as used; its inputs are never new memory.
+    Results of the program (outputs, values for other stages, buffers) count as used; inputs of it are never
+    overwritten.
 
     Args:
         ranked: the program of one rank.
@@ -80,7 +81,7 @@ def _makes_fresh(instruction: Instruction) -> bool:
 
 
 def _pools_over(instructions: list[Instruction], fresh: set[str]) -> Iterator[Instruction]:
-    """Yield the instructions; max pools may overwrite their input with its cotangent where possible.
+    """Yield the instructions; max pools overwrite their input with its cotangent where that is possible.
 
     When its backward runs, the input must not be needed: its other users do not save it, or save it only for its memory
     and have already run backward.
@@ -92,7 +93,7 @@ def _pools_over(instructions: list[Instruction], fresh: set[str]) -> Iterator[In
                 users.setdefault(name, []).append(index)
     for index, instruction in enumerate(instructions):
         if isinstance(instruction, (CustomCall, CollectiveCall)) and isinstance(instruction.operator, _POOLS):
-            # Backward runs in reverse: users behind the pool have had theirs, those before it have not.
+            # When the pool runs backward, users after it have already done so, users before it have not.
             other_users = (at for at in users.get(str(instruction.inputs[0]), ()) if at != index)
             # Only values of ``fresh`` are listed: other memory belongs to somebody else.
             is_fresh = str(instruction.inputs[0]) in users
@@ -108,7 +109,8 @@ def _saves_nothing(instruction: Instruction, pools_save: bool) -> bool:
 
     Args:
         instruction: any.
-        pools_save: whether max pools count as saving theirs; they need the memory alone, until their backward has run.
+        pools_save: whether a max pool counts as saving its input: until its backward has run, it needs that memory,
+            though not the values.
     """
     if isinstance(instruction, LocalCall):
         return instruction.source is not None and instruction.source.text == "aten.add.Tensor"

@@ -71,8 +71,8 @@ class JoinedCalls:
 
     @cached_property
     def _ended(self) -> tuple[tuple[str, ...], ...]:
-        """The values to free after each call: it is their last user, or they have none."""
-        # Backwards, the first call that has a name is its last user.
+        """For each call, the values to free after it: no later call reads them, and they are no outputs."""
+        # In reverse order, the first call that reads a value is its last user.
         ended: list[tuple[str, ...]] = []
         used_later = set(self.outputs)
         for call in reversed(self.calls):
@@ -147,8 +147,8 @@ def _pieces(run: list[LocalCall], ranked: RankProgram) -> list[list[LocalCall]]:
     pieces: list[list[LocalCall]] = [[]]
     for at, call in enumerate(run):
         # A cut before an operator that is fused would leave it to a pass of its own over the map.
-        fused_on = call.source is None or facts_of(call.source).fusible
-        if len(pieces[-1]) >= _PIECE_CALLS and len(alive) <= 1 and not fused_on:
+        is_fused = call.source is None or facts_of(call.source).fusible
+        if len(pieces[-1]) >= _PIECE_CALLS and len(alive) <= 1 and not is_fused:
             pieces.append([])
         pieces[-1].append(call)
         alive = {name for name in alive.union(call.outputs) if name is not None and last_use.get(name, 0) > at}

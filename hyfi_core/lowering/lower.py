@@ -39,10 +39,10 @@ class Target:
         operators: text of an operator -> its record.
         entries: values from other stages -> how they are split here, None for a replicated one.
         replicas: number of replicas over which batch norms compute their statistics.
-        gather_bytes: of the largest map that every rank may gather for an operator that cannot be computed part by
+        gather_bytes: size of the largest map that every rank may gather for an operator that cannot be computed part by
             part.
         alone: whether there is no other rank or cell.
-        plane: with which branches are divided among planes; by default there is one plane.
+        plane: the plane of the rank, and the branches that each plane computes; by default there is one plane.
         joins: whether local calls are joined where they can be fused; see ``lowering.joined_calls``.
         apart: parameters whose gradients are computed apart from those of maps; see ``lowering.weights_apart``.
     """
@@ -106,7 +106,7 @@ def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[s
 
 
 def _lower_operator(builder: Builder, op: Operator, facts: OperatorFacts) -> None:
-    """Emit an operator: computed by all ranks, on one rank, or by the rule that divides it."""
+    """Add the instructions of an operator: computed by all ranks, on one rank, or divided by its rule."""
     rule = facts.rule
     if not any(name in builder.splits for name in op.inputs):
         # Rules draw numbers by position, the same on all ranks; the operator itself would use torch's generator.

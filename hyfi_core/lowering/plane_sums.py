@@ -17,9 +17,9 @@ from hyfi_core.plan.branches import Branches
 
 
 def sum_in_planes(program: Program, branches: Branches, results: Iterable[str]) -> tuple[Program, Branches]:
-    """Return a program whose sums of several values of one plane are computed there, and its division.
+    """Return a program whose sums of several values of one plane are computed there, and its branches.
 
-    Only sums of equal shapes and types are changed, and only by the order in which they are added.
+    Only sums of values of one shape and dtype change, and only in the order in which these are added.
 
     Args:
         program: a stage of a model.
@@ -103,7 +103,7 @@ def _regrouped(
         tree: the sums, the root last.
         terms: what they add, in order.
         together: plane -> its terms, two or more.
-        owners: gets the plane of each sum of its terms.
+        owners: operator -> plane; gets an entry for each sum of terms of one plane.
     """
     sums: list[Operator] = []
 

@@ -70,7 +70,7 @@ def on_plane(ranked: RankProgram, plane: Plane, rank: int) -> RankProgram:
     for step in _steps(ranked, plane, rank):
         if isinstance(step, PlaneExchange):
             sent, received = (tuple(value.name for value in values) for values in (step.sent, step.taken))
-            # Instructions of other planes alone need no call here: they exchange without this plane.
+            # Where only other planes exchange, this one makes no call.
             if sent or received:
                 instructions.append(CollectiveCall(step, sent, received, "stage", between_planes=True))
             continue
@@ -101,7 +101,7 @@ def _steps(ranked: RankProgram, plane: Plane, rank: int) -> Iterator[PlaneExchan
         yield instruction, computed[index]
         for name in instruction.outputs:
             if name is not None and not used[name] <= computed[index]:
-                # Where several planes compute a value, the lowest one sends it, in the view of all of them.
+                # Where several planes compute a value, the lowest one sends it, so that all planes agree.
                 owner_of[name] = min(computed[index])
     # Results of the program, which all planes need, may be left.
     if owner_of:

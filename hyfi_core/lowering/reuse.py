@@ -90,12 +90,17 @@ class BackwardMemory:
             self._held[name] = _Cotangent(self._given_to_others(self._new()), certain=False)
 
     def operator(self, call: CustomCall | CollectiveCall) -> tuple[bool, dict[str, Over]]:
-        """Simulate an operator; return whether it may overwrite its first output's cotangent, and its sums."""
+        """Simulate the backward of an operator with its own.
+
+        Returns:
+            Whether it may overwrite its first output's cotangent; input -> which of two added cotangents may be
+            overwritten by their sum.
+        """
         active, operator = self._facts.active, call.operator
         if not any(name in active for name in call.inputs):
             return False, {}
-        arriving = [self._pop(name) for name in call.outputs]
-        memories = [item.memory for item in arriving]
+        of_outputs = [self._pop(name) for name in call.outputs]
+        memories = [item.memory for item in of_outputs]
         # The operator's other outputs could share the memory, too.
         may_overwrite = bool(memories) and self._alone(memories[0], (*self._memories(), *memories[1:]))
         everything = _NOTHING.union(*memories)
@@ -104,7 +109,7 @@ class BackwardMemory:
         elif isinstance(operator, AsyncBackward) and not self._to_end:
             self._deferred = _NOTHING  # deferred gradients have been computed
         returns_own = getattr(operator, "own_cotangents", False)
-        arriving_at = []
+        of_inputs = []
         for name in call.inputs:
             if name is not None and name in active:
                 if returns_own:
@@ -114,13 +119,13 @@ class BackwardMemory:
                 else:
                     # Nothing is known of this operator's backward: it may return its cotangent, or keep it.
                     memory = self._given_to_others(everything | self._new())
-                # Without a cotangent there is none of its inputs: what does not lead to the loss has none.
-                certain = returns_own and any(item.certain for item in arriving)
-                arriving_at.append((name, _Cotangent(memory, certain)))
-        return may_overwrite, self._add(arriving_at)
+                # If no output has a cotangent, no input gets one.
+                certain = returns_own and any(item.certain for item in of_outputs)
+                of_inputs.append((name, _Cotangent(memory, certain)))
+        return may_overwrite, self._add(of_inputs)
 
     def segment(self, calls: Iterable[LocalCall], inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, Over]:
-        """Simulate a segment, whose backward is autograd's; return its sums."""
+        """Simulate the backward of a segment, autograd's; return its sums, as for ``operator``."""
         cotangents = {name: self._pop(name) for name in outputs if name in self._held}
         for call in reversed(tuple(calls)):
             of_outputs = [cotangents.pop(name) for name in call.outputs if name in cotangents]
@@ -130,7 +135,7 @@ class BackwardMemory:
         return self._add([(name, cotangents[name]) for name in inputs if name in cotangents])
 
     def _local(self, call: LocalCall, of_output: _Cotangent, cotangents: dict[str, _Cotangent]) -> None:
-        """Assign cotangents to the inputs of a local call."""
+        """Set the cotangents of a local call's inputs in ``cotangents``; ``of_output``: that of its outputs."""
         # Autograd sums the two gradients of x in x * x before anyone sees them.
         for name in dict.fromkeys(call.inputs):
             if name not in self._facts.active:
@@ -150,7 +155,7 @@ class BackwardMemory:
             cotangents[name] = _Cotangent(memory, certain)
 
     def _origin(self, call: LocalCall, name: str) -> Literal["own", "given", "unknown"]:
-        """Return which memory autograd's gradient of a call's input uses."""
+        """Return where autograd puts an input's gradient: in new memory (own) or in the output's cotangent (given)."""
         op = call.source
         if op is None:
             return "unknown"
@@ -174,7 +179,7 @@ class BackwardMemory:
                 continue
             if name in self._held:
                 present = self._pop(name)
-                # Those that arrive later in the same list are held by it, too.
+                # The cotangents that are still in the list occupy memory, too.
                 elsewhere = (*self._memories(), *(later.memory for _, later in arriving))
                 total = self._new()
                 # One decision serves all sums of a name, so there must be only one in this step.

@@ -130,7 +130,7 @@ def _writing_over(ranked: RankProgram, steps: list[Step], active: set[str], in_t
 
 
 def _last_uses(ranked: RankProgram) -> dict[str, int]:
-    """Return the index of the instruction after which a value is no longer needed."""
+    """Return value -> index of the instruction after which it is no longer needed."""
     last: dict[str, int] = {}
     for index, instruction in enumerate(ranked.instructions):
         # Outputs, too: one that nobody reads is dropped where it is made.
@@ -178,7 +178,7 @@ def _detaches(instruction: Instruction) -> bool:
 
 
 def _close(steps: list[Step], run: list[tuple[int, LocalCall]], last_use: dict[str, int]) -> None:
-    """Append the current run of local calls as a segment."""
+    """Append a segment of the local calls in ``run``, as (index, call), to the steps, and empty ``run``."""
     if not run:
         return
     calls = tuple(call for _, call in run)

@@ -6,7 +6,7 @@
 
 Convolutions with a halo exchange have two parts anyway (``ops.base.SplitBackward``). Other weights, such as those of
 norms and separate biases, get their gradients in I: these are sums over the map, cheaper than keeping what they need.
-So does a product whose factor is computed from weights (weight norm, LoRA): its gradient is needed to go on.
+A factor that is computed from weights (weight norm, LoRA) gets its gradient in I, too: backward continues from it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _apart(
     if op is None or not facts_of(op).product or not factors:  # a bias alone is no reason to keep anything
         return instruction
     is_parameter = tuple(name in parameters for name in instruction.inputs)
-    if all(is_parameter):  # a product of weights: its gradient goes on
+    if all(is_parameter):  # without a map, nothing comes first
         return instruction
     facts = facts_of(op)
     operator = LocalProduct(instruction.function, is_parameter, facts.gradient == "new", facts.fresh)

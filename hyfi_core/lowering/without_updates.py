@@ -13,7 +13,7 @@ from hyfi_core.capture.program import Operator, Program
 from hyfi_core.rules.batch_norm import has_live_statistics
 
 _RUNNING = slice(3, 5)
-"""Arguments of a live batch norm that it updates, and by which it does not normalise."""
+"""Running mean and variance among the arguments of a live batch norm: it updates them, but normalises without them."""
 
 
 def updates_are_apart(program: Program, results: Iterable[str]) -> bool:
@@ -21,7 +21,8 @@ def updates_are_apart(program: Program, results: Iterable[str]) -> bool:
 
     Args:
         program: the whole captured model.
-        results: values of its output, and those that its stages send to others: cells would send old buffers.
+        results: values of its output, and those that its stages send to others; updated buffers must not be among them,
+            since cells would send old ones.
     """
     results = set(results)
     read, of_image = _read(program, results), _of_image(program)
@@ -52,7 +53,7 @@ def without_updates(program: Program, results: Iterable[str]) -> Program:
 
 
 def _normalises(op: Operator, needed: set[str]) -> bool:
-    """Whether it is a live batch norm whose map is needed, so that all cells have its statistics."""
+    """Whether an operator is a live batch norm whose map is needed, so that all cells have its statistics."""
     return has_live_statistics(op) and op.outputs[0] in needed
 
 

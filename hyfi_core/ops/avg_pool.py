@@ -1,7 +1,7 @@
 """Average pooling of a part, overlapped with its halo exchange.
 
-The kernel divides all sums by the same number, and outputs that count fewer pixels are corrected. It is not asked for
-sums: of 16-bit floats, they may exceed what these can hold. Pooling is linear, so only the shape of the map is saved.
+The kernel divides all sums by the same number, and outputs that count fewer pixels are corrected. It does not return
+undivided sums: in 16-bit floats these may overflow. Pooling is linear, so only the shape of the map is saved.
 
 CUDA's kernel of the cotangent of a channels-last map forgets the padding, and returns a wrong one in silence, in plain
 PyTorch, too (https://github.com/pytorch/pytorch/issues/188344, mended there in July 2026). Here the cotangent of a
@@ -92,11 +92,11 @@ class AvgPool(Banded):
     def _back_of_own(self, dy: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         """Return the cotangent of the own part from the inner outputs, in the memory of ``into``.
 
-        ``dy`` becomes zero in the bands; for bands and their canvases see ``ops.bands``.
+        ``dy`` is set to zero in the bands; for bands and their canvases see ``ops.bands``.
         """
         assert self.own is not None
         for band in self.bands:
-            # The cotangents of bands have been sent through their canvases: here they would count twice.
+            # The canvases of bands have used their cotangents: here they would count twice.
             at(dy, band, self.output).zero_()
         if self.own.start == (0, 0):
             return self._back(dy, into, self.own.padding)
@@ -122,7 +122,7 @@ class AvgPool(Banded):
         return into if result is into else into.copy_(result)
 
     def _corrected(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Multiply each output of ``_pooled``, or its cotangent, by what makes it a mean; in place."""
+        """Multiply each output of ``_pooled``, or its cotangent, by the factor that makes it a mean; in place."""
         factors = None if self.divisor is not None else self._counts.factors(tensor)
         return tensor if factors is None else tensor.mul_(factors)
 
@@ -139,11 +139,11 @@ class WindowCounts:
     """How many pixels each window of a part counts.
 
     Args:
-        rows: of each row of outputs.
-        columns: of each column of outputs.
+        rows: for each row of outputs, the rows of pixels that its windows count.
+        columns: for each column of outputs, likewise.
 
     Attributes:
-        most: of any window.
+        most: the largest number of pixels of any window.
     """
 
     def __init__(self, rows: Sequence[int], columns: Sequence[int]) -> None:
@@ -159,7 +159,7 @@ class WindowCounts:
 
         Args:
             window: of the pool.
-            outputs: for which to count.
+            outputs: the outputs whose windows to count.
             map_box: the whole map.
             include_pad: whether padding counts.
         """
@@ -176,7 +176,7 @@ class WindowCounts:
 def forgets_padding(tensor: torch.Tensor, padding: int | Sequence[int]) -> bool:
     """Whether the native cotangent of an average pool of this map may be wrong: see the module."""
     padded = any(padding) if isinstance(padding, Sequence) else bool(padding)
-    # Of one channel, both formats have the same elements in the same places: the kernel looks at the strides.
+    # A map of one channel has the same memory in both formats: the kernel decides by the strides.
     return padded and tensor.is_cuda and tensor.dim() == 4 and tensor.stride(1) <= tensor.stride(3)
 
 
@@ -192,14 +192,22 @@ def avg_pool2d(
     call = torch.ops.aten.avg_pool2d.default
     if not forgets_padding(tensor, padding):
         return call(tensor, kernel_size, stride, padding, *settings, **more)  # type: ignore[no-any-return]
-    # A copy also of a map of one channel, which is contiguous, but has the strides of the other format.
+    # A clone, since a map of one channel counts as contiguous already, with the strides of the other format.
     plain = tensor.clone(memory_format=torch.contiguous_format)
     result: torch.Tensor = call(plain, kernel_size, stride, padding, *settings, **more)
     return result.contiguous(memory_format=torch.channels_last)
 
 
 def counts(window: AxisWindow, start: int, stop: int, length: int, include_pad: bool) -> list[int]:
-    """Return how many positions of a map of this length, and of its padding if that counts, each window covers."""
+    """Return for each output in [start, stop) how many positions its window counts, of the map and of padding.
+
+    Args:
+        window: of the pool, along one axis.
+        start: first output.
+        stop: the output after the last.
+        length: of the map.
+        include_pad: whether padding counts.
+    """
     beyond = window.padding if include_pad else 0
     numbers = []
     for output in range(start, stop):

@@ -26,7 +26,7 @@ from hyfi_core.plan.window import Window
 from hyfi_core.plan.window_calls import OwnCall, faster_apart, inner_outputs, own_call
 
 AT_ONCE = (0, 0)
-"""Padding of a call on a canvas, which includes all pixels of its windows."""
+"""Padding of a call on a canvas: none, since the canvas includes all pixels of its windows."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Banded:
 
     @cached_property
     def bands(self) -> tuple[Box, ...]:
-        """All other outputs."""
+        """Boxes of all outputs that are not inner ones; they do not overlap."""
         out, inner = self.output, self.inner
         # Above and below across the whole width, left and right between them: each corner is in one band.
         bands = (
@@ -117,7 +117,7 @@ class Banded:
         """
         boxes = [self.window.input_box(band) for band in self.bands]
         received = self.halo.transfer.receives
-        # Zero first: a strip may be wider than what bands read, and bands that overlap in it are added.
+        # Zeros first: bands may read only a part of a strip, and where several read it, their cotangents are added.
         backs = [like(form, [*form.shape[:2], *strip.box.shape]).zero_() for strip in received]
         for strip, back in zip(received, backs, strict=True):
             for box, d_band in zip(boxes, d_bands, strict=True):

@@ -90,7 +90,7 @@ class Recomputable(ABC):
 
         Args:
             inputs: as passed to ``forward``.
-            saved: what it saved; None if that was its output.
+            saved: what ``forward`` saved; None if that was its output.
         """
 
 
@@ -103,11 +103,11 @@ class RemakesSaved(ABC):
 
     @abstractmethod
     def remake(self, own: torch.Tensor) -> torch.Tensor:
-        """Return that tensor again, bitwise equal and without messages, from the first input."""
+        """Return the tensor of ``remade`` again, bitwise equal and without messages, computed from the first input."""
 
     @abstractmethod
     def compact(self, saved: Any) -> Any:
-        """Return what ``forward`` saved in as few bytes as possible, to be kept."""
+        """Return what ``forward`` saved in as few bytes as possible, to keep it until backward."""
 
 
 class SplitBackward(ABC):
@@ -137,7 +137,7 @@ class SplitBackward(ABC):
 
 
 class LocalSplitBackward(ABC):
-    """An operator without communication whose backward is split likewise."""
+    """An operator without communication whose backward is split as that of ``SplitBackward``."""
 
     @abstractmethod
     def backward_of_map(

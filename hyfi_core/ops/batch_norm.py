@@ -86,7 +86,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         variance: torch.Tensor,
         inverse: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the map, normalised by known statistics; ``inverse`` is 1/σ, of ``variance`` and epsilon."""
+        """Return the map, normalised by known statistics; ``inverse``: 1/σ = 1/sqrt(variance + eps)."""
         if not own.numel():
             return torch.empty_like(own)
         # The native kernel takes a 16-bit map with all else in float32, or everything in one dtype.
@@ -98,7 +98,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         return result
 
     def _counted(self, tensor: torch.Tensor, top: int = 0) -> torch.Tensor:
-        """Return the pixels that count in the statistics, of a tensor that begins with row ``top``: here all."""
+        """Return the pixels of a block of rows that count in the statistics, here all; ``top``: its first row."""
         return tensor
 
     def _statistics(self, comm: Communicator, own: torch.Tensor) -> Waits[tuple[torch.Tensor, ...]]:
@@ -128,7 +128,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         return statistics.unbind()
 
     def _of_all(self, rows: torch.Tensor, apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and biased variance from the sum of what ranks send, in rows of their own or in one."""
+        """Return mean and biased variance of all ranks' pixels; ``rows``: of each rank if ``apart``, else their sum."""
         counts, means, variances = rows.unbind(1)
         if not apart:
             mean = means[0] / self.count
@@ -156,7 +156,7 @@ class BatchNorm(AsyncBackward, Recomputable):
     ) -> tuple[Pending, Rest]:
         """Start ``backward``: return the pending sums, and a function that computes the cotangents."""
         own, weight, mean, variance, inverse = saved
-        # Without a cotangent, too, a rank takes part in the sum: the others wait for it.
+        # A rank without a cotangent still takes part in the sum: the others wait for it.
         dy = torch.zeros_like(own) if cotangents[0] is None else _in_plain_order(cotangents[0])
         d_weight, d_bias = self._affine_cotangents(dy, own, weight, mean, variance, inverse)
         dtype = mean.dtype if weight is None else weight.dtype
@@ -168,7 +168,7 @@ class BatchNorm(AsyncBackward, Recomputable):
 
         combination = Combination(_added, combine, 2 * mean.numel() * torch.float64.itemsize)
         combined = start_combined(comm, lambda: (d_bias, d_weight), combination)
-        # Of this rank alone: gradients of parameters are summed over ranks later, with all others.
+        # This rank's sums only: gradients of all parameters are summed over ranks later.
         d_affine = d_weight.to(dtype), d_bias.to(dtype)
 
         def finish() -> Cotangents:
@@ -178,7 +178,7 @@ class BatchNorm(AsyncBackward, Recomputable):
             if self._has_kernel(own):
                 return self._by_kernel(dy, own, mean, weight, combined.result()), *d_affine
             gain, slope, shift = combined.result()
-            # An expanded cotangent is one value in memory for many pixels.
+            # In an expanded cotangent, many pixels share one value in memory.
             in_place = self.overwrites_cotangent and not is_expanded(dy)
             dx = dy if in_place else torch.empty_like(dy)
             if mean.dtype == dx.dtype:
@@ -193,7 +193,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         return combined.pending, finish
 
     def _has_kernel(self, own: torch.Tensor) -> bool:
-        """Whether CUDA's kernel computes the map's cotangent; the same on all ranks that share memory."""
+        """Whether CUDA's kernel computes the map's cotangent; the same for all cells of a process, which share sums."""
         return own.is_cuda
 
     def _by_kernel(
@@ -204,7 +204,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         weight: torch.Tensor | None,
         numbers: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """Return the map's cotangent, with the numbers of ``_of_kernel``."""
+        """Return the map's cotangent by CUDA's kernel; ``numbers``: from ``_of_kernel``."""
         if not own.numel():
             return torch.empty_like(own)
         inverse, *sums_and_count = numbers
@@ -218,7 +218,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         It reads dy and x once and writes dx once; the formula takes three passes, each as long.
         """
         deviation = (variance.double() + self.eps).sqrt()
-        rows = -(-self.count // _MOST_PIXELS)  # it sums numbers of 32 bits
+        rows = -(-self.count // _MOST_PIXELS)  # the kernel takes counts of 32 bits, and sums them
         count = torch.full((rows,), _MOST_PIXELS, dtype=torch.int32, device=mean.device)
         count[-1:].fill_(self.count - (rows - 1) * _MOST_PIXELS)
         # Ours is Σ dy · x̂, the kernel's Σ dy · (x - m): they differ by the factor σ.
@@ -241,10 +241,10 @@ class BatchNorm(AsyncBackward, Recomputable):
             dx_rows.copy_(wide)
 
     def _centred(self, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return the pixels that count, in float64 less their mean: slope · x + shift cancels far from zero.
+        """Return the pixels that count, for float64 minus their mean: far from zero, slope · x + shift cancels.
 
-        This allocates a map. In other dtypes rounding is coarser than the cancellation, and the mean is part of the
-        shift.
+        Subtracting allocates a map. In other dtypes rounding is coarser than the cancellation, so they are returned as
+        they are, and ``_terms`` puts the mean into the shift.
         """
         counted = self._counted(own)
         if mean.dtype != torch.float64:
@@ -263,8 +263,8 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Return this rank's Σ dy · x̂ and Σ dy, in the dtype of the mean: the cotangents of weight and bias."""
         if not own.numel():
             return torch.zeros_like(mean), torch.zeros_like(mean)
-        # Both sums are of any weight, but the kernel returns none without one. In evaluation mode the CPU's kernel
-        # reads the running statistics, that of CUDA the saved ones, and fails without them.
+        # The sums do not depend on the weight, but without a weight the kernel returns none. In evaluation mode the
+        # CPU's kernel reads the running statistics; CUDA's reads the saved ones, and fails without them.
         scale = torch.ones_like(mean) if weight is None else weight.detach().to(mean.dtype)
         statistics = mean, variance, mean, inverse
         _, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
@@ -277,35 +277,35 @@ class BatchNorm(AsyncBackward, Recomputable):
     ) -> tuple[torch.Tensor, ...]:
         """Return gain, slope and shift, in a shape that broadcasts with the map: dx = gain · dy + slope · x + shift.
 
-        So it is on owned pixels; on other computed copies it is gain · dy.
+        This holds on owned pixels; on other computed copies dx is gain · dy.
 
         Args:
             weight: of the norm.
             mean: of the map.
-            variance: likewise.
+            variance: of the map.
             means: (mean of dy, mean of dy · x̂) over the map, for each channel.
             dims: of the map's tensor.
         """
-        # In float64, for each channel once: rounded only when it is applied to pixels.
+        # In float64: one number for each channel, rounded only when it is applied to pixels.
         inverse = (variance.double() + self.eps).rsqrt()
         gain = inverse if weight is None else inverse * weight.double()
         slope = -gain * means[1] * inverse
         shift = -gain * means[0]
-        # float64 maps are centred by ``_centred``, so that their shift has no mean.
+        # ``_centred`` subtracts the mean of float64 maps, so their shift has none.
         if mean.dtype != torch.float64:
             shift = shift - slope * mean.double()
         return tuple(term.to(mean.dtype).view(1, -1, *[1] * (dims - 2)) for term in (gain, slope, shift))
 
 
 def _added(sums: Mapping[int, Tensors]) -> torch.Tensor:
-    """Return the sums of these ranks, added in float64 in rank order: Σ dy, and Σ dy · x̂."""
+    """Return (Σ dy, Σ dy · x̂), stacked, over the ranks of ``sums``, added in float64 in rank order."""
     both = [tensor for rank in sorted(sums) for tensor in sums[rank]]
     rows = torch.stack(both).double()
     return rows if len(sums) == 1 else rows.view(len(sums), 2, -1).sum(0)
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (first row, rows) of the blocks of a map; (0, 0) is the whole tensor if it has no rows or no values."""
+    """Yield (first row, number of rows) of each block of a map; (0, 0): the whole tensor, without rows or values."""
     rows = tensor.shape[2] if tensor.dim() > 2 and tensor.numel() else 0
     if not rows:
         yield 0, 0
@@ -317,7 +317,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _in_one_format(dy: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cotangent and map in the map's memory format: CUDA's kernel takes the map for one in the cotangent's."""
+    """Return (dy, own) in the map's memory format: CUDA's kernel reads the map as if it had the cotangent's format."""
     channels_last = _CHANNELS_LAST.get(own.dim(), torch.contiguous_format)
     if own.is_contiguous(memory_format=channels_last):
         return dy.contiguous(memory_format=channels_last), own
@@ -350,7 +350,7 @@ class FusedBatchNorm(BatchNorm):
 
     def _counted(self, tensor: torch.Tensor, top: int = 0) -> torch.Tensor:
         """Return the view of owned pixels: those of the margins are counted by their owners."""
-        # Of a block, the owned rows that are in it; there may be none.
+        # The owned rows within this block; there may be none.
         y0, y1 = (min(max(y - top, 0), tensor.shape[2]) for y in (self.owned.y0, self.owned.y1))
         return tensor.narrow(2, y0, y1 - y0).narrow(3, self.owned.x0, self.owned.width)
 
@@ -374,13 +374,13 @@ class KnownStatistics(torch.autograd.Function):
         """Return the normalised map."""
         ctx.save_for_backward(own, weight, mean, inverse)
         if own.is_cuda:
-            # What the native kernel itself calls after the statistics. 1/σ is known, so it does not read epsilon.
+            # As the native kernel does after computing statistics; epsilon is not read, since 1/σ is passed.
             return torch.batch_norm_elemt(own, weight, bias, mean, inverse, 0.0)
         if own.element_size() <= 2:
-            # As inside of the kernel, which rounds once, at the end.
+            # The kernel computes in float32, too, and rounds once, at the end.
             weight, bias = (None if item is None else item.float() for item in (weight, bias))
             mean, inverse = mean.float(), inverse.float()
-        # By a deviation of exactly 1: the kernel computes x · (w · 1/σ) + (b - m · (w · 1/σ)) in both modes.
+        # 1/σ is in the scale, the deviation 1: in both modes, the kernel computes x · (w · 1/σ) + (b - m · (w · 1/σ)).
         scale = inverse if weight is None else weight * inverse
         result: torch.Tensor = torch.native_batch_norm(own, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[
             0

@@ -42,7 +42,7 @@ class BoundaryValue:
         dims: which tensor dims are (y, x).
         have: the box of each rank of the first stage; None for a replicated value.
         need: the box of each rank of the second stage; None for a replicated value.
-        folded: (first, last) dims that are one dim of the local tensor, from the last such dim to the first.
+        folded: (first, last) of each range of dims that the local tensor has as one dim; the last range first.
     """
 
     name: str
@@ -81,7 +81,7 @@ class BoundaryValue:
 
 @dataclass(frozen=True)
 class BoundaryPiece:
-    """A box of a value between this rank and a position of the other stage; box None for the whole value."""
+    """A box of a value that two ranks of the two stages exchange; box None: the whole value."""
 
     value: BoundaryValue
     box: Box | None
@@ -102,11 +102,11 @@ class BoundaryPiece:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """Pieces of a boundary transfer between two stages of one rank, without a message.
+    """Pieces of a boundary transfer that need no message, because both stages are on one rank.
 
     Attributes:
         tensors: in the order of the pieces; views of the sender's values unless they are ``copied``.
-        copied: whether nobody else has this memory.
+        copied: whether they are copies, in memory that nothing else uses.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -121,7 +121,7 @@ Delivery = torch.Tensor | HandedOver
 class _ReceivedPiece(NamedTuple):
     piece: BoundaryPiece
     tensor: torch.Tensor
-    stays: bool  # whether its memory may be kept, and is not used again by others
+    stays: bool  # whether the receiver may keep this memory: nothing else will use it
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,17 @@ class BoundaryTransfer:
         return Buffers()
 
     def origin(self, value: BoundaryValue, position: int, at_source: bool) -> Box | None:
-        """Return the box of a value that a rank has, None for a replicated one."""
+        """Return the box of a value on the rank at ``position`` of a stage; None for a replicated value.
+
+        ``at_source``: of the first stage; else of the second.
+        """
         boxes = value.have if at_source else value.need
         return None if boxes is None else boxes[position]
 
     def arrived(self, target: int, messages: Mapping[int, Delivery]) -> dict[str, torch.Tensor]:
         """Return the values of the rank at ``target`` from all that it has received.
 
-        They may be read, but not changed: those of a stage on the same rank are views of its own.
+        They may be read, but not changed: values of a stage on the same rank are views of that stage's memory.
         """
         received, result = _unpacked(self, self.incoming(target), messages, only_read=True), {}
         for value in self.values:
@@ -178,7 +181,7 @@ class BoundaryTransfer:
             full = self._only(value, box, parts)
             if full is None:
                 full = self._canvas(value, box)
-                # Pieces of different owners do not overlap, so that copies are enough here.
+                # Pieces of different owners do not overlap, so each is copied.
                 for part in parts:
                     copy_box(value.cut(full, part.piece.box, box), part.tensor)
             result[value.name] = value.closed(full)
@@ -196,21 +199,20 @@ class BoundaryTransfer:
             if full is None:
                 full = self._canvas(value, box).zero_()
                 for part in parts:
-                    # Here they do overlap: halos of several receivers read the same pixel, and its cotangent is their
-                    # sum.
+                    # Pieces of cotangents overlap where halos of several receivers read the same pixel: they are added.
                     value.cut(full, part.piece.box, box).add_(part.tensor)
             result[value.name] = value.closed(full)
         return result
 
     def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_ReceivedPiece]) -> torch.Tensor | None:
-        """Return a value that arrived as one piece, in the format of values; None if it did not.
+        """Return a value that has arrived as one piece, in this stage's memory format; None if it has several pieces.
 
-        The result is a copy unless the piece has memory that others no longer use.
+        The result is a copy unless the piece's memory may be kept.
 
         Args:
-            value: to be returned.
+            value: the value to return.
             box: this rank's part of it; None for a replicated value.
-            parts: the pieces of it that have arrived.
+            parts: the pieces of the value that have arrived.
         """
         if len(parts) != 1:
             return None
@@ -233,9 +235,9 @@ class BoundaryTransfer:
         return {}
 
     def _pieces(self, position: int, at_source: bool, back: bool) -> Pieces:
-        """Return the pieces between the rank at ``position`` and each of the other stage, in the order of values."""
+        """Return position in the other stage -> pieces exchanged with the rank at ``position``, in order of values."""
         key = position, at_source, back
-        # Both ends compute the pieces from the plan, in the same order: the message says nothing about itself.
+        # Both ends compute the pieces from the plan, in the same order: messages have no headers.
         if key not in self._planned:
             pieces: dict[int, list[BoundaryPiece]] = {}
             for value in self.values:
@@ -246,7 +248,7 @@ class BoundaryTransfer:
         return self._planned[key]
 
     def _peers(self, value: BoundaryValue, position: int, at_source: bool) -> Iterable[tuple[int, Box | None]]:
-        """Return (position in the other stage, box) of all parts of a value between a rank and the other stage."""
+        """Return (position in the other stage, box) for each rank with which a rank exchanges a part of a value."""
         if value.have is not None and value.need is not None:
             own, opposite = (value.have, value.need) if at_source else (value.need, value.have)
             return opposite.meeting(own[position])
@@ -266,7 +268,7 @@ def cut_out(
     Args:
         boundary: between the two stages.
         position: of this rank in its stage.
-        pieces: that it sends to one rank of the other stage.
+        pieces: the pieces that it sends to one rank of the other stage.
         tensors: name -> this rank's part of the value, or of its cotangent; a missing one (a cotangent that was not
             computed) is zeros.
         at_source: whether this rank's stage is the first one: it sends values; else cotangents.
@@ -275,7 +277,7 @@ def cut_out(
     for piece in pieces:
         tensor = tensors.get(piece.value.name)
         if tensor is None:
-            # The receiver expects this many bytes: leaving them out would shift all that follow.
+            # The receiver expects these bytes: without them, all pieces that follow would be shifted.
             parts.append(torch.zeros(piece.shape, dtype=piece.value.dtype, device=boundary.device))
             continue
         origin = boundary.origin(piece.value, position, at_source)
@@ -316,14 +318,15 @@ def unpack(boundary: BoundaryTransfer, buffer: torch.Tensor, pieces: tuple[Bound
 def _unpacked(
     boundary: BoundaryTransfer, expected: Pieces, messages: Mapping[int, Delivery], only_read: bool
 ) -> dict[str, list[_ReceivedPiece]]:
-    """Return value -> pieces, of all messages; ``only_read``: whether their receiver does not change them."""
+    """Return name of a value -> its received pieces; ``only_read``: whether their receiver does not change them."""
     parts: dict[str, list[_ReceivedPiece]] = {}
     for position, pieces in expected.items():
         message = messages[position]
         if isinstance(message, HandedOver):
             tensors, stays = message.tensors, only_read or message.copied
         else:
-            # A buffer is kept for the next message; other memory may stay, but not one value's with that of others.
+            # Kept buffers are used for the next message. Other memory may stay if it has one piece: a value that stays
+            # would keep the memory of all pieces.
             tensors, stays = unpack(boundary, message, pieces), len(pieces) == 1 and not is_kept(message.device)
         for piece, tensor in zip(pieces, tensors, strict=True):
             parts.setdefault(piece.value.name, []).append(_ReceivedPiece(piece, tensor, stays))

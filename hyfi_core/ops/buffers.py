@@ -26,10 +26,10 @@ def is_kept(device: torch.device) -> bool:
 
 
 class Buffers:
-    """The buffers of one operator on one rank; with the same lifetime.
+    """The buffers of one operator on one rank, which live as long as the operator.
 
     Attributes:
-        bytes: memory of all buffers created so far, of those that are kept.
+        bytes: memory of all buffers created so far on devices where they are kept.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Buffers:
             assert all(block.data_ptr() != tensor.data_ptr() for block in free if tensor.numel()), (
                 "buffer released twice"
             )
-            # Without its autograd graph, which would live as long as the buffer.
+            # Detached: an autograd graph would live as long as the buffer.
             free.append(tensor.detach().view(-1))
 
     def dense(self, view: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class Constant:
         key = (device, dtype)
         if key not in self._copies:
             self._copies[key] = copied = torch.as_tensor(self._values).to(device, dtype)
-            # The storage's own address: any tensor on it, such as a view that autograd has saved, gives the same.
+            # By the storage's address, which all views of it share, such as one that autograd has saved.
             storage = copied.untyped_storage()._cdata
             _STORAGES.add(storage)
             # Once the constant is gone, another storage may have this address.

@@ -98,7 +98,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         canvas_padding: (y, x) padding that is left to the native call.
         groups: of the convolution.
         apart: whether own part and strips may be computed separately; False: always on a canvas.
-        keeps_canvas: whether a canvas is kept for backward; False: backward builds it again of own part and strips.
+        keeps_canvas: whether a canvas is kept for backward; False: backward builds it again from own part and strips.
     """
 
     own_cotangents: ClassVar[bool] = True
@@ -130,7 +130,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (convolved part,); saves the own part (without a copy) and the strips."""
         image, weight, bias = inputs
-        # By hand: on CPUs, autocast does not know ``aten.convolution``, which is called by name below.
+        # Cast here: on CPUs, autocast does not know ``aten.convolution``, which is called below.
         own = image.to(_computed_in(image))
         kernel = weight.to(own.dtype)
         offset = None if bias is None else bias.to(own.dtype)
@@ -143,7 +143,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
             strips = yield from pending_strips.wait()
             result = self._convolve(self.halo.assembled(own, strips), kernel, offset, self.canvas_padding)
             return (result,), _SavedConvolution(own, strips, weight, image.dtype, image.shape)
-        # With a stride, the first windows may begin beyond the first own pixels, which no own window reads.
+        # With a stride, the first own window may begin after the first own pixels: without those that none reads.
         conv_input = own[:, :, self.own.start[0] :, self.own.start[1] :]
         with polled(pending_strips.pending):
             result = self._convolve(conv_input, kernel, offset, self.own.padding)
@@ -152,7 +152,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         return (result,), _SavedConvolution(conv_input, strips, weight, image.dtype, image.shape)
 
     def recompute(self, inputs: Tensors, saved: _SavedConvolution) -> torch.Tensor:
-        """Return the convolved part once more, from what is saved; see ``ops.base.Recomputable``."""
+        """Return the convolved part again, from own part and strips; see ``ops.base.Recomputable``."""
         conv_input, kernel = saved.conv_input, saved.weight.to(saved.conv_input.dtype)
         offset = None if inputs[2] is None else inputs[2].to(conv_input.dtype)
         if self.own is None:  # own part and strips were convolved on one canvas
@@ -162,11 +162,11 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         return result
 
     def flops_of_value(self, shapes: Sequence[Sequence[int]]) -> float:
-        """Return two for each weight of an output channel; see ``ops.base.Recomputable``."""
+        """Return two operations for each weight of an output channel; see ``ops.base.Recomputable``."""
         return 2.0 * prod(shapes[1][1:])
 
     def _conv_input(self, saved: _SavedConvolution, is_read: bool = True) -> torch.Tensor:
-        """Return the input of the native call: kept, or a canvas built again; unset if only its shape is read."""
+        """Return the input of the native call: as saved, or a canvas built again, without values unless ``is_read``."""
         if self.own is not None or self.keeps_canvas:
             return saved.conv_input
         return self.halo.assembled(saved.conv_input, saved.strips) if is_read else self.halo.unset(saved.conv_input)
@@ -187,7 +187,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def _convolve(
         self, tensor: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, padding: tuple[int, int]
     ) -> torch.Tensor:
-        """Return a convolution with this padding; empty if this rank's part of the result is."""
+        """Return the convolution of ``tensor`` with (y, x) padding; an empty tensor if this rank has no outputs."""
         if self.output.empty:
             return tensor.new_empty((tensor.shape[0], kernel.shape[0], *self.output.shape))
         stride, dilation = self._stride_dilation
@@ -241,8 +241,8 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         Args:
             comm: the ranks of the stage.
             back: arguments of the backward.
-            at_once: whether to compute weight and bias during the exchange in any case. On a canvas, without messages,
-                or if the map needs no cotangent, they are always left to the caller.
+            at_once: whether to compute weight and bias during the exchange in any case. The caller always computes them
+                on a canvas, without messages, and if the map needs no cotangent.
             waits: without ``at_once``, whether to compute them if this rank would have to wait.
         """
         if not back.mask[0]:
@@ -258,7 +258,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         pending = pending_strips.pending
         with polled(pending):
             d_input = self._differentiate(back, only)[0]
-        # While strips are on their way, the weight's part is useful work; if they are here, it can wait.
+        # While strips are on their way, the weight's cotangent is useful work; once they have arrived, it can wait.
         if pending is not None and (at_once or (waits and not pending.test())):
             with polled(pending):
                 weight_back = self._weight_back(back)
@@ -271,7 +271,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         if not (back.mask[1] or back.mask[2]):
             return None, None
         _, d_weight, d_bias = self._differentiate(back, (False, *back.mask[1:]))
-        # The bias needs no strips: it is a sum over outputs, all of which the native call has.
+        # The bias needs no strips: its cotangent is a sum over outputs, and the native call has all of them.
         if d_weight is not None and self.own is not None:
             self._add_strips(d_weight, back)
         return d_weight, d_bias
@@ -288,7 +288,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
                 d_canvas = taps.back(canvas, tapped, part, *self._stride_dilation)
             else:
                 d_canvas = self._native_back(part, canvas, tapped, (0, 0), only)[0]
-            # The canvas may reach beyond the strip, into pixels of other pieces: those have calls of their own.
+            # The canvas may reach beyond the strip, into pixels of other strips, which have calls of their own.
             common = piece.call.inputs.intersect(piece.box)
             at(backs[piece.index], common, piece.box).copy_(at(d_canvas, common, piece.call.inputs))
         return (yield from self.halo.start_back(comm, saved.conv_input, backs))
@@ -377,9 +377,9 @@ def _tapped(kernel: torch.Tensor, piece: _ReachingStrip) -> torch.Tensor:
 
 
 def _canvas(piece: _ReachingStrip, strips: tuple[torch.Tensor, ...], own: torch.Tensor) -> torch.Tensor:
-    """Return the strip on a canvas of zeros that its taps cover, in the format of ``own``."""
+    """Return a strip on a canvas of all pixels that its taps read, zero outside of it, in the format of ``own``."""
     strip, inputs = strips[piece.index], piece.call.inputs
-    # Taps may reach over the strip's ends, where other calls have the pixels: zeros add nothing.
+    # Taps may reach beyond the strip, to pixels that other calls contribute: zeros add nothing.
     canvas = like(own, [*own.shape[:2], *inputs.shape])
     if inputs != piece.box:
         canvas.zero_()

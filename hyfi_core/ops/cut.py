@@ -34,7 +34,7 @@ def cut(
         fill: value outside the map.
     """
     inside = need.intersect(map_box)
-    # Nothing of the map: an empty view, at a place that exists in the tensor, with all that is needed around it.
+    # Outside of the map: an empty view of the tensor, and all needed pixels are padding around it.
     if inside.empty:
         inside = Box(have.y0, have.y0, have.x0, have.x0)
         above, below, left, right = (0, 0, 0, 0) if need.empty else (need.height, 0, need.width, 0)  # all padding
@@ -63,8 +63,8 @@ def cut(
 def copy_box(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Copy a box of a map into one of another, as ``target.copy_(source)`` does; return the target.
 
-    CUDA's kernel copies a box with gaps between its rows element by element: two bytes at a time of a map in bfloat16.
-    Bits are bits, so its elements are words of up to 16 bytes, where sizes and places allow.
+    CUDA's kernel copies a box with gaps between its rows element by element: in bfloat16, two bytes at a time. Here the
+    elements are words of up to 16 bytes, where sizes and addresses allow.
     """
     differentiated = torch.is_grad_enabled() and (source.requires_grad or target.requires_grad)
     words = in_words(target, source) if target.is_cuda and not differentiated else None
@@ -81,7 +81,7 @@ def in_words(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, 
     or are no maps of four dims, or if both have no gaps and the same strides: ``copy_`` copies such memory at once.
     """
     are_alike = target.shape == source.shape and target.dtype == source.dtype and target.device == source.device
-    # Memory of a view that is conjugated or negated when it is read has other bits.
+    # Views that PyTorch conjugates or negates only when they are read have other bits in memory.
     is_lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source))
     if not are_alike or is_lazy or target.dim() != 4 or not target.numel():
         return None

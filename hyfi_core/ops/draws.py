@@ -72,13 +72,13 @@ def uniform(key: int, where: torch.Tensor, dtype: torch.dtype, low: float = 0.0,
         where: int64 positions.
         dtype: of the result; float64 has 53 random bits, others 24.
         low: smallest number.
-        high: upper limit.
+        high: upper limit, which is never reached.
     """
     numbers = _uniform(key, where, dtype)
     if (low, high) == (0.0, 1.0):
         return numbers
     numbers = numbers.mul_(high - low).add_(low)
-    return numbers.masked_fill_(numbers >= high, low)  # rounded up to the limit
+    return numbers.masked_fill_(numbers >= high, low)  # rounding may reach the limit
 
 
 def _uniform(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -117,8 +117,8 @@ def cauchy(key: int, where: torch.Tensor, dtype: torch.dtype, median: float = 0.
 
 
 def geometric(key: int, where: torch.Tensor, dtype: torch.dtype, probability: float) -> torch.Tensor:
-    """Return how many trials the first success takes, one number for each position."""
-    # log1p(-1) raises; with this limit all trials are 1.
+    """Return geometric numbers, one for each position: how many trials the first success takes."""
+    # log1p(-1) raises; with -inf, its limit, all numbers are 1.
     log_failure = math.log1p(-probability) if probability < 1.0 else -math.inf
     trials = torch.log1p(-_uniform(key, where, torch.float64)) / log_failure
     return trials.ceil().clamp_(min=1.0).to(dtype)
@@ -133,7 +133,7 @@ def integers(key: int, where: torch.Tensor, dtype: torch.dtype, *limits: int) ->
         dtype: of the result.
         limits: as of ``range``: (high,) or (low, high).
     """
-    # The default of low, before what is passed.
+    # 0 is the default of low.
     low, high = (0, *limits)[-2:]
     # 63 bits, so never negative. The remainder favours small numbers by at most range / 2 ** 63.
     return (_shifted(_hashed(key, where), 1) % (high - low) + low).to(dtype)
@@ -159,7 +159,7 @@ def bernoulli(
 
 
 def poisson(key: int, where: torch.Tensor, dtype: torch.dtype, rate: torch.Tensor) -> torch.Tensor:
-    """Return Poisson numbers, one for each position: the smallest k with P(at most k) > a uniform number.
+    """Return Poisson numbers, one for each position: the smallest k for which P(at most k) exceeds a uniform number.
 
     Args:
         key: 64 bits.
@@ -174,16 +174,16 @@ def poisson(key: int, where: torch.Tensor, dtype: torch.dtype, rate: torch.Tenso
     for _ in range(_BISECTIONS):
         middle = ((low + high) / 2).floor()
         enough = torch.special.gammaincc(middle + 1.0, wide) > number
-        # The answer stays within [low, high] in each step.
+        # The smallest such k stays within [low, high].
         low, high = low.where(enough, middle + 1.0), middle.where(enough, high)
-        # On a GPU, the question would make the host wait: there all steps are made.
+        # On a GPU, this test would make the host wait, so all steps are run.
         if not where.is_cuda and bool((low >= high).all()):
             break
     return high.where(valid, math.nan).to(dtype)
 
 
 def permutation(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the integers from 0 in a random order, as many as there are positions."""
+    """Return the integers 0 … n - 1 in random order, for n positions."""
     # Stable, so that equal numbers have the same order on every device.
     return _uniform(key, where, torch.float64).argsort(stable=True).to(dtype)
 

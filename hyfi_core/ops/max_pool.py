@@ -27,7 +27,7 @@ class _Places:
     """Indices of the maxima of some outputs.
 
     Attributes:
-        seen: the map that the native call took, or an empty one of its shape.
+        seen: the canvas that the native call took, or a tensor of its shape without memory.
         indices: as the native call returns them.
     """
 
@@ -40,7 +40,8 @@ class MaxPool(Banded, RemakesSaved):
     """``max_pool2d`` on a part; outside of the map its halo is -inf.
 
     Attributes:
-        holds_map: whether the map's memory is kept for its cotangent; else only its shape, and indices in a byte.
+        holds_map: whether the map is kept, so that its cotangent can take its memory; else only its shape is kept, and
+            indices in one byte each.
         leaves_wide: whether indices are left as the native call returns them, for a caller that recomputes them or
             calls ``compact``.
         overwrites_map: whether the map's memory may be overwritten by its cotangent.
@@ -75,7 +76,7 @@ class MaxPool(Banded, RemakesSaved):
 
     @property
     def remakes(self) -> bool:
-        """Whether the input gives the indices again: those of a canvas with strips need the strips, too."""
+        """Whether the input is enough to compute the indices again: a canvas with strips needs the strips, too."""
         needs_strips = self.own is None and bool(self.halo.transfer.receives)
         return self.leaves_wide and not needs_strips and not self.output.empty
 
@@ -91,7 +92,7 @@ class MaxPool(Banded, RemakesSaved):
         return self._pool(self.seen(own), self.own.padding)[1]
 
     def compact(self, saved: Any) -> Any:
-        """Return the same with indices in a byte where that is enough; see ``ops.base.RemakesSaved``."""
+        """Return ``saved`` with indices in one byte each where that is enough; see ``ops.base.RemakesSaved``."""
         if self.holds_map or not self.leaves_wide:
             return saved
         if self.own is None:
@@ -111,7 +112,7 @@ class MaxPool(Banded, RemakesSaved):
         if self.own is None:
             return (yield from self._back_from_canvas(comm, saved, dy))
         own, indices, places = saved
-        # If only the shape is kept, there is no memory to write over.
+        # If only the map's shape is kept, it has no memory to overwrite.
         over = own if self.overwrites_map and self.holds_map else None
         if dy is None:
             dy = own.new_zeros((*own.shape[:2], *self.output.shape))
@@ -123,7 +124,7 @@ class MaxPool(Banded, RemakesSaved):
         return (d_own,)
 
     def _back_from_canvas(self, comm: Communicator, saved: Any, dy: torch.Tensor | None) -> Waits[Cotangents]:
-        """Return the cotangent of the map by that of the canvas: own part, strips and fill value in one tensor.
+        """Return the cotangent of the map from that of the canvas, which had own part, strips and fill value.
 
         There are no indices if this rank has no outputs.
         """
@@ -135,10 +136,10 @@ class MaxPool(Banded, RemakesSaved):
         return (yield from self.halo.backward(comm, back, (d_canvas,)))
 
     def _held(self, own: torch.Tensor) -> torch.Tensor:
-        """Return what backward keeps of a map: it needs only the shape."""
+        """Return the form of a map to keep for backward: the map, or its shape and strides without memory."""
         if self.holds_map:
             return own
-        # Shape and strides without memory: the format shows in them.
+        # The strides say the memory format.
         shape_alone = torch.empty_like(own)
         shape_alone.untyped_storage().resize_(0)
         return shape_alone
@@ -148,7 +149,7 @@ class MaxPool(Banded, RemakesSaved):
         return indices if self.leaves_wide else self._narrow(own, indices, padding)
 
     def _narrow(self, own: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
-        """Return indices in a byte each where that is enough and the map is not kept; else the same."""
+        """Return the indices in one byte each if that is enough and the map is not kept; else as they are."""
         places = self._places(own, padding)
         return indices if self.holds_map or not places.fits else places.narrow(indices)
 
@@ -197,10 +198,10 @@ class MaxPool(Banded, RemakesSaved):
 
 
 def _gradient_memory(tensor: torch.Tensor, over: torch.Tensor | None) -> torch.Tensor:
-    """Return memory for the cotangent of a map: ``over``, if that is dense in one of the two memory formats, or new.
+    """Return memory for the cotangent of a map: ``over`` if it is contiguous or channels-last, else new memory.
 
-    CUDA's kernel ignores the strides of its output: it writes in the memory format of the map, contiguous for a map
-    with swapped rows and columns.
+    CUDA's kernel ignores the strides of its output: it writes in the memory format of the map, and contiguously for a
+    map of neither format, such as a transposed one.
     """
     result = torch.empty_like(tensor) if over is None else over
     if result.is_contiguous() or result.is_contiguous(memory_format=torch.channels_last):
@@ -223,7 +224,7 @@ class WholeMaxPool:
     overwrites_map: bool = False
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Return (maxima,); saves their indices and the map, for its memory."""
+        """Return (maxima,); saves their indices, and the map, whose memory the cotangent may take."""
         call = torch.ops.aten.max_pool2d_with_indices.default
         result, indices = call(inputs[0], *self._settings)
         return (result,), (inputs[0], indices)

@@ -21,8 +21,8 @@ Moments: TypeAlias = tuple[int, torch.Tensor, torch.Tensor]
 def moments_of(own: torch.Tensor) -> Moments:
     """Return the moments of a rank's map, not rounded to 16 bits.
 
-    The CPU's kernel returns them in the dtype of running statistics, or in the map's if there are none: those of a
-    16-bit map are thus computed beside running statistics in float32, which nobody reads.
+    The CPU's kernel returns moments in the dtype of running statistics, or in the map's dtype without any. So for a
+    16-bit map it gets running statistics in float32, which are then dropped.
     """
     channels = own.shape[1]
     if not own.numel():
@@ -38,7 +38,7 @@ def moments_of(own: torch.Tensor) -> Moments:
 def packed_rows(moments: Mapping[int, Moments], ranks: int) -> torch.Tensor:
     """Return pixels, mean and variance of each rank in a row of its own: (ranks, 3, channels), float64.
 
-    The rows of ranks that are not among ``moments`` are zero. Zeros are added exactly, so a sum gathers all rows.
+    The rows of ranks that are not among ``moments`` are zero, so that an all-reduce gathers all rows without rounding.
     """
     here = sorted(moments)
     like = moments[here[0]][1]
@@ -76,5 +76,5 @@ def _pixels(moments: Mapping[int, Moments], device: torch.device) -> torch.Tenso
 
 @lru_cache(maxsize=4096)
 def _column(numbers: tuple[int, ...]) -> Constant:
-    """Return a column, which is copied to a GPU once: a copy in every step would make the host wait."""
+    """Return the numbers as a column (n, 1), copied to a GPU once: a copy in every step would make the host wait."""
     return Constant(torch.tensor(numbers, dtype=torch.float64)[:, None])

@@ -55,8 +55,8 @@ class PlaneExchange:
     Inputs are the values of this plane, outputs those of others, both in the order of ``values``.
 
     Attributes:
-        values: those that any plane sends.
-        plane: number of this rank's plane.
+        values: all values that any plane sends.
+        plane: index of this rank's plane.
         device: of received tensors.
         channels_last: whether maps are received in this memory format.
         active: names of values whose cotangents are sent back.
@@ -81,14 +81,14 @@ class PlaneExchange:
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes that the plane with the most of them sends or receives in a forward."""
+        """The most bytes that any plane sends, or receives, in a forward."""
         planes = {plane for value in self.values for plane in (value.owner, *value.takers)}
         sent = [sum(v.nbytes * len(v.takers) for v in self.values if v.owner == plane) for plane in planes]
         received_bytes = [sum(v.nbytes for v in self.values if plane in v.takers) for plane in planes]
         return max(*sent, *received_bytes)
 
     def carrying(self, active: frozenset[str]) -> PlaneExchange:
-        """Return the same with the cotangents of ``active`` values."""
+        """Return the exchange for a program in which the values ``active`` have cotangents."""
         return replace(self, active=active.intersection(value.name for value in self.values))
 
     def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
@@ -113,7 +113,10 @@ class PlaneExchange:
     def _swap(
         self, comm: Communicator, values: Sequence[PlaneValue], own: Mapping[str, torch.Tensor], back: bool
     ) -> Waits[dict[str, list[torch.Tensor]]]:
-        """Send what this plane has of the values, or of their cotangents; return what it receives, by plane."""
+        """Send this plane's tensors of ``values``; return name -> received tensors, one from each plane that sent it.
+
+        With ``back``, the tensors are cotangents, which receivers send to the owner.
+        """
         sends: list[Message] = []
         receives: list[Message] = []
         unpack: list[Callable[[], list[tuple[str, torch.Tensor]]]] = []
@@ -127,7 +130,7 @@ class PlaneExchange:
             for bundle in _bundles(arriving):
                 buffer = torch.empty(sum(prod(v.shape) for v in bundle), dtype=bundle[0].dtype, device=self.device)
                 receives.append(Message(peer, buffer))
-                # Defaults bind the values of this turn of the loop.
+                # Defaults bind ``bundle`` and ``buffer`` of this iteration.
                 unpack.append(lambda bundle=bundle, buffer=buffer: self._unpacked(bundle, buffer))  # type: ignore[misc]
         if sends or receives:
             yield comm.exchange(sends, receives)
@@ -138,7 +141,7 @@ class PlaneExchange:
         return received
 
     def _packed(self, bundle: Sequence[PlaneValue], own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the message of a bundle: its values one behind the other."""
+        """Return the message of a bundle: its values, flattened and concatenated."""
         flat = [laid_out(own[value.name].to(value.dtype), self.channels_last).reshape(-1) for value in bundle]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
@@ -152,7 +155,7 @@ class PlaneExchange:
 
 
 def _bundles(values: Sequence[PlaneValue]) -> list[list[PlaneValue]]:
-    """Divide values from one plane to another into messages: small ones of a dtype together, empty ones in none."""
+    """Divide values into messages: small ones of a dtype share one, larger ones go alone, empty ones are left out."""
     bundles: list[list[PlaneValue]] = []
     small: dict[torch.dtype, list[PlaneValue]] = {}
     for value in values:

@@ -2,7 +2,7 @@
 
 Autograd computes one gradient at a time: given ``inputs`` of ``torch.autograd.grad``, the kernels of convolutions and
 matrix products leave out the other gradient. So both together are as many operations as one backward.
-The graph, with the product's input, lives until the second; what lies around the product does not.
+The graph of the product, with its input, lives until the second; graphs of neighbouring operators do not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hyfi_core.ops.base import Cotangents, LocalSplitBackward, NeedsGrad, Rest
 
 @dataclass(frozen=True)
 class _SavedProduct:
-    """Saved for backward: the result's place in autograd's graph, and the inputs as that graph has them."""
+    """Saved for backward: the result's edge in autograd's graph (None without gradient), and the graph's inputs."""
 
     result: Any
     taken: Tensors
@@ -46,7 +46,7 @@ class LocalProduct(LocalSplitBackward):
         pairs = list(zip(inputs, self.weights, strict=True))
         # Operators run without autograd; this one keeps a small graph of its own.
         with torch.enable_grad():
-            # Maps become leaves, where the graph ends; parameters are the user's own, to have their own gradients.
+            # Maps are replaced by leaves, where the graph ends; parameters are leaves already.
             taken = tuple(tensor if of_user else _leaf(tensor) for tensor, of_user in pairs)
             result = self.function(*taken)
         # The edge, not the result: a result held here would keep its memory until backward.
@@ -74,7 +74,7 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _differentiated(saved: _SavedProduct, cotangents: Cotangents, needs_grad: Sequence[bool], keep: bool) -> Cotangents:
-    """Return the cotangents of the inputs that need them, None for others, and where the result has none."""
+    """Return the cotangents of the inputs that need them; None for others, and for all if the result has none."""
     inputs = list(zip(saved.taken, needs_grad, strict=True))
     leaves = [leaf for leaf, needed in inputs if needed and leaf.requires_grad]
     if cotangents[0] is None or saved.result is None or not leaves:

@@ -26,10 +26,10 @@ from hyfi_core.plan.transfer import Transfer
 
 @dataclass(frozen=True)
 class PendingStrips:
-    """Pending strips.
+    """Strips that are being sent and received.
 
     Attributes:
-        pending: None if there is nothing to wait for.
+        pending: the messages; None if there is nothing to wait for.
         strips: received tensors, in the order of the transfer; valid after ``wait``.
         left: called once all messages have been sent.
     """
@@ -54,8 +54,8 @@ class Redistribute:
         transfer: what this rank keeps, sends and receives.
         dims: which tensor dims are (y, x).
         fill: value outside the map (0 for a convolution, -inf for a maximum).
-        in_turn: whether other ranks run in this thread, too: then nothing is computed during an exchange, and received
-            strips may have the memory in which they arrive.
+        in_turn: whether ranks are cells that take turns: then nothing is computed during an exchange, and received
+            strips may keep the memory in which they arrive.
     """
 
     in_turn: ClassVar[bool] = False
@@ -80,7 +80,7 @@ class Redistribute:
         return (result,), saved
 
     def assembled(self, own: torch.Tensor, strips: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the box that this rank needs, of its own part and received strips, which are only read."""
+        """Return the box that this rank needs, copied from its own part and received strips."""
         result = self.placed(own)
         self._place(result, strips)
         return result
@@ -180,7 +180,7 @@ class Redistribute:
         """
         sends = [Message(peer, self._buffers.dense(view)) for peer, view in leaving]
         pending = comm.exchange(sends, receives) if sends or receives else None
-        # Copies only; what was contiguous is a view of the caller's tensor and must not be given back.
+        # Copies only: a strip that was contiguous is a view of the caller's tensor and must not be given back.
         staged = [sent.tensor for sent, (_, view) in zip(sends, leaving, strict=True) if sent.tensor is not view]
         strips = tuple(message.tensor for message in receives)
         # Ranks of one thread compute one after another: there is nothing to hide a message behind.
@@ -204,7 +204,7 @@ class Redistribute:
         return result
 
     def _canvas(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to be filled; only pixels that nothing will overwrite are set."""
+        """Return a tensor for the needed box in which only the pixels outside of the map are set."""
         transfer = self.transfer
         result = like(own, self._sized(own.shape, transfer.need))
         if not transfer.map.contains(transfer.need):

@@ -80,7 +80,7 @@ class MaxOverSpace:
             top = own.amax(self.dims, keepdim=True)
         else:
             shape = [1 if dim in self.dims else side for dim, side in enumerate(own.shape)]
-            # A rank without pixels takes part with what never wins.
+            # A rank without pixels takes part with the smallest value.
             top = own.new_full(shape, least(own.dtype))
         top = top.contiguous()
         yield comm.start_all_reduce(top, "max")
@@ -134,7 +134,7 @@ class FirstMaximum:
     Attributes:
         box: this rank's part of the map; may be empty.
         width: of the whole map, for positions in row-major order.
-        last_nan: whether the last of several NaN counts, as in that pool, or the first, as in ``torch.max``.
+        last_nan: which of several NaN counts: the last, as in that pool, or the first, as in ``torch.max``.
     """
 
     own_cotangents: ClassVar[bool] = True
@@ -160,13 +160,15 @@ class FirstMaximum:
         top = own_top.clone()
         yield comm.start_all_reduce(top, "max")
         if flat.numel():
-            # From the position in this part to that in the whole map.
+            # From positions in this part to positions in the whole map.
             position = (self.box.y0 + local // self.box.width) * self.width + self.box.x0 + local % self.box.width
             if self.last_nan:
-                position = torch.where(own_top.isnan(), -position, position)  # so that the minimum is the last
+                position = torch.where(
+                    own_top.isnan(), -position, position
+                )  # so that the minimum below is the last position
             where = torch.where((own_top == top) | (own_top.isnan() & top.isnan()), position, where)
         own_where = where.clone()
-        # Of ranks with equal maxima, the one with the first position has the gradient, as in one process.
+        # Of ranks with equal maxima, the one with the first position gets the gradient, as in one process.
         yield comm.start_all_reduce(where, "min")
         hits = (own_where == where) & (where != _NOWHERE)
         return (top[:, :, None, None], where.abs()[:, :, None, None]), (own.shape, top, local, hits)

@@ -30,7 +30,7 @@ class Relu(Recomputable):
     overwrites_cotangent: bool = False
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Return (rectified map,); saves the same."""
+        """Return (rectified map,); saves this result."""
         result = self.recompute(inputs, None)
         return (result,), result
 
@@ -41,7 +41,7 @@ class Relu(Recomputable):
     def backward(self, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()) -> Cotangents:
         """Return (cotangent of the map,)."""
         dy = torch.zeros_like(saved) if cotangents[0] is None else cotangents[0].to(saved.dtype)
-        # By the saved result: it is above 0 where the input is, so that the input need not be kept.
+        # The saved result is above 0 where the input is, so the input need not be kept.
         if not self.overwrites_cotangent or is_expanded(dy):
             return (torch.ops.aten.threshold_backward.default(dy, saved, 0),)
         torch.ops.aten.threshold_backward.grad_input(dy, saved, 0, grad_input=dy)

@@ -35,10 +35,10 @@ def add_outputs(outputs: torch.Tensor, canvas: torch.Tensor, kernel: torch.Tenso
 
 
 def add_to_weight(d_kernel: torch.Tensor, canvas: torch.Tensor, dy: torch.Tensor, stride: YX, dilation: YX) -> None:
-    """Add the cotangent of the weight to ``d_kernel``; ``dy`` is that of the outputs."""
+    """Add the weight's cotangent to ``d_kernel``; ``dy``: the cotangent of the outputs."""
     pixels = _matrix(dy).t()
     for (y, x), pixels_read in _views_of_taps(canvas, d_kernel, dy, stride, dilation):
-        # In place: in channels-last memory, a tap is a matrix with rows and columns of even steps.
+        # In place: in channels-last memory, a tap of the weight is a matrix with constant strides.
         d_kernel[:, :, y, x].addmm_(pixels, _matrix(pixels_read))
 
 
@@ -47,7 +47,7 @@ def back(canvas: torch.Tensor, kernel: torch.Tensor, dy: torch.Tensor, stride: Y
     d_canvas = torch.zeros_like(canvas)
     pixels = _matrix(dy)
     for (y, x), pixels_read in _views_of_taps(d_canvas, kernel, dy, stride, dilation):
-        # Pixels of one tap are all different, so that += is exact; different taps overlap, hence one by one.
+        # The pixels of one tap differ from each other, so they can be added at once; those of different taps overlap.
         pixels_read.add_(_map(torch.mm(pixels, kernel[:, :, y, x]), pixels_read))
     return d_canvas
 
@@ -56,7 +56,7 @@ def _views_of_taps(
     canvas: torch.Tensor, kernel: torch.Tensor, outputs: torch.Tensor, stride: YX, dilation: YX
 ) -> Iterator[tuple[YX, torch.Tensor]]:
     """Yield (tap, the view of the pixels that the outputs read through it)."""
-    # From the first output's pixel to the last one's, with it.
+    # Sides of the canvas from the pixel of the first output to that of the last, both included.
     height, width = ((n - 1) * step + 1 for n, step in zip(outputs.shape[2:], stride, strict=True))
     for y in range(kernel.shape[2]):
         for x in range(kernel.shape[3]):

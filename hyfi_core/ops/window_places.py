@@ -34,16 +34,16 @@ class WindowPlaces:
 
     @property
     def fits(self) -> bool:
-        """Whether a byte is enough, and rows of a window do not overlap in the flat index."""
+        """Whether indices in windows fit into a byte and can be computed from flat indices."""
         (rows, columns), (dy, dx) = self.kernel, self.dilation
-        # Otherwise an offset does not tell in which row of the window it is.
+        # If rows of a window overlapped in the flat index, an offset would not determine its row.
         return rows * columns <= MOST_PIXELS and (columns - 1) * dx < dy * self.width
 
     def narrow(self, indices: torch.Tensor) -> torch.Tensor:
         """Return flat indices ``(..., h, w)`` as indices in their windows, uint8; requires ``fits``."""
         (dy, dx), (_, columns), first = self.dilation, self.kernel, self._first(indices)
         rows_apart = dy * self.width
-        # 32 bits take half the memory of 64; offsets within a window are small, flat indices of most maps, too.
+        # 32 bits take half the memory of 64: enough for offsets in a window, and for flat indices of most maps.
         if (indices.shape[-2] * self.stride[0] + self.kernel[0] * dy) * self.width < 1 << 31:
             offset = indices.int().sub_(first.int())
         else:
@@ -60,7 +60,7 @@ class WindowPlaces:
         # Few passes over eight bytes: first + dx · (index − row · columns) + dy · width · row.
         flat = torch.empty_like(indices, dtype=torch.int64)
         torch.add(self._first(indices), indices, alpha=dx, out=flat)
-        if rows == 1:  # of up to 256 columns, a number that would be 0 in a byte
+        if rows == 1:  # then there may be 256 columns, and dividing a byte by 256 would divide by 0
             return flat
         row = indices.div(columns, rounding_mode="floor")
         return flat.add_(row, alpha=dy * self.width - columns * dx)

@@ -22,12 +22,12 @@ from hyfi_core.rules.calls import emit_on_part, renamed
 
 
 def one_map(rule: Rule) -> Rule:
-    """Return a rule that refuses maps in arguments other than the first, for rules that do not expect them."""
+    """Return the rule with a check in front: it refuses operators with maps in arguments other than the first."""
 
     @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
         maps = [name for name in op.inputs if name in builder.splits]
-        # As a sum over the first argument: it may be a list of maps.
+        # Counted by a sum, since the first argument may be a list of maps.
         if len(maps) > sum(name in builder.splits for name in refs_in(op.args[:1])):
             builder.refuse(op, "takes a map as a weight", "a map as first argument only")
         rule(builder, op)
@@ -46,7 +46,7 @@ ALL_TILES = "all tiles at once: each rank computes its own, and with plan.cells 
 
 
 def on_maps(rule: Rule, tiles: Rule = on_tiles) -> Rule:
-    """Return a rule that refuses anything but one map ``(B, C, H, W)``, or tiles ``(N, C, h, w)``, as first argument.
+    """Return a rule for one map ``(B, C, H, W)``, or tiles ``(N, C, h, w)``, as first argument; it refuses others.
 
     Args:
         rule: the rule to use for maps.
@@ -76,7 +76,7 @@ def on_maps(rule: Rule, tiles: Rule = on_tiles) -> Rule:
 def on_maps_or_flat(rule: Rule, tiles: Rule = on_tiles) -> Rule:
     """Return the rule of ``on_maps``, also for a flat map ``(B, C, H · W)``, which is then computed as a map.
 
-    Tiles may have any number of dims behind their channels, none after pooling: ``(N, C)``.
+    Tiles may have any number of dims after their channels, or none after pooling: ``(N, C)``.
     """
     rule = on_maps(rule, tiles)
 
@@ -97,7 +97,7 @@ def on_maps_or_flat(rule: Rule, tiles: Rule = on_tiles) -> Rule:
         rule(builder, replace(renamed(op, {name: opened}), outputs=(result, *op.outputs[1:])))
         shape = split.owned.local_shape(builder.shape(output), builder.rank)
         part = builder.part(result, builder.splits[opened])
-        # Flattened again. A copy, so that the two names do not share memory.
+        # Flatten the result again. A copy, so that the two values do not share memory.
         builder.compute(lambda tensor: tensor.reshape(shape).clone(), (part,), (output,), split.owned)
 
     return checked

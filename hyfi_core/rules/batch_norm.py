@@ -168,25 +168,25 @@ class NativeBatchNorm(NormByMap):
 
     def __call__(self, x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, ...]:
         """Return (result, None, None, running mean, running variance)."""
-        # A copy, because they may be outputs of an earlier call of the same norm; one for both, to start one kernel.
+        # Copies: both may be outputs of an earlier call of the same norm; stacked, to start one kernel for both.
         with torch.no_grad():
             mean, variance = torch.stack((mean, variance)).unbind()
         result = F.batch_norm(x, mean, variance, *self._affine(affine), True, self.momentum, self.eps)
         return result, None, None, mean, variance
 
     def measure(self, x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        """Return the same, and the mean and 1/σ of the map and both running statistics."""
+        """Return the outputs, and the numbers to keep: mean and 1/σ of the map, and the new running statistics."""
         running = torch.stack((mean, variance))
         result, statistics = self._measured(x, affine, *running)
         return (result, None, None, *running), (*statistics, running)
 
     def with_known(self, kept: Sequence[torch.Tensor], x: Any, mean: Any, variance: Any, *affine: Any) -> Any:
-        """Return the same by known mean and 1/σ, with the running statistics of the first run."""
+        """Return the outputs by known mean and 1/σ, with the running statistics of the first run."""
         *statistics, running = kept
         return super().with_known(statistics, x, *affine), None, None, *running
 
     def traceable(self, x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, ...]:
-        """Return the same by an operator that declares what it changes, so that a graph of it computes the same."""
+        """Return the outputs by an operator that declares which inputs it changes, so that traces have them."""
         mean, variance = mean.detach().clone(), variance.detach().clone()
         norm = torch.ops.aten._native_batch_norm_legit.default
         result = norm(x, *self._affine(affine), mean, variance, True, self.momentum, self.eps)[0]
@@ -201,9 +201,9 @@ def _without_statistics(op: Operator) -> tuple[Callable[..., Any], tuple[str, ..
 
 
 def _pixels(builder: Builder, name: str) -> int:
-    """Return the number of values of a channel over which statistics are computed, in all synchronised replicas."""
+    """Return how many values of each channel go into its statistics, over all synchronised replicas."""
     shape = builder.shape(name)
-    # With different shares, replicas are a fraction of this one's samples; the product is a whole number.
+    # With shares, ``replicas`` is a fraction: all samples / this replica's. The product is a whole number.
     return int(prod(shape) // shape[1] * builder.replicas)
 
 
@@ -230,11 +230,11 @@ def _communicate(
 
 @dataclass(frozen=True)
 class _Running(KeepsStatistics):
-    """A running statistic with that of a batch folded in; a second run returns what the first has computed.
+    """Updates a running statistic by that of a batch; a second run returns the result of the first.
 
     Attributes:
         momentum: of the running statistic.
-        factor: of the batch's.
+        factor: multiplies the batch's statistic, such as n / (n - 1) for an unbiased variance.
     """
 
     momentum: float
@@ -245,23 +245,23 @@ class _Running(KeepsStatistics):
         return running * (1.0 - self.momentum) + batch.to(running.dtype) * (self.momentum * self.factor)
 
     def measure(self, *inputs: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        """Return it twice: as the result and to be kept."""
+        """Return the new running statistic twice: as the result, and to keep."""
         result = self(*inputs)
         return result, (result,)
 
     def with_known(self, kept: Sequence[torch.Tensor], *inputs: Any) -> Any:
-        """Return that of the first run."""
+        """Return the new running statistic of the first run."""
         return kept[0]
 
 
 def has_live_statistics(op: Operator) -> bool:
-    """Whether it is a batch norm with the statistics of its maps: in training, and not frozen."""
+    """Whether an operator is a batch norm that uses the statistics of its map: in training, and not frozen."""
     # The sixth argument is ``training``.
     return op.text in _LIVE or (op.text == "aten.batch_norm.default" and bool(op.args[5]))
 
 
 def _on_maps_and_tiles(rule: Rule) -> Rule:
-    """Return a rule for maps and for tiles: statistics are over all of either."""
+    """Return a rule for maps and for tiles; statistics are those of the whole map, or of all tiles."""
     return on_maps_or_flat(rule, tiles=rule)
 
 

@@ -64,7 +64,7 @@ class Builder:
         entries: values from other stages -> how they are split here, None for a replicated one.
         runs: fused runs, in which ranks compute margins.
         replicas: batch norms take their statistics over this many times the samples of this replica.
-        gather_bytes: of the largest map that every rank may gather for an operator.
+        gather_bytes: size of the largest map that every rank may gather for an operator.
 
     Attributes:
         program: the same.
@@ -75,7 +75,7 @@ class Builder:
         gather_bytes: the same.
         splits: the layout of each split value; read only.
         values: global shape and type of every value; read only.
-        ahead: operators whose results are split as later operators use them; rules add them.
+        ahead: operators whose results are split by how later operators use them; rules add them.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Builder:
         self._drawn: list[Operator] = []  # operators that draw random numbers
         self._fusible: list[str] = []  # names of operators whose rules can compute margins
         self.ahead: set[str] = set()
-        self._shared: dict[str, str] = {}  # value -> its wide form, see `_covering`
+        self._shared: dict[str, str] = {}  # value -> the name of its part with margins, see `_covering`
         self._cuts: dict[tuple[str, Boxes, float], str] = {}  # (value, boxes, fill) -> name of the cut
 
     # -- queries
@@ -124,7 +124,7 @@ class Builder:
         return self.splits.get(argument.name) if isinstance(argument, Ref) else None
 
     def computed(self, op: Operator, split: Split) -> Split:
-        """Return a layout of an operator's results with the boxes that ranks compute: in a fused run, with margins.
+        """Return ``split`` with the boxes that ranks compute of an operator's results: in a fused run, with margins.
 
         Only values whose height and width are separate dims can be part of fused runs.
         """
@@ -206,7 +206,7 @@ class Builder:
         self._steps.append(CollectiveCall(operator, inputs, outputs, traffic, all_replicas))
 
     def _lay_out(self, outputs: Sequence[str | None], split: Splits) -> Sequence[Split | None]:
-        """Record how outputs are split; return one entry for each."""
+        """Record how outputs are split; return the split of each, None for a replicated one."""
         splits = [split] * len(outputs) if split is None or isinstance(split, Split) else split
         for output, item in zip(outputs, splits, strict=True):
             if output is not None and item is not None:
@@ -238,12 +238,12 @@ class Builder:
         return self.moved(name, split.held, split)
 
     def moved(self, name: str, need: Boxes, split: Split | None = None, fill: float = 0.0) -> str:
-        """Return the name of a value with the needed box of ``name`` on each rank, redistributed if necessary.
+        """Return the name of a value with the box of map ``name`` that each rank needs, redistributed if necessary.
 
         Args:
             name: a split value.
             need: the box of each rank; may extend beyond the map.
-            split: how the result is split, if other rules may use it.
+            split: how the result is split, to be recorded if other rules may use it; None: not recorded.
             fill: value outside the map.
         """
         current = self.splits[name]
@@ -263,7 +263,7 @@ class Builder:
         return result
 
     def _moved_folded(self, name: str, need: Boxes, split: Split | None, fill: float) -> str:
-        """Redistribute a value whose height and width are not separate dims: with separate dims, then reshaped back."""
+        """Redistribute a value whose height and width share a dim: separate the dims, redistribute, reshape back."""
         current = self.splits[name]
         shape = replace(current, boxes=need).local_shape(self.shape(name), self.rank)
         moved, result = self.moved(self.opened(name), need, fill=fill), self.fresh(name)
@@ -271,7 +271,7 @@ class Builder:
         return result
 
     def opened(self, name: str) -> str:
-        """Return the name of the value with height and width as separate dims."""
+        """Return the name of a value with the pixels of ``name``, and height and width as separate dims."""
         folded = self.splits[name]
         if folded.plain:
             return name
@@ -289,7 +289,7 @@ class Builder:
         return result
 
     def _covering(self, name: str, need: Boxes) -> str | None:
-        """Return a value of a fused run that has all needed boxes of ``name``; None if there is none."""
+        """Return ``name``, or the value that a shared exchange makes of it, if it includes ``need``; else None."""
         current = self.splits[name]
         if current.boxes is not None and current.boxes.cover(need, current.layout.map):
             return name
@@ -310,7 +310,7 @@ class Builder:
         return name if split.boxes is None else self._cut(name, split.layout.parts, split.owned, 0.0)
 
     def _cut(self, name: str, need: Boxes, split: Split | None, fill: float) -> str:
-        """Return the name of a smaller or padded box of each local tensor, without communication."""
+        """Return the name of a value with the needed box of each rank, cut out of its tensor or padded, not sent."""
         key = (name, need, fill)
         if key not in self._cuts:
             current = self.splits[name]
@@ -321,7 +321,7 @@ class Builder:
         return self._cuts[key]
 
     def whole(self, name: str) -> str:
-        """Return the name of the value on every rank as a whole, gathered if it is split."""
+        """Return the name of the whole value on every rank; gather it if it is split."""
         split = self.splits.get(name)
         if split is None:
             return name
@@ -381,7 +381,7 @@ class Builder:
         return RankProgram(instructions, read_box, *record, *notes, ahead=frozenset(self.ahead))
 
     def _read_image(self) -> tuple[tuple[Instruction, ...], Box]:
-        """Determine the box of the image to read, and turn its sub-boxes into local copies."""
+        """Return the instructions, with boxes of the image as copies from one box that is read, and that box."""
         image = self.program.image
         map_box = self.splits[image].layout.map
         reads = [step.need.intersect(map_box) for step in self._steps if isinstance(step, _ImageRead)]

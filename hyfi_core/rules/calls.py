@@ -14,7 +14,7 @@ from hyfi_core.rules.builder import Builder, Splits
 from hyfi_core.rules.instructions import Split
 
 _RIGHT: Mapping[Any, Callable[..., Any]] = {torch.ops.aten.avg_pool2d.default: avg_pool2d}
-"""Native operators with wrong gradients on some device -> ours, with the same arguments and results."""
+"""Native operator with wrong gradients on some device -> our function, with the same arguments and results."""
 
 
 def emit(
@@ -50,7 +50,7 @@ def emit_on_part(
 
 
 def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return (function, inputs): the operator's call as a function of its values, with all constants bound."""
+    """Return (function, names of its arguments): the operator's call as a function of its values, constants bound."""
     names, target = tuple(dict.fromkeys(op.inputs)), _RIGHT.get(op.target, op.target)
 
     def call(*tensors: Any) -> Any:
@@ -59,12 +59,12 @@ def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
 
     if any(True for _ in refs_in(tuple(op.kwargs.values()))):
         return call, names
-    # Values come before constants in most operators: then the constants are a fixed end of the call.
+    # Most operators take values first, then constants: a shorter call, which runs in every step.
     first = next((at for at, item in enumerate(op.args) if not isinstance(item, Ref)), len(op.args))
     constants = op.args[first:]
     if tuple(item.name for item in op.args[:first]) != names or any(True for _ in refs_in(constants)):
         return call, names
-    # The usual operator, called at every step: its values, each once, and then constants.
+    # Here each value comes once, in the order of ``names``, before all constants.
     kwargs = dict(op.kwargs)
     return lambda *tensors: target(*tensors, *constants, **kwargs), names
 

@@ -26,11 +26,11 @@ from hyfi_core.rules.reduction import moments_over_ranks
 from hyfi_core.rules.softmax import softmax
 
 AlongSpace = Callable[[Builder, Operator, int], None]
-"""Lowers an operator along height or width, the dim that it is given."""
+"""Lowers an operator along height or width: takes builder, operator and the dim."""
 
 
 def _split_outside_space(builder: Builder, op: Operator) -> Split:
-    """Return the layout of results with the pixels of the first argument; checks no dim; notes ``op`` as fusible."""
+    """Return the layout of results with the pixels of the first argument; the caller checks dims."""
     return builder.same_pixels(op, op.args[0].name)
 
 
@@ -90,7 +90,7 @@ def linear(builder: Builder, op: Operator) -> None:
 def prelu(builder: Builder, op: Operator) -> None:
     """PReLU, with one slope for all values, or one for each channel in dim 1."""
     split, slopes = _split_outside_space(builder, op), builder.shape(op.args[1].name)
-    # PyTorch takes dim 1 for channels, whatever a model keeps there.
+    # PyTorch applies slopes along dim 1, whatever that dim is in the model.
     if 1 in split.dims and slopes not in ((), (1,)):
         builder.refuse(
             op, "has one slope for each row or column", "slopes for channels in dim 1, or a single slope, PReLU()"
@@ -104,8 +104,8 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: 
     Args:
         at: index of its argument ``dim``.
         keepdim_at: index of its argument ``keepdim``; None if it does not reduce.
-        default: default of ``dim``; None: the flattened tensor, which is refused.
-        positions: rule for the positions of a flat map, where there is one.
+        default: default of ``dim``; None: by default it works on the flattened tensor, which is refused.
+        positions: rule along the positions of a flat map, if there is one.
     """
 
     def rule(builder: Builder, op: Operator) -> None:
@@ -115,7 +115,7 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: 
         if not isinstance(dim, int):
             builder.refuse(op, "works on the flattened tensor, across all dims", "an explicit dim")
         reduced = None if keepdim_at is None else _keeps(op, keepdim_at)
-        # First, positions of a flat map (B, C, H · W): their rule sends the few results of each part, not whole rows.
+        # A flat map (B, C, H · W) first: the rule for positions sends the few results of each part, not whole rows.
         if positions is not None and over_positions(builder, op, dim):
             positions(builder, op)
         elif dim % dims in split.dims:
@@ -143,10 +143,10 @@ def extreme(builder: Builder, op: Operator) -> None:
 
 
 def _reduced(split: Split, dim: int, keep: bool) -> Split:
-    """Return how a value is split after ``dim``, neither height nor width, is reduced; ``keep``: to size 1."""
+    """Return how a value is split after ``dim`` is reduced; ``keep``: the dim stays, with size 1."""
     if keep:
         return split
-    # A dim that disappears before height or width moves these by one.
+    # Removing a dim before height or width moves these by one.
     return replace(split, dims=(split.dims[0] - (dim < split.dims[0]), split.dims[1] - (dim < split.dims[1])))
 
 
@@ -175,7 +175,7 @@ def channelwise(at: int, over_space: AlongSpace) -> Rule:
 
     Args:
         at: index of its argument ``dim``, 0 by default.
-        over_space: lowers it along height or width, the dim that it is given.
+        over_space: lowers the operator along height or width.
     """
 
     def rule(builder: Builder, op: Operator) -> None:

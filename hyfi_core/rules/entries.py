@@ -33,7 +33,7 @@ def index(builder: Builder, op: Operator) -> None:
     if any(item.name in builder.splits for item in indices):
         _refuse_map_of_indices(builder, op)
     at = builder.splits[name].dims[0]
-    # The size of the result of a mask depends on its values.
+    # Not with a mask: the size of its result depends on its values.
     by_numbers = not any(_is_mask(builder, item.name) for item in indices)
     if by_numbers and at < len(op.args[1]) and op.args[1][at] is not None and positions.over_positions(builder, op, at):
         positions.index(builder, op)
@@ -44,7 +44,7 @@ def index(builder: Builder, op: Operator) -> None:
 
 
 def _is_mask(builder: Builder, name: str) -> bool:
-    # PyTorch still takes indices of bytes for a mask.
+    # PyTorch still treats indices of bytes as a mask.
     return builder.values[name].dtype in (torch.bool, torch.uint8)
 
 
@@ -56,14 +56,14 @@ def _indexed(builder: Builder, op: Operator, split: Split) -> Split:
         builder.refuse(op, f"indexes dims {indexed} of a map whose height and width are dims {split.dims}", _CHANNELS)
     if any(op.args[1][at].name in builder.splits for at in indexed):
         _refuse_map_of_indices(builder, op)
-    # Indexed dims go, and those of the indices come: in their place, or as in NumPy first if indexed dims are apart.
+    # Dims of the indices replace the indexed dims: in their place, or, as in NumPy, first if these are not adjacent.
     index_dims = len(torch.broadcast_shapes(*(info.shape for info in infos)))
     are_adjacent = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
 
     def dim_in_result(dim: int) -> int:
-        gone_before = sum(at < dim for at in indexed)
-        come_before = index_dims if not are_adjacent or indexed[0] < dim else 0
-        return dim - gone_before + come_before
+        removed_before = sum(at < dim for at in indexed)
+        added_before = index_dims if not are_adjacent or indexed[0] < dim else 0
+        return dim - removed_before + added_before
 
     y, x = split.dims
     return replace(split, dims=(dim_in_result(y), dim_in_result(x)))
@@ -84,7 +84,7 @@ def index_put(builder: Builder, op: Operator) -> None:
     split = builder.splits[name].owned
     inner = _indexed(builder, op, split)
     values = op.args[2].name
-    # Dims of ``y[indices]``: all indexed ones go, and those that the indices broadcast to come.
+    # Dims of ``y[indices]``: without the indexed ones, and with those to which the indices broadcast.
     dims = len(builder.shape(name)) - sum(item is not None for item in op.args[1])
     dims += len(torch.broadcast_shapes(*(builder.shape(item.name) for item in op.args[1] if item is not None)))
     names = {name: builder.part(name, split), values: _fitted(builder, op, values, inner, dims)}
@@ -92,14 +92,14 @@ def index_put(builder: Builder, op: Operator) -> None:
 
 
 def _fitted(builder: Builder, op: Operator, name: str, split: Split, dim_count: int) -> str:
-    """Return the name of this rank's part of a value.
+    """Return the name of this rank's part of a value that broadcasts to a split one.
 
     Args:
         builder: of the rank's program.
         op: the operator that takes the value.
         name: of the value.
-        split: of what the value broadcasts to.
-        dim_count: dims of what the value broadcasts to.
+        split: how the target of the broadcast is split.
+        dim_count: number of dims of that target.
     """
     shape = builder.shape(name)
     fewer = dim_count - len(shape)
@@ -113,7 +113,7 @@ def _fitted(builder: Builder, op: Operator, name: str, split: Split, dim_count: 
                 "maps of equal size in the same dims",
             )
         return builder.part(name, replace(split, dims=dims))
-    # Broadcast along height and width: the same on every dim_count.
+    # Broadcast along height and width: every rank needs the same values.
     if not any(dim >= 0 and shape[dim] > 1 for dim in dims):
         return name
     result = builder.fresh(name)
@@ -122,7 +122,7 @@ def _fitted(builder: Builder, op: Operator, name: str, split: Split, dim_count: 
 
 
 def by_map(builder: Builder, op: Operator) -> None:
-    """Emit ``gather``, ``scatter`` or a similar operator with a map of indices; its dim is not height or width.
+    """``gather``, ``scatter`` and similar operators with a map of indices; their dim is not height or width.
 
     Only a ``gather`` with the same indices on all ranks may go along height and width.
     """
@@ -134,7 +134,7 @@ def by_map(builder: Builder, op: Operator) -> None:
         positions.gather(builder, op)
         return
     names, split = operands(builder, op, shape)
-    # ``gather`` accepts indices of fewer rows than the map has; then equal parts are not equal pixels.
+    # ``gather`` accepts fewer rows of indices than the map has; then parts of the two have other pixels.
     shapes = [builder.shape(item) for item in op.inputs if len(builder.shape(item))]
     sides = {tuple(item_shape[at] for at in split.dims) for item_shape in shapes}
     if dim in split.dims:
@@ -164,7 +164,7 @@ def slice_scatter(builder: Builder, op: Operator) -> None:
 
 
 def _overwrite_pixels(builder: Builder, op: Operator, dim: int, lines: range, source: str) -> None:
-    """Emit the overwriting of the rows or columns ``lines``.
+    """Emit the call that overwrites the rows or columns ``lines`` of a map by those of ``source``.
 
     Each rank needs the rows of ``source`` that are written into its part::
 
@@ -191,7 +191,7 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, lines: range, so
             f"writes a map whose height and width are dims {source_split.dims} into one where they are {split.dims}",
             "maps in the same dims",
         )
-    # In rows and columns of the source.
+    # The box of this rank, in rows and columns of the source.
     box = need[builder.rank]
     if source_split is None:
         own = builder.fresh(source)
@@ -208,7 +208,7 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, lines: range, so
         # Nothing is written into this rank's part.
         if box.empty:
             return tensor.clone()
-        # From rows of the whole map to those of this part.
+        # From lines of the whole map to lines of this part.
         low = lines[begin] - part_start
         high = lines[end - 1] - part_start + 1
         result: torch.Tensor = torch.ops.aten.slice_scatter.default(tensor, values, dim, low, high, lines.step)
@@ -223,12 +223,12 @@ def _as_it_is(start: int, stop: int) -> tuple[int, int]:
 
 def _count_below(lines: range, value: int) -> int:
     """Return how many of ``lines`` are below ``value``."""
-    # Rounded up: lines below ``value``, which itself does not count.
+    # Rounded up, so that ``value`` itself does not count.
     return min(len(lines), max(0, -(-(value - lines.start) // lines.step)))
 
 
 def _cut_at(box: Box, dims: tuple[int, int], shape: tuple[int, ...]) -> Any:
-    """Return a function that cuts a box out of the height and width of a value; ``dims``: where these are."""
+    """Return a function that cuts a box out of a tensor of this shape; ``dims``: of height and width."""
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         for dim, start, length in ((dims[0], box.y0, box.height), (dims[1], box.x0, box.width)):
@@ -268,7 +268,7 @@ def diagonal(builder: Builder, op: Operator) -> None:
         builder.refuse(
             op, f"takes the diagonal of dims {gone}, which include height or width (dims {split.dims})", _CHANNELS
         )
-    # Each of the two that goes moves what is behind it.
+    # Each of the two removed dims moves the dims after it by one.
     dims = tuple(dim - sum(at < dim for at in gone) for dim in split.dims)
     emit_on_part(builder, op, split, replace(split, dims=(dims[0], dims[1])))
 

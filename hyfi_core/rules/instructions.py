@@ -37,13 +37,13 @@ class Split:
         tensor                 dims      leads
         (B, C, H, W)           (2, 3)    (1, 1)    plain
         (B, C, H · W)          (2, 2)    (1, 1)    flat
-        (B · H · W, C)         (0, 0)    (B, 1)    flat, behind the batch
+        (B · H · W, C)         (0, 0)    (B, 1)    flat, in the batch dim
 
     Attributes:
         layout: the part of each rank.
         dims: which tensor dims are (y, x); twice the same if the value is flat.
         boxes: the box of each rank, if a fused run computes margins; None: its part.
-        leads: number of maps in these dims; (n, 1) for n maps in a flat dim.
+        leads: number of maps that these dims contain, one after the other; (n, 1) for n maps in a flat dim.
     """
 
     layout: Layout
@@ -53,7 +53,7 @@ class Split:
 
     @property
     def held(self) -> Boxes:
-        """The box of each rank's tensor: its part, in a fused run with margins that other ranks own."""
+        """The box of each rank's tensor: its part or, in a fused run, its part with margins that other ranks own."""
         return self.layout.parts if self.boxes is None else self.boxes
 
     @property
@@ -88,7 +88,7 @@ class Split:
         return self._opened(shape, self.layout.map.shape)
 
     def opened_here(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Return the shape of ``rank``'s tensor of the opened value, from the global shape of the value itself."""
+        """Return the shape of ``rank``'s tensor with height and width as separate dims; ``shape``: the global one."""
         return self._opened(shape, self.held[rank].shape)[0]
 
     def _opened(self, shape: tuple[int, ...], sides: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -96,7 +96,7 @@ class Split:
         result: list[int] = []
         dims = [0, 0]
         for at, side in enumerate(shape):
-            # Both for a flat dim.
+            # Both axes if the dim is flat.
             axes = [axis for axis in (0, 1) if self.dims[axis] == at]
             if not axes:
                 result.append(side)
@@ -110,16 +110,16 @@ class Split:
         return tuple(result), (dims[0], dims[1])
 
     def folded(self) -> tuple[tuple[int, int], ...]:
-        """Return what to fold in the value as ``opened``, so that it is this value again.
+        """Return which dims of the ``opened`` value to fold so that it has this form again.
 
         Returns:
-            First and last of the dims that become one, for each such dim; from the last to the first, so that folding
-            one changes no number of those that follow.
+            (first, last) of each range of dims to fold into one; the last range first, so that folding one does not
+            renumber the next.
         """
         folds, added_before = [], 0
         for dim in sorted(set(self.dims)):
             axes = [axis for axis in (0, 1) if self.dims[axis] == dim]
-            # Opening gives a dim for each axis in it, and one for the number of maps.
+            # Opened, it is a dim for each axis, and one for the number of maps if there are several.
             added = len(axes) - 1 + (self.leads[axes[0]] != 1)
             if added:
                 folds.append((dim + added_before, dim + added_before + added))
@@ -128,7 +128,7 @@ class Split:
 
     @property
     def owned(self) -> Split:
-        """The same without margins."""
+        """This split without margins."""
         return Split(self.layout, self.dims, leads=self.leads)
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -154,11 +154,11 @@ class KeepsStatistics(ABC):
 
     @abstractmethod
     def with_known(self, kept: Sequence[torch.Tensor], *inputs: Any) -> Any:
-        """Return the results again, by the numbers of the first run; autograd differentiates them as of the function.
+        """Return the results again, by the numbers of the first run; gradients are those of the function itself.
 
         Args:
             kept: what ``measure`` returned for the same inputs.
-            inputs: likewise.
+            inputs: the inputs of that call.
         """
 
 
@@ -173,7 +173,7 @@ class LocalCall:
         empty: shapes and dtypes of the results that are returned without a call, because this rank's part is empty;
             None: call.
         source: the corresponding operator of the model, if any; its values may have other names here.
-        parts: the calls that were joined to this one; empty for a call that is none of these.
+        parts: the calls that were joined into this one; empty for a single call.
     """
 
     function: Callable[..., Any]
@@ -235,12 +235,12 @@ class RankProgram:
         splits: the layout of each split value; other values are replicated.
         outputs: the leaves of the model's output, gathered if they were split.
         program: the captured program.
-        values: shapes of the program's values and of those that lowering made.
+        values: shape and dtype of the program's values and of those that lowering added.
         exits: values that other stages need; split ones are sent as parts.
         fusible: operators whose rules can compute margins: they may be part of a fused run.
         gathered: descriptions of the maps that ranks gather.
         drawn: operators that draw from torch's generator, which recomputation would not reproduce.
-        undivided: the instructions of all planes; empty if these are all.
+        undivided: the instructions of all planes; empty if branches are not divided.
         ahead: operators whose results are split as later operators use them.
     """
 
@@ -265,5 +265,5 @@ class RankProgram:
     def floating(self, name: str) -> bool:
         """Whether a value can carry a gradient."""
         info = self.values.get(name)
-        # What is not listed may carry one.
+        # A value that is not listed may carry one.
         return info is None or info.differentiable

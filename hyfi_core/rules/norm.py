@@ -24,13 +24,13 @@ def instance_norm(builder: Builder, op: Operator) -> None:
     """Instance norm: group norm with one channel per group."""
     x, weight, bias, running_mean, _, use_input_stats = op.args[:6]
     if running_mean is not None or not use_input_stats:
-        # Those of modules and of ``F.instance_norm`` do not come here: capture traces arithmetic instead (``guards``).
+        # Modules and ``F.instance_norm`` do not reach this: capture traces them as arithmetic (``guards``).
         builder.refuse(op, "keeps running statistics", "nn.InstanceNorm2d(track_running_stats=True), or nn.GroupNorm")
     _grouped(builder, op, x.name, builder.shape(x.name)[1], weight, bias, op.args[7])
 
 
 def _instance_norm_of_tiles(builder: Builder, op: Operator) -> None:
-    """Instance norm of tiles: statistics of each tile, unless it keeps running ones, which are over all."""
+    """Instance norm of tiles, each by its own statistics; running statistics, which are over all tiles, are refused."""
     if op.args[3] is not None or not op.args[5]:
         builder.refuse(op, "keeps running statistics", "nn.InstanceNorm2d without them, or nn.GroupNorm")
     on_tiles(builder, op)
@@ -50,7 +50,8 @@ def _grouped(builder: Builder, op: Operator, name: str, groups: int, weight: Any
 def normalise(eps: float, has_weight: bool, has_bias: bool, narrow: torch.dtype) -> Any:
     """Return a function that normalises a part by mean and variance of each image and group.
 
-    It takes the part, (mean, variance) and, if they exist, weight and bias.
+    The function takes the part, (mean, variance) stacked and, if they exist, weight and bias. ``narrow``: dtype of its
+    result.
     """
 
     def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,7 @@ def normalise(eps: float, has_weight: bool, has_bias: bool, narrow: torch.dtype)
             scale = scale * affine[0]
         dtype = accumulator(x)
         shape = (batch, channels, 1, 1)
-        # The mean first: x · scale - mean · scale would cancel if the mean is far from zero.
+        # The mean is subtracted first: x · scale - mean · scale would cancel if the mean is far from zero.
         result = (x - mean.to(dtype).view(shape)) * scale.to(dtype).view(shape)
         if has_bias:
             result = result + affine[-1].view(1, channels, 1, 1)

@@ -29,7 +29,7 @@ class OperatorFacts:
 
     Attributes:
         rule: lowers it on split maps; None: it is only called on whole values.
-        kind: by which its time is modelled. A ``view`` computes nothing: its result is memory of its input.
+        kind: decides how its time is modelled. A ``view`` computes nothing: its result has the memory of its input.
         keeps: what autograd keeps for its backward; ``other factors``: a factor if another one has a gradient;
             ``places``: an index for each value of the result.
         gradient: memory in which autograd returns the gradient of an input: ``new`` memory, the ``same`` as that of
@@ -65,7 +65,7 @@ class OperatorFacts:
 
     @property
     def passes_on(self) -> bool:
-        """Whether the cotangent of its input takes no memory beside that of its result."""
+        """Whether its input's cotangent can share the memory of its result's cotangent."""
         return self.kind == "view" or self.in_place or self.gradient == "same"
 
 

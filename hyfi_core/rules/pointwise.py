@@ -41,7 +41,7 @@ def copy(builder: Builder, op: Operator) -> None:
 
 
 def operands(builder: Builder, op: Operator, sizes: Sequence[int]) -> tuple[dict[str, str], Split]:
-    """Redistribute an operator's values so that each rank has the same pixels of all.
+    """Redistribute an operator's values so that each rank has the same pixels of all of them.
 
     Args:
         builder: of the rank's program.
@@ -49,7 +49,7 @@ def operands(builder: Builder, op: Operator, sizes: Sequence[int]) -> tuple[dict
         sizes: shape to which its values broadcast; only height, width and the number of dims are used.
 
     Returns:
-        (Value -> its new name, for redistributed ones; layout of the result, with dims of ``sizes``).
+        (value -> name of its part to use instead, where they differ; layout of the result, with dims of ``sizes``).
 
     Raises:
         RequestError: the maps have height and width in different dims, or sizes that do not broadcast.
@@ -77,7 +77,7 @@ def _from_right(builder: Builder, name: str, dim_count: int) -> Split:
 def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[int]) -> Split:
     """Return how the result is split: like the first map of the same size, or evenly if there is none."""
     first = maps[0]
-    # The usual case, all maps alike: no search.
+    # The usual case: all maps have the same pixels.
     if all(split is first or _same_pixels(split, first) for split in maps) and _fits(first, sizes):
         return builder.computed(op, first)
     y, x = first.dims
@@ -95,7 +95,7 @@ def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[i
         )
     if of_result_size is not None:
         return of_result_size.owned
-    # A row and a column broadcast: rows of the one and columns of the other, if these make up the grid.
+    # A row and a column broadcast: use the rows of one and the columns of the other, if these give the whole grid.
     rows = next((split.layout.rows for split in maps if split.dims == (y, x) and split.layout.height == sizes[y]), None)
     columns = next(
         (split.layout.columns for split in maps if split.dims == (y, x) and split.layout.width == sizes[x]), None
@@ -111,7 +111,7 @@ def _same_pixels(split: Split, other: Split) -> bool:
 
 
 def _fits(split: Split, sizes: Sequence[int]) -> bool:
-    """Whether a map is as large as the result."""
+    """Whether a map has the height and width of the result."""
     return split.sides == tuple(sizes[dim] for dim in split.dims)
 
 
@@ -144,7 +144,7 @@ def _aligned(builder: Builder, name: str, split: Split, anchor: Split) -> str:
 
 
 def _reaches_space(shape: Sequence[int], full: Sequence[int], split: Split) -> bool:
-    """Whether a replicated operand has a side of space above 1, so that each rank needs its part of it.
+    """Whether a replicated operand has a height or width above 1, so that each rank needs its part of it.
 
     Args:
         shape: of the operand.
@@ -157,7 +157,10 @@ def _reaches_space(shape: Sequence[int], full: Sequence[int], split: Split) -> b
 
 
 def _own_part(builder: Builder, name: str, split: Split, rank_dims: int) -> str:
-    """Return this rank's part of a replicated map, such as a positional embedding."""
+    """Return the name of this rank's part of a replicated map, such as a positional embedding.
+
+    ``split``: of the result, which has ``rank_dims`` dims.
+    """
     missing = rank_dims - len(builder.shape(name))
     dims = (split.dims[0] - missing, split.dims[1] - missing)
     result = builder.fresh(name)
@@ -181,7 +184,7 @@ _RENAMED = OperatorFacts(pointwise, "view", keeps="nothing")
 
 FACTS = {
     **dict.fromkeys(_OTHERS.split(), OperatorFacts(pointwise)),
-    "hyfi.pointwise_function.default": OperatorFacts(pointwise),  # of the user's; see capture.functions
+    "hyfi.pointwise_function.default": OperatorFacts(pointwise),  # a function of the user; see capture.functions
     "add.Tensor": OperatorFacts(pointwise, keeps="nothing", gradient="same", fresh=True, in_place=True, cheap=True),
     "relu": OperatorFacts(pointwise, keeps="outputs", gradient="new", in_place=True, cheap=True),
     "add.Scalar": OperatorFacts(pointwise, keeps="nothing", gradient="same", cheap=True),

@@ -42,13 +42,13 @@ def over_positions(builder: Builder, op: Operator, dim: int) -> bool:
 def _places(
     split: Split, rank: int, positions: torch.Tensor, operator: str, from_end: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (positions in this rank's part, 0 elsewhere; whether they are there) of positions in the flat map.
+    """Return (indices in this rank's part, 0 for positions of other ranks; whether each position is in this part).
 
     Args:
         split: of the flat map.
         rank: of this process.
         positions: in the flat map.
-        operator: for the error of a position outside of the map.
+        operator: its name, for the error about a position outside of the map.
         from_end: whether negative positions count from the end, as in ``h[rows, positions]``.
     """
     box, width, area = split.layout.parts[rank], split.layout.map.width, split.layout.map.area
@@ -62,7 +62,7 @@ def _places(
     positions = torch.where(positions < 0, positions + area, positions)
     y, x = positions // width, positions % width
     inside = (y >= box.y0) & (y < box.y1) & (x >= box.x0) & (x < box.x1)
-    # 0 is a place that exists: what is read there is replaced by zeros.
+    # For other ranks' positions, index 0 is read and then replaced by zeros.
     return torch.where(inside, (y - box.y0) * box.width + x - box.x0, 0), inside
 
 
@@ -74,10 +74,10 @@ def gather(builder: Builder, op: Operator) -> None:
 
     def own(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the values at the positions that this rank has, 0 at others."""
-        # First: a rank without pixels raises as the others do, instead of waiting for them.
+        # Checked first: for a bad index, a rank without pixels raises as the others do, and does not wait for them.
         local, inside = _places(split, builder.rank, positions, op.text)
         if not tensor.numel():
-            # The sum of nothing ties the result to the input: all ranks then have the same backward.
+            # An empty sum, 0, connects the result to the input, so that all ranks have the same backward.
             return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
         if select:
             entries = tensor.index_select(dim, local)
@@ -100,7 +100,7 @@ def index(builder: Builder, op: Operator) -> None:
 
     def own(tensor: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
         """Return the entries at the positions that this rank has, 0 for others; ``numbers``: the index of each dim."""
-        # As in ``gather``: checked by all ranks, and a sum of nothing, for the same backward.
+        # As in ``gather``: all ranks check indices, and an empty sum gives all the same backward.
         local, inside = _places(split, builder.rank, numbers[along], op.text, from_end=True)
         if not tensor.numel():
             return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
@@ -130,7 +130,7 @@ def extreme(builder: Builder, op: Operator) -> None:
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.movedim(dim, -1).reshape(opened)
-        # The least is the largest of the negatives. A copy, as the reshaped view is the map's memory.
+        # The smallest value is the largest of the negatives. A copy, as the reshaped view has the map's memory.
         return -tensor if lowest else tensor.clone()
 
     def finish(top: torch.Tensor, where: torch.Tensor) -> Any:
@@ -153,7 +153,7 @@ def topk(builder: Builder, op: Operator) -> None:
     largest = bool(op.args[3]) if len(op.args) > 3 else True
     # Refused here, a small map is gathered instead (``lowering.lower``), with the choice of one process.
     small = math.prod(shape) * info.dtype.itemsize <= builder.gather_bytes
-    # From so many candidates on, the message would be as long as the map.
+    # With so many candidates, the message would be as long as the map.
     if small or ranks * count >= shape[dim]:
         builder.refuse(op, f"takes the {count} largest of {shape[dim]} positions", "fewer values, or a gathered map")
     box, width = split.layout.parts[builder.rank], split.layout.map.width
@@ -163,7 +163,7 @@ def topk(builder: Builder, op: Operator) -> None:
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         """Return (ranks, …, count) with this rank's candidates in its row, and zeros in those of others."""
-        # What is added here is not taken: ``finish`` knows the number of each rank's candidates.
+        # ``finish`` leaves the padding out: it knows the number of each rank's candidates.
         tensor = torch.nn.functional.pad(tensor, (0, count - tensor.shape[-1]))
         # Each rank fills its own row, and the sum over ranks has all of them.
         rows = (
@@ -180,7 +180,7 @@ def topk(builder: Builder, op: Operator) -> None:
         return placed(values), placed(where)
 
     def finish(values: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # Nothing that could be chosen in place of a pixel, which may be infinite.
+        # Without padding, whose zeros could be chosen in place of pixels.
         values, where = (
             torch.cat([row[..., :had] for row, had in zip(item, candidates, strict=True)], -1)
             for item in (values, where)

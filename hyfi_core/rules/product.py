@@ -59,7 +59,7 @@ def einsum(builder: Builder, op: Operator) -> None:
     operands, arrow, result = equation.partition("->")
     terms = operands.split(",")
     if not arrow:
-        # As einsum itself: letters that occur once, in alphabetical order.
+        # The default of einsum: letters that occur once, in alphabetical order.
         result = "".join(sorted(letter for letter in set(operands) - {","} if operands.count(letter) == 1))
     if "." in equation or any(len(set(term)) < len(term) for term in terms):
         builder.refuse(op, f"has the equation {equation!r}", "one letter for each dim, none twice in one operand")
@@ -95,13 +95,13 @@ def _product(builder: Builder, op: Operator, letters: Letters) -> None:
     anchor_name, anchor_term = next((name, term) for name, term in letters.factors if name in builder.splits)
     anchor = builder.splits[anchor_name].owned
     space = anchor_term[anchor.dims[0]], anchor_term[anchor.dims[1]]
-    # A size of 1 broadcasts, so its letter would not tell whether it is the map.
+    # A size of 1 may be broadcast, so the letter would not say whether a factor has the map's pixels.
     if builder.splits[anchor_name].flat and builder.shape(anchor_name)[anchor.dims[0]] == 1:
         builder.refuse(op, "takes a map of a single pixel", "a map of more than one pixel")
     survives = [letter in letters.result for letter in space]
     if survives[0] != survives[1]:
         builder.refuse(op, "sums over only one of height and width", "a sum over both, or over neither")
-    # By letters, too: a value that is multiplied by itself may be a factor twice, once as its part and once whole.
+    # Keyed by letters, too: a value multiplied by itself may be needed as its part and whole.
     names: dict[tuple[str, int, int], str] = {}
     factors = [(name, term.find(space[0]), term.find(space[1])) for name, term in letters.factors]
     for (name, term), factor in zip(letters.factors, factors, strict=True):
@@ -116,7 +116,7 @@ def _product(builder: Builder, op: Operator, letters: Letters) -> None:
 
 
 def _with_factors(argument: Any, names: Iterator[str]) -> Any:
-    """Return arguments of an operator whose values are others, in the order of its factors."""
+    """Return an operator's arguments with its values replaced by ``names``, in order."""
     if isinstance(argument, Ref):
         return Ref(next(names))
     if isinstance(argument, (list, tuple)):
@@ -125,15 +125,15 @@ def _with_factors(argument: Any, names: Iterator[str]) -> Any:
 
 
 def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Split, space: tuple[str, str]) -> str:
-    """Return a factor with the pixels of the anchor, or gathered if its height and width have other letters.
+    """Return the name of a factor with the pixels of the anchor; gather it if its pixels have other letters.
 
     Args:
         builder: of the rank's program.
         op: the product.
         name: of the factor.
         term: its letters, one for each dim.
-        anchor: how the first factor that is a map is divided.
-        space: the letters of height and width there.
+        anchor: the split of the first factor that is a map.
+        space: the letters of the anchor's height and width.
     """
     split = builder.splits.get(name)
     if split is not None and (term[split.dims[0]], term[split.dims[1]]) == space and split.space == anchor.space:
@@ -151,14 +151,14 @@ def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Spli
 
 
 def sum_of_parts(builder: Builder, function: Any, inputs: Sequence[str], output: str) -> None:
-    """Emit the sum over ranks of ``function`` of each rank's part: floats in float32 or wider, integers as they are."""
+    """Emit the sum over ranks of ``function(*inputs)``; floats are summed in float32 or wider, integers as they are."""
     partial, summed = builder.fresh(output), builder.fresh(output)
 
     def own(*tensors: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = function(*tensors)
         if not result.is_floating_point():
             return result
-        # Wide before the sum: 16 bits would be rounded on each rank, and once more together.
+        # Converted before the sum: 16 bits would be rounded on each rank, and again in the sum.
         return result.to(torch.promote_types(result.dtype, torch.float32))
 
     dtype = builder.values[output].dtype

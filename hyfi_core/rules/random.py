@@ -28,7 +28,7 @@ class _Numbers:
     """The numbers that one operator draws on this rank."""
 
     def __init__(self, builder: Builder, op: Operator, shape: tuple[int, ...], split: Split | None) -> None:
-        # Its index in the whole model: the numbers do not depend on where a model is cut.
+        # Its index in the whole model, so that numbers do not depend on where the model is cut.
         self._operator = builder.program.ordinal(op)
         self._images = builder.shape(builder.program.image)[0]
         self._shape = shape
@@ -63,7 +63,7 @@ def dropout(builder: Builder, op: Operator) -> None:
         builder.compute(lambda tensor: tensor, (name,), op.outputs[:1], split)
         return
     numbers = _Numbers(builder, op, builder.shape(x.name), split)
-    # With 1 all are dropped, as in PyTorch: the factor does not matter, but 1 / 0 would raise.
+    # With probability 1 all are dropped, so any scale will do; 1 / 0 would raise.
     scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
 
     def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def dropout(builder: Builder, op: Operator) -> None:
 
 
 def of_pixels(draw: _Sampler) -> Callable[[Builder, Operator], None]:
-    """Return the rule of a draw whose last argument has a parameter for each number."""
+    """Return the rule of an operator whose last argument has the distribution's parameter for each number."""
 
     def rule(builder: Builder, op: Operator) -> None:
         """Random numbers with a parameter for each pixel; no gradient passes through, as in PyTorch."""
@@ -94,7 +94,7 @@ def of_pixels(draw: _Sampler) -> Callable[[Builder, Operator], None]:
 
 
 def drawn_like(draw: _Sampler) -> Callable[[Builder, Operator], None]:
-    """Return the rule of numbers like the first argument; the distribution's parameters are the others."""
+    """Return the rule of an operator that draws numbers of its first argument's shape; others are parameters."""
 
     def rule(builder: Builder, op: Operator) -> None:
         """Random numbers with the shape of a map, the same on any grid."""
@@ -112,7 +112,7 @@ def drawn_like(draw: _Sampler) -> Callable[[Builder, Operator], None]:
 
 
 def drawn(draw: _Sampler) -> Callable[[Builder, Operator], None]:
-    """Return the rule of numbers of a given shape, the last argument; the distribution's parameters are the others."""
+    """Return the rule of an operator that draws numbers of a shape, its last argument; others are parameters."""
 
     def rule(builder: Builder, op: Operator) -> None:
         """Random numbers of a given shape, the same on every rank."""
@@ -134,7 +134,7 @@ def normal_of_pixels(builder: Builder, op: Operator) -> None:
 
     def call(key: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         values = {name: tensor.detach() for name, tensor in zip(inputs, tensors, strict=True)}
-        # The deviation is 1 where it is not an argument.
+        # Without a deviation among the arguments, it is 1.
         mean, std = (*substitute(moments.args, values), 1.0)[:2]
         result: torch.Tensor = numbers(draws.normal, key, tensors[0].device, dtype) * std + mean
         return result
@@ -157,7 +157,7 @@ def permutation(builder: Builder, op: Operator) -> None:
 
 
 def _operands(builder: Builder, op: Operator, sizes: tuple[int, ...]) -> tuple[dict[str, str], Split | None]:
-    """Return what to compute with instead of the operator's values, and how the result is split."""
+    """Return (value -> name of its part, split of the result), as ``operands``; ({}, None) if nothing is split."""
     if any(name in builder.splits for name in op.inputs):
         return operands(builder, op, sizes)
     return {}, None
@@ -168,7 +168,7 @@ def _device(op: Operator) -> torch.device:
 
 
 def _laid_out(builder: Builder, op: Operator) -> tuple[str, Split | None]:
-    """Return (first argument, as the operator's result is split; this split), None for a replicated one."""
+    """Return (name of the first argument in the layout of the result, this layout); None: it is replicated."""
     name = op.args[0].name
     if name not in builder.splits:
         return name, None

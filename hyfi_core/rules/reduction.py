@@ -33,12 +33,12 @@ def accumulator(tensor: torch.Tensor) -> torch.dtype:
 def _reduced_dims(
     builder: Builder, op: Operator, dims_at: int = 1, keepdim_at: int = 2
 ) -> tuple[str, tuple[int, ...], bool]:
-    """Return (input, reduced dims, keepdim) of a reduction, from its arguments with these indices."""
+    """Return (name of the input, reduced dims, keepdim); ``dims_at`` and ``keepdim_at``: indices of the arguments."""
     name = op.args[0].name
     dim_count = len(builder.shape(name))
     argument = op.args[dims_at] if len(op.args) > dims_at else None
     dims = [argument] if isinstance(argument, int) else argument
-    # As PyTorch: no dims are all dims, but ``any(dim=())`` and ``all(dim=())`` reduce none.
+    # As in PyTorch: no dims means all dims, but ``any(dim=())`` and ``all(dim=())`` reduce none.
     if dims is None or (not dims and not op.text.startswith(("aten.any", "aten.all"))):
         dims = range(dim_count)
     keepdim = op.args[keepdim_at] if len(op.args) > keepdim_at else op.kwargs.get("keepdim", False)
@@ -77,7 +77,7 @@ def _fewer(split: Split, gone: tuple[int, ...]) -> Split:
 def _in_profile(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool) -> Any:
     """Return a function that pads this rank's sums along one axis with zeros, to the length of the other axis.
 
-    The sum over ranks is then the whole profile, which is small (of length H or W) and replicated.
+    The sum over ranks is then the whole profile, of length H or W, on every rank.
     """
     split = builder.splits[name]
     box, map_box = split.layout.parts[builder.rank], split.layout.map
@@ -107,11 +107,11 @@ def _sum_over_space(
     Args:
         builder: of the rank's program.
         name: of the map.
-        output: of the result.
+        output: name of the result.
         dims: reduced dims, height and width among them.
         keepdim: whether they stay, with size 1.
         mean: whether to divide by the number of values.
-        placed: applied to this rank's sum before the sum over ranks; None: nothing.
+        placed: function applied to this rank's sum before the sum over ranks; None: it is sent as it is.
     """
     shape = builder.shape(name)
     count = 1
@@ -129,7 +129,7 @@ def _sum_over_space(
         return own if placed is None else placed(own)
 
     def finish(tensor: torch.Tensor) -> torch.Tensor:
-        # By the number of values of the whole map, after the sum: parts may differ in size, or be empty.
+        # Divided after the sum, by the values of the whole map: parts may differ in size, or be empty.
         result = tensor / count if mean else tensor.clone()
         return result.to(dtype)
 
@@ -168,8 +168,8 @@ def maximum(builder: Builder, op: Operator) -> None:
         if "min" not in op.text:
             builder.communicate(MaxOverSpace(dims, keepdim), (part,), op.outputs, "reduce")
             return
-        # The least is the largest of the negatives; of integers and truth values, of those with all bits inverted,
-        # because a negative byte wraps around.
+        # The minimum is the inverted maximum of inverted values: floats are negated; of integers and booleans all
+        # bits are inverted, because the negative of a byte wraps around.
         invert = torch.neg if builder.values[name].dtype.is_floating_point else torch.bitwise_not
         inverted, top = builder.fresh(name), builder.fresh(op.first_output)
         builder.compute(lambda tensor: invert(tensor), (part,), (inverted,), builder.splits[name])
@@ -189,7 +189,7 @@ def truth(builder: Builder, op: Operator) -> None:
     every = op.text.startswith("aten.all")
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
-        # Counts, which ranks can sum, unlike truth values; ``all`` counts its counterexamples.
+        # Ranks can sum counts, unlike booleans; ``all`` counts zeros.
         return ((tensor == 0) if every else (tensor != 0)).sum(dims, keepdim=keepdim)
 
     partial, total = (builder.fresh(op.first_output, dtype=torch.int64) for _ in range(2))
@@ -247,7 +247,7 @@ def variance(builder: Builder, op: Operator) -> None:
     dtype = builder.values[name].dtype
 
     def finish(moments: torch.Tensor) -> Any:
-        # Moments are of all ranks, and biased. Of equal values, the gradient of ``std`` is 0; that of a sqrt were NaN.
+        # The moments are biased, over all ranks. For equal values, ``std`` has gradient 0; that of sqrt would be NaN.
         corrected = moments[1] * (count / (count - correction))
         result = (_rooted(corrected, 2.0) if is_deviation else corrected).to(dtype)
         return (result, moments[0].to(dtype)) if with_mean else result
@@ -256,22 +256,22 @@ def variance(builder: Builder, op: Operator) -> None:
 
 
 def _rooted(sums: torch.Tensor, order: float) -> torch.Tensor:
-    """Return roots whose gradient at zero is zero, as those of PyTorch's norms and deviations; it would be infinite."""
+    """Return ``sums ** (1 / order)``, whose gradient at 0 is 0, as in PyTorch's norms and deviations, not infinite."""
     zero = sums == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, sums).pow(1 / order))
 
 
 def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool, groups: int = 0) -> str:
-    """Emit mean and biased variance over a whole map; return the name of both, stacked, in float64.
+    """Emit mean and biased variance over a whole map; return the name of the two stacked, in float64.
 
-    Up to ``MOST_ROWS`` ranks send rows of their own, without cancellation; more ranks sum Σ x and Σ x²: short messages.
+    Up to ``MOST_ROWS`` ranks send rows of their own, without cancellation; more sum Σ x and Σ x², a short message.
 
     Args:
         builder: of the rank's program.
         name: a map; margins of a fused run do not count.
         dims: the reduced dims, including height and width.
         keepdim: whether they are kept as size 1.
-        groups: if not 0, the map is first reshaped to (B, groups, rest); ``dims`` is then (2,).
+        groups: of channels: the map is first reshaped to (B, groups, rest), and ``dims`` must be (2,); 0: none.
     """
     split = builder.splits[name].owned
     part, ranks, rank = builder.part(name, split), len(split.layout.parts), builder.rank
@@ -289,9 +289,9 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     shares = Constant(torch.tensor(counts, dtype=torch.float64).div_(count))
 
     def moments(tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's term of the sum over ranks: its sums, or its own row of moments and zeros for others."""
+        """Return this rank's term of the sum over ranks: its sums or, if ``apart``, its row among rows of zeros."""
         tensor = tensor.to(accumulator(tensor))
-        # Sums of nothing tie the result to the input, so that all ranks have the same backward.
+        # Empty sums, 0, connect the result to the input, so that all ranks have the same backward.
         if not own_count:
             zeros = tensor.reshape(own_shape).sum(dims, keepdim=keepdim).double()
             row = torch.stack([zeros, zeros])
@@ -324,7 +324,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
 
 
 def _try_not_over_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> bool:
-    """Emit a reduction over dims without height, without width or without both; return False for one over both."""
+    """Emit a reduction unless it is over both height and width; return whether it was emitted."""
     space = set(builder.splits[op.args[0].name].dims)
     reduced = space & set(dims)
     if reduced == space:

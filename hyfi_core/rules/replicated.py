@@ -26,7 +26,7 @@ def replicated(builder: Builder, op: Operator) -> None:
     if norm is not None:
         function, inputs = norm
     elif op.text in ("aten.view.default", "aten._unsafe_view.default"):
-        # Memory formats may differ from those at capture, for example in attention.
+        # ``reshape``, since memory formats may differ from those at capture, for example in attention.
         function, inputs = bound(replace(op, target=torch.ops.aten.reshape.default))
     else:
         function, inputs = bound(op)
@@ -49,7 +49,7 @@ def gathered(builder: Builder, op: Operator, problem: str = "cannot be computed 
     if builder.grid == (1, 1):
         replicated(builder, renamed(op, names))
         return
-    # Other names: the operator's own are those of the parts, which later rules expect.
+    # New names for whole results: the operator's own names are for the parts, which later rules expect.
     wholes = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
     replicated(builder, replace(renamed(op, names), outputs=wholes))
     for output, result in zip(op.outputs, wholes, strict=True):
@@ -81,7 +81,7 @@ def _has_map_of(builder: Builder, output: str, name: str, split: Split) -> bool:
 
 
 def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from a replicated value to a rank's part of it; dims of size 1 are not cut.
+    """Return a function that cuts a rank's part out of a replicated value; dims of size 1 are not cut.
 
     Args:
         split: layout of the result; its dims are those of ``shape``, or negative for a missing one.
@@ -110,7 +110,7 @@ def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[
         """Return the rank's part: space is opened to dims of its own, cut and folded again."""
         # From the last dim to the first, so that splitting a dim does not renumber the next ones.
         if split.flat:
-            # Broadcast: the same for all positions.
+            # A value that is broadcast: it is the same for all positions.
             if y < 0 or (shape[y] == 1 and split.sides[0] != 1):
                 return tensor
             opened = tensor.unflatten(y, (split.leads[0], *map_box.shape))
@@ -129,7 +129,7 @@ def draws_numbers(op: Operator) -> bool:
     """Whether an operator draws random numbers; attention and recurrent layers do so only with dropout."""
     tags = getattr(op.target, "tags", ())
     if op.text in _RECURRENT:
-        # Dropout lies between layers, so that a single one has none.
+        # Dropout is between layers, so a single layer has none.
         layers, dropout, train = op.args[4:7]
         return bool(train and dropout and layers > 1)
     if op.text == "aten.scaled_dot_product_attention.default":

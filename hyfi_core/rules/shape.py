@@ -57,14 +57,14 @@ def _viewed(shape: tuple[int, ...], split: Split, sizes: tuple[int, ...]) -> tup
         return y, x
     if split.leads != (1, 1):
         return None
-    # A dim is known by the product of the sizes before it, which a view keeps.
+    # The product of the sizes before a dim identifies it: a view does not change this product.
     ahead = prod(shape[: split.dims[0]])
     height, width = split.layout.map.shape
     if split.flat:
         starts = (at for at in range(len(sizes) - 1) if sizes[at : at + 2] == (height, width))
         at = next((at for at in starts if prod(sizes[:at]) == ahead), None)
         return None if at is None else (at, at + 1)
-    # Row-major: the flat dim can only be (y, x).
+    # A flat dim is row-major, so height must come just before width.
     if split.dims[1] != split.dims[0] + 1:
         return None
     at = next((at for at, size in enumerate(sizes) if size == height * width and prod(sizes[:at]) == ahead), None)
@@ -72,7 +72,10 @@ def _viewed(shape: tuple[int, ...], split: Split, sizes: tuple[int, ...]) -> tup
 
 
 def _survivor(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> int | None:
-    """Return the dim of ``sizes`` that is dim ``dim`` of ``shape``: of the same size, with the same product before."""
+    """Return the dim of ``sizes`` that a view makes of dim ``dim`` of ``shape``; None if it does not stay a dim.
+
+    It has the same size, and the same product of sizes before it.
+    """
     ahead = prod(shape[:dim])
     hits = [at for at, size in enumerate(sizes) if size == shape[dim] and prod(sizes[:at]) == ahead]
     # Neighbouring dims of size 1 are indistinguishable; choose the one at the same distance from the end.
@@ -106,12 +109,12 @@ def squeeze(builder: Builder, op: Operator) -> None:
     shape, split = builder.shape(name), builder.same_pixels(op, name)
     argument = op.args[1] if len(op.args) > 1 else range(len(shape))
     dims = [argument] if isinstance(argument, int) else argument
-    # As PyTorch: dims of other sizes stay.
+    # As in PyTorch: dims of other sizes stay.
     gone = [dim % len(shape) for dim in dims if shape[dim] == 1]
     if set(gone) & set(split.dims):
         gathered(builder, op, f"squeezes height or width (dims {split.dims})")
     else:
-        # By number: a part of one row or column would lose it, too.
+        # Dims are named: a part that has one row or column would lose this dim, too.
         op = replace(op, target=torch.ops.aten.squeeze.dims, args=(op.args[0], gone))
         _rename(builder, op, _renumbered(split, lambda dim: dim - sum(at < dim for at in gone)))
 
@@ -135,7 +138,7 @@ def select(builder: Builder, op: Operator) -> None:
 
 
 def _row(builder: Builder, op: Operator, dim: int) -> None:
-    """Emit a ``select`` of a row or a column: it alone is gathered."""
+    """Emit a ``select`` of one row or column, gathering that line only."""
     name = op.args[0].name
     shape = builder.shape(name)
     at = op.args[2] % shape[dim]
@@ -182,7 +185,7 @@ def new_like(builder: Builder, op: Operator) -> None:
         part = builder.part(name, split)
         function, inputs = bound(_sized(renamed(op, {name: part}), list(local)))
         builder.compute(function, inputs, op.outputs, split)
-    # Not this map's pixels: every rank creates the same, as by ``torch.zeros``.
+    # Without the map's height and width: every rank creates the whole tensor, as ``torch.zeros`` would.
     else:
         emit(builder, op, {name: builder.part(name, split)})
 
@@ -207,7 +210,7 @@ def sliced(builder: Builder, op: Operator) -> None:
 
 
 def _slice_tiles(builder: Builder, op: Operator) -> None:
-    """Emit a slice of the batch, whose entries are the tiles of an image: one group of them, see ``moves.groups``."""
+    """Emit a slice of a batch of tiles: a group of consecutive tiles, see ``moves.groups``."""
     name = op.args[0].name
     start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
     tiles = range(builder.shape(name)[0])[start:stop:step]

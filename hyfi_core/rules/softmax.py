@@ -48,14 +48,14 @@ def softmax(builder: Builder, op: Operator) -> None:
 
 
 def _as_asked(builder: Builder, op: Operator, part: str, split: Split) -> str:
-    """Return the name of the part in the dtype that a softmax is asked for; PyTorch converts the map before it, too."""
-    asked = op.args[2] if len(op.args) > 2 else op.kwargs.get("dtype")
-    given = builder.values[part].dtype
+    """Return the name of the part in the softmax's ``dtype``, to which PyTorch converts the map first, too."""
+    dtype = op.args[2] if len(op.args) > 2 else op.kwargs.get("dtype")
+    current = builder.values[part].dtype
     # 16 bits are computed in float32 anyway.
-    if not isinstance(asked, torch.dtype) or asked in (given, torch.promote_types(given, torch.float32)):
+    if not isinstance(dtype, torch.dtype) or dtype in (current, torch.promote_types(current, torch.float32)):
         return part
-    converted = builder.fresh(part, dtype=asked)
-    builder.compute(lambda x: x.to(asked), (part,), (converted,), split)
+    converted = builder.fresh(part, dtype=dtype)
+    builder.compute(lambda x: x.to(dtype), (part,), (converted,), split)
     return converted
 
 
@@ -86,7 +86,7 @@ def logsumexp(builder: Builder, op: Operator) -> None:
 
 
 def _exponentials(builder: Builder, part: str, dims: tuple[int, ...]) -> tuple[str, str]:
-    """Return (m, s) of the module's docstring, both replicated, with ``dims`` kept as size 1."""
+    """Return the names of m and s (see the module), both replicated, with ``dims`` kept as size 1."""
     largest = largest_over_ranks(builder, part, dims)
     wide = torch.promote_types(builder.values[part].dtype, torch.float32)
     partial, total = builder.fresh(part, dtype=wide), builder.fresh(part, dtype=wide)
@@ -100,7 +100,7 @@ def _exponentials(builder: Builder, part: str, dims: tuple[int, ...]) -> tuple[s
 
 
 def largest_over_ranks(builder: Builder, part: str, dims: tuple[int, ...]) -> str:
-    """Return the maximum of a map over ``dims``, which are kept as size 1; replicated, without gradient."""
+    """Return the name of a map's maximum over ``dims``, kept as size 1, and over ranks; it has no gradient."""
     wide = torch.promote_types(builder.values[part].dtype, torch.float32)
     local, largest = builder.fresh(part, dtype=wide), builder.fresh(part, dtype=wide)
 
@@ -142,7 +142,7 @@ def attention(builder: Builder, op: Operator) -> None:
         function, inputs = bound(renamed(op, {query: builder.part(query, split), **wholes}))
         if query in wholes:  # one value as query and key
             builder.refuse(op, "takes the same tensor as query and key", "separate projections for query and key")
-        # Keys of more dims broadcast: the result has theirs.
+        # If keys have more dims, the queries broadcast to them.
         at = len(builder.shape(op.first_output)) - 2
         builder.compute(function, inputs, op.outputs[:1], replace(split, dims=(at, at)))
         return
@@ -156,11 +156,12 @@ def attention(builder: Builder, op: Operator) -> None:
 
 
 def _try_attention_within_windows(builder: Builder, op: Operator, arguments: dict[str, Any]) -> bool:
-    """Emit attention within windows that each lie on one rank; return whether the operator is that."""
+    """Emit attention within windows that each lie on one rank; return False if it is another attention."""
     splits = [builder.split_of(arguments[key]) for key in ("query", "key", "value")]
     dims = len(builder.shape(arguments["query"].name))
     first = splits[0]
-    # Attention multiplies the last two dims: if height and width are among the others, each window has its own.
+    # Attention multiplies the last two dims. Height and width among the others count windows, each with its own
+    # attention.
     if first is None or max(first.dims) >= dims - 2 or arguments.get("dropout_p"):
         return False
     if any(split is None or split.dims != first.dims or split.space != first.space for split in splits):

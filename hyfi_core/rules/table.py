@@ -20,7 +20,7 @@ _FAMILIES = (
 
 
 def _text(name: str) -> str:
-    """Return the text of an operator; names of ATen's come without its namespace and without ``.default``."""
+    """Return the text of an operator from its key in ``FACTS``: ``aten.conv2d.default`` from ``conv2d``."""
     if name.startswith("hyfi."):
         return name
     return f"aten.{name}" if "." in name else f"aten.{name}.default"

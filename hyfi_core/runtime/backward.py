@@ -73,9 +73,9 @@ class _DeferredGradients:
     """Deferred weight gradients.
 
     Attributes:
-        record: what its forward has left.
-        rest: computes them.
-        names: parameters whose gradient is complete with them.
+        record: of the operator's forward.
+        rest: computes the gradients.
+        names: parameters whose gradients are complete with these.
     """
 
     record: OperatorRecord
@@ -111,7 +111,7 @@ class BackwardPass:
         self._cotangents: LocalValues = {}
         self._deferred: list[_DeferredGradients] = []
         self._keep = self._in_two = False
-        self._used: list[str] = []
+        self._used: list[str] = []  # parameters whose gradients ``run_first`` and ``run_rest`` complete
 
     def run(self, records: list[Record], cotangents: Mapping[str, torch.Tensor], keep: bool) -> Waits[LocalValues]:
         """Run the records backward.
@@ -133,7 +133,7 @@ class BackwardPass:
             # After the pop this length is the record's index in forward order, the key of ``completed_by``.
             names = completed_by.get(len(remaining), [])
             if any(name in names for deferred in self._deferred for name in deferred.record.step.call.inputs):
-                self._flush()  # a tied weight: what its later uses have deferred is a part of its gradient
+                self._flush()  # a tied weight: the gradients deferred at its later uses belong to its sum
             if isinstance(record, OperatorRecord):
                 self._memory.begin_back(record.step, record.saved, self._cotangents)
                 yield from self._run_operator(record, names, remaining)
@@ -176,7 +176,7 @@ class BackwardPass:
             complete: called with the value names of parameters as soon as their gradients are complete; here that is
                 after the last of several uses.
         """
-        # Of several deferred uses of a tied weight, the comprehension keeps the last: only then is its sum complete.
+        # A tied weight may have several deferred uses: the last index stays, at which its gradient is complete.
         users = {name: at for at, deferred in enumerate(self._deferred) for name in deferred.record.step.call.inputs}
         if complete is not None:
             complete([name for name in self._used if name not in users])
@@ -200,7 +200,7 @@ class BackwardPass:
         self._complete(unreported)
 
     def _run_operator(self, record: OperatorRecord, names: Sequence[str], before: Sequence[Record]) -> Waits[None]:
-        """Run an operator's own backward; report the gradients of the parameters ``names``, unless it is deferred."""
+        """Run an operator's own backward; report the gradients of parameters ``names``, unless they are deferred."""
         call = record.step.call
         between_planes = isinstance(call, CollectiveCall) and call.between_planes
         if any(name in self._tape.active for name in (carried_by(call) if between_planes else call.inputs)):
@@ -223,7 +223,7 @@ class BackwardPass:
         self._complete(names)
 
     def _run_local(self, call: CustomCall, saved: Any, cotangents: Cotangents) -> tuple[Cotangents, Rest | None]:
-        """Run a local operator backward; return its cotangents, and what is left of it for later."""
+        """Run a local operator backward; return (cotangents of its inputs, function that computes deferred ones)."""
         if self._in_two and isinstance(call.operator, LocalSplitBackward):
             return call.operator.backward_of_map(saved, cotangents, self._needs_grad(call))
         return call.operator.backward(saved, cotangents, self._needs_grad(call)), None
@@ -231,13 +231,13 @@ class BackwardPass:
     def _run_collective(
         self, call: CollectiveCall, saved: Any, cotangents: Cotangents, before: Sequence[Record]
     ) -> Waits[tuple[Cotangents, Rest | None]]:
-        """Run a communicating operator backward; return its cotangents, and what is left of it for later."""
+        """Run a communicating operator backward; returns as ``_run_local``."""
         operator, comm, needs_grad = call.operator, self._comm_of(call), self._needs_grad(call)
-        # In two parts the weights wait for their own action: computed here, they would delay earlier stages.
+        # In a backward of two parts, weight gradients have an action of their own: here they would delay other stages.
         if self._deferred and isinstance(operator, AsyncBackward) and not self._in_two:
             pending, finish = operator.start_backward(comm, saved, cotangents, needs_grad)
             del cotangents
-            # ``lowering.reuse`` counts on this place: later steps may overwrite what deferred gradients read.
+            # ``lowering.reuse`` relies on this flush: later steps may overwrite what deferred gradients read.
             with polled(pending):
                 self._flush()
             yield pending
@@ -253,12 +253,12 @@ class BackwardPass:
         return tuple(name in self._tape.active for name in call.inputs)
 
     def _may_defer(self, call: CollectiveCall, before: Sequence[Record]) -> bool:
-        """Whether the remaining cotangents are only those of parameters, and there will be time for them."""
+        """Whether an operator's other gradients can wait: all are of parameters, and a later wait has time for them."""
         if not self._defers or not all(name is None or name in self._parameters for name in call.inputs[1:]):
             return False
         if self._in_two:
             return True
-        # What is deferred stays in memory until the next collective, which must be one that has something to hide.
+        # Deferred gradients hold memory until the next collective, so that must be one during whose wait they can run.
         calls = (record.step.call for record in reversed(before) if isinstance(record, OperatorRecord))
         upcoming = next((call for call in calls if isinstance(call, CollectiveCall)), None)
         return upcoming is not None and isinstance(upcoming.operator, AsyncBackward)
@@ -387,7 +387,7 @@ def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _last_contributions(records: Sequence[Record], parameters: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Return index of a record -> parameters whose gradient its backward completes: it was the first to use them."""
+    """Return index of a record -> parameters that it is the first to use: its backward completes their gradients."""
     counted: set[str] = set()
     result: dict[int, list[str]] = {}
     for index, record in enumerate(records):

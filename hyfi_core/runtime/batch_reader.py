@@ -1,4 +1,4 @@
-"""Reading the batch: the box of each first stage on this rank, for the micro-batches that begin there.
+"""Reading the batch: for each first stage on this rank, its box of the samples whose micro-batches begin there.
 
 two directions, four micro-batches     stage 0, direction 0: its box of samples of micro-batches 0, 1
                                        stage 0, direction 1: its box of samples of micro-batches 2, 3
@@ -80,17 +80,17 @@ def lays_channels_last(
     16 bits this takes negligible time; for float32 on a CPU it must pay (see ``_LEAST_USES``).
 
     Args:
-        memory_format: the request.
+        memory_format: the user's choice.
         model: the user's module.
         autocast: dtype of autocast.
         program: captures the model; called only if its shapes decide.
         grids: in how many rows and columns each stage's maps are computed.
-        device: on which the model will be, if it is on the meta device now.
+        device: where the model will be, if it is on the meta device now.
     """
     if memory_format != "auto":
         return memory_format == "channels_last"
     layers = [module for module in model.modules() if isinstance(module, nn.Conv2d) and module.groups == 1]
-    # A parameter instead of layer.weight, which may be computed: reading it advances a spectral norm's power iteration.
+    # Not layer.weight: where it is computed (spectral norm), reading it would advance the power iteration.
     kernels = (next(layer.parameters(), None) for layer in layers if max(layer.kernel_size) > 1)
     kernel = next((kernel for kernel in kernels if kernel is not None), None)
     if kernel is None:
@@ -104,7 +104,7 @@ def lays_channels_last(
 
 
 def _uses_of_weights(program: Program) -> float:
-    """Return at how many positions of all images a weight is used: the mean over dense kernels larger than 1 × 1."""
+    """Return at how many output positions a weight is used, on average over dense kernels larger than 1 × 1."""
     weights, uses = 0, 0
     for op in program.operators:
         if not facts_of(op).kind.endswith("convolution"):
@@ -119,7 +119,7 @@ def _uses_of_weights(program: Program) -> float:
 def batch_shape(images: Images, expected: Shape) -> Shape:
     """Return the shape of a batch.
 
-    A batch that is read box by box has the expected shape, or as many images as its attribute ``samples`` says.
+    A batch that is read box by box has the expected shape; its attribute ``samples``, if any, replaces B.
 
     Raises:
         RequestError: a tensor is not (B, C, H, W), or the batch is not one of ``Images``.
@@ -152,7 +152,7 @@ def check_labels(labels: torch.Tensor, batch: int) -> None:
 
 
 def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``(samples, C, h, w)`` of a batch in any form; one floating-point dtype may stand for another.
+    """Return the tensor ``(samples, C, h, w)`` of one part of a batch; any floating-point dtype may replace another.
 
     Raises:
         RequestError: a reader returned something else than a tensor of this shape, or the dtype is none that the model
@@ -175,10 +175,10 @@ def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype
 
 
 def _checked_part(local: Any, call: str, part: InputPart, channels: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return what the user's ``call`` gave for a part.
+    """Return ``local``, the result of the user's ``call`` for a part, if it is a tensor as expected.
 
     Raises:
-        RequestError: It is no tensor, of another shape, or of a dtype that cannot be converted to ``dtype``.
+        RequestError: it is no tensor, has another shape, or a dtype that cannot be converted to ``dtype``.
     """
     if not isinstance(local, torch.Tensor):
         raise RequestError(f"{call} returned a {_type_name(local)}; it must return a tensor (B, C, h, w)")
@@ -221,12 +221,12 @@ def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """A replica's batch in one call, with the shapes on which all ranks have agreed.
+    """A replica's batch in one call of the engine, with the shapes on which all ranks have agreed.
 
     Attributes:
         images: of the whole batch.
         shape: ``(B, C, H, W)`` of the whole batch.
-        micro: the shape of one micro-batch.
+        micro: ``(b, C, H, W)`` of one micro-batch.
     """
 
     images: Images
@@ -251,7 +251,7 @@ class LocalInput:
         batch: the batch.
         parts: (stage, direction) -> the box and samples that it needs.
         local: the pixels of the parts; empty for a cell, which reads a micro-batch when it needs it.
-        counted: what a cell has read so far; what it reads again is not counted again.
+        counted: parts that a cell has read so far, which the counts of traffic already include.
     """
 
     batch: ImageBatch
@@ -289,7 +289,7 @@ class Reader:
         self._order = torch.channels_last if channels_last else torch.preserve_format
 
     def training_parts(self, lowered: LoweredModel, batch: int) -> dict[Key, InputPart]:
-        """Return for each stage that reads the image in training its box and its direction's samples of ``batch``."""
+        """Return (stage, direction) -> its box and its direction's samples, for stages that read images in training."""
         count = batch // self._plan.directions
         return {
             (index, direction): InputPart(stage.ranked.read_box, direction * count, (direction + 1) * count)
@@ -298,7 +298,7 @@ class Reader:
         }
 
     def prediction_parts(self, lowered: LoweredModel, batch: int) -> dict[Key, InputPart]:
-        """Return the boxes for prediction: all ``batch`` samples, in direction 0."""
+        """Return (stage, direction) -> its box and all ``batch`` samples, for prediction: direction 0 only."""
         return {
             (index, direction): InputPart(stage.ranked.read_box, 0, batch)
             for (index, direction), stage in lowered.hosted.items()

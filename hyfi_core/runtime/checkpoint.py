@@ -76,7 +76,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """State for resuming, besides the weights.
+    """What resuming needs besides the weights.
 
     Attributes:
         optimizer: as ``optimizer_state`` returned it.
@@ -223,7 +223,7 @@ def load_checkpoint(path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
 
     Args:
         path: of the folder or link.
-        share: (index, number) of this rank among those that load it together: each compares some of the digests.
+        share: (index of this rank, number of ranks that load it together): each compares some of the digests.
 
     Raises:
         RequestError: not a checkpoint, an unknown format, or a missing, truncated or altered file.
@@ -291,7 +291,7 @@ def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _open(path: Path) -> tuple[Path, dict[str, Any]]:
     """Return the folder of a checkpoint, without links, and its ``model.json``."""
     try:
-        # A process that was killed while it replaced this checkpoint may have left the older one under that name.
+        # A process that was killed while it replaced this checkpoint may have left the older one as ``aside``.
         aside = replaced_name(Path(os.path.realpath(path)))
         if not path.exists() and aside.is_dir():
             path = aside
@@ -302,7 +302,7 @@ def _open(path: Path) -> tuple[Path, dict[str, Any]]:
         ) from error
     if not exists:
         raise RequestError(f"checkpoint {path}: no such folder; use RUN/checkpoints/best, latest or step-NNNNNNNN")
-    # Once, at first: ``latest`` may be pointed elsewhere while its files are read.
+    # Links are resolved once: ``latest`` may change while the files are read.
     folder = path.resolve()
     if not has_model:
         hint = "; did you mean its checkpoints/best?" if (folder / "checkpoints").is_dir() else ""
@@ -350,7 +350,7 @@ def _read_json(folder: Path, name: str, model: Mapping[str, Any]) -> dict[str, A
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file."""
+    """Return the content of a JSON file, an object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

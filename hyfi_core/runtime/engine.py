@@ -278,7 +278,7 @@ class Engine(EngineState, EngineFacts):
                 repeats=self._paging is None and not over_batch,
             )
             gradients.finish(hooks, self._loss.unreached(lowered, [step.loss for step in steps]))
-            # First those of replica 0, then between stages: what stages pass on must be the final values.
+            # First replicas take over the buffers of replica 0: stages must send each other the final values.
             buffers.take_over()
             if self.plan.stages > 1:
                 self._stage_buffers.changed(lowered)
@@ -324,7 +324,7 @@ class Engine(EngineState, EngineFacts):
             self._subject.compiler.change_over()
 
     def _forecasts(self, call: PagedCall) -> list[PagedForecast]:
-        """Return how much memory the maps of a call take, for every stage in every cell."""
+        """Return the forecasts of the memory of a call's maps, for every stage in every cell."""
         of_cells = self._runners.each(lambda runner: runner.lowered(call.micro))
         return call.forecasts(self._subject, self.plan, of_cells)
 
@@ -336,7 +336,10 @@ class Engine(EngineState, EngineFacts):
         )
 
     def _lowered(self, micro: Shape | None = None) -> LoweredModel:
-        """Return the lowered model for micro-batches of a shape in this call; without one, outside of a call."""
+        """Return the lowered model for micro-batches of a shape.
+
+        Without ``micro``, outside of a call, the usual shape and the model's present mode count.
+        """
         if micro is None:
             self._runners[0].observe()
         return self._runners.each(lambda runner: runner.lowered(micro or self._shapes.micro))[0]
@@ -362,7 +365,7 @@ class Engine(EngineState, EngineFacts):
             self._mirrors.settle()
 
     def _shared_by(self, lowered: LoweredModel) -> tuple[StepGradients, ReplicaBuffers]:
-        """Return the reduction of this model's gradients and the exchange of its buffers, made at its first step."""
+        """Return what reduces a lowered model's gradients and exchanges its buffers, created at its first step."""
         shared = next(((gradients, buffers) for owner, gradients, buffers in self._shared if owner is lowered), None)
         if shared is None:
             model, groups = self._model, self._groups
@@ -375,7 +378,7 @@ class Engine(EngineState, EngineFacts):
 
 
 def _sharing(steps: list[Step]) -> list[Step]:
-    """Return the steps of this process's cells, which compute each loss once: it may have state."""
+    """Return the steps of this process's cells, which now share each loss: it may have state, so it runs once."""
     computed = ComputedLosses(len(steps))
     for step in steps:
         step.loss.computed = computed

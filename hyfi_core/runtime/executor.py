@@ -61,8 +61,8 @@ class Executor:
         copies: the ranks of the stage in all replicas, for synchronised norms; None: ``comm``.
         memory: callbacks around each step; ``AllStays``: no paging.
         peers: the ranks with the same position in all planes; None: ``comm``.
-        statistics: what a local call of a recomputed forward runs in place of its function: see ``recording`` and
-            ``replaying``; None: the function.
+        statistics: wraps the function of each local call, for forwards that are recomputed: see ``recording`` and
+            ``replaying``; None: functions run as they are.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class Executor:
             values.pop(name, None)
         if record and any(name in self.tape.active for name in carried_by(call)):
             return OperatorRecord(step, saved)
-        # No backward will come to give these buffers back.
+        # Without a backward, nothing else would give these buffers back.
         if isinstance(call.operator, HoldsBuffers):
             call.operator.give_back(saved)
         return None
 
     def _run(self, segment: Segment, values: LocalValues, record: bool) -> Record | None:
-        """Run a segment; return what backward needs, if there will be one."""
+        """Run a segment; return its record for backward, None if no value of it carries a gradient."""
         segment_record = SegmentRecord(segment)
         local: LocalValues = {}
         active = record and any(name in self.tape.active for name in segment.outputs)
@@ -207,11 +207,11 @@ class Executor:
 
 
 def recording(log: Log, copies: bool) -> Callable[[LocalFunction], LocalFunction]:
-    """Return a function that replaces local functions in a first run: those that keep statistics log them, too.
+    """Return a function that wraps local functions for a first run: those that keep statistics also log them.
 
     Args:
-        log: statistics are appended in the order of calls, among the run's messages.
-        copies: whether copies are logged: a pager may spill the tensors that the forward uses.
+        log: gets the statistics, in the order of calls, between the run's messages.
+        copies: whether to log copies, since a pager may spill the tensors that the forward uses.
     """
 
     def replacement(function: LocalFunction) -> LocalFunction:
@@ -226,7 +226,7 @@ def recording(log: Log, copies: bool) -> Callable[[LocalFunction], LocalFunction
 
 
 def replaying(log: Log) -> Callable[[LocalFunction], LocalFunction]:
-    """Return a function that replaces local functions in a second run: statistics come from ``log``, in order."""
+    """Return a function that wraps local functions for a second run: they take statistics from ``log``, in order."""
 
     def replacement(function: LocalFunction) -> LocalFunction:
         return partial(function.with_known, log.pop(0)) if isinstance(function, KeepsStatistics) else function

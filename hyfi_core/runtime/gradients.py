@@ -69,7 +69,7 @@ class StepGradients:
         return bool(self._groups)
 
     def begin(self) -> None:
-        """Set aside gradients accumulated by earlier calls, so that only new ones are reduced."""
+        """Set earlier gradients aside, so that only new ones are reduced, and count the contributions to expect."""
         # First: the groups below replace every ``grad`` by a zero view of their buckets.
         self._earlier.set_aside()
         for group in self._groups:
@@ -114,8 +114,8 @@ class StepGradients:
 
         Args:
             hooks: of parameters.
-            unreached: names of parameters on which no used output depends; they have a gradient only if the loss reads
-                them.
+            unreached: names of parameters on which no used output depends. If the loss does not read them either, their
+                gradient is None.
         """
         self._land(wait=True)
         for group in self._groups:
@@ -129,7 +129,7 @@ class StepGradients:
         hooks.end()
 
     def _land(self, wait: bool) -> None:
-        """Add gradients that have arrived from direction 1; ``wait``: for all of them."""
+        """Add the gradients that have arrived from direction 1; ``wait``: first wait until all have arrived."""
         if self._mirror is not None:
             for parameter in self._mirror.land_gradients(wait):
                 self._contributed(parameter)
@@ -166,7 +166,7 @@ class EarlierGradients:
             parameter.grad = None
 
     def add(self) -> None:
-        """Add them to the parameters' gradients."""
+        """Add the copies to the parameters' gradients."""
         for parameter, earlier in zip(self._parameters, self._kept, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
@@ -192,7 +192,7 @@ class GradientsOfCells:
 
     def complete(self, key: Key, names: Sequence[str]) -> None:
         """Record that a cell's contribution to these gradients is complete."""
-        # All cells add to one ``grad``: after the others, it is still a part of this rank's sum.
+        # All cells add to one ``grad``, which is this rank's whole sum only after the last cell.
         self._gradients.complete(key, [name for name in names if self._is_last_cell((key, name))])
 
     def stage_done(self) -> None:
@@ -210,7 +210,7 @@ class GradientsOfCells:
             self._gradients.expect(stage)
 
     def _is_last_cell(self, event: Any) -> bool:
-        """Count one more cell for this event; return whether all cells have come to it."""
+        """Count one more cell that has reached ``event``; return whether all cells have."""
         self._cells_done[event] = self._cells_done.get(event, 0) + 1
         return self._cells_done[event] == self._cells
 
@@ -227,7 +227,7 @@ def _used(stage: HostedStage) -> list[str]:
 def _by_holders(
     named: Mapping[str, nn.Parameter], lowered: LoweredModel, groups: Groups
 ) -> dict[frozenset[int], list[nn.Parameter]]:
-    """Return holders -> trained parameters, in the order in which their gradients are completed."""
+    """Return ranks of a plane -> trained parameters that they hold, in the order in which backward completes them."""
     stages: dict[int, set[int]] = {}
     order: dict[int, nn.Parameter] = {}
     for stage, names in enumerate(lowered.parameters):
@@ -250,7 +250,7 @@ def clip(
 
     Args:
         owned: parameters of this rank.
-        counted: those that this rank counts; each is counted by one rank of ``comm``.
+        counted: parameters that this rank counts in the norm; each is counted by one rank of ``comm``.
         max_norm: largest norm.
         comm: the ranks that hold the model together; None if this rank counts all of it.
 
@@ -267,7 +267,7 @@ def clip(
     # 1e-6 as in ``clip_grad_norm_``, so that clipped gradients are those of one process.
     scale = max_norm / (norm + 1e-6)
     gradients = [p.grad for p in owned if p.grad is not None]
-    # On a device the host does not wait to learn whether the scale is 1. Not ``<``, which does not hold for NaN.
+    # On a GPU always, so that the host does not wait for the scale. Not ``<``: a NaN must be passed on.
     if gradients and (scale.device.type != "cpu" or not scale >= 1.0):
         torch._foreach_mul_(gradients, scale.clamp(max=1.0))
     return norm
@@ -355,7 +355,7 @@ class ReductionGroup:
         bucket.pending = self._comm.start_all_reduce(bucket.wire)
 
     def _land(self, bucket: _Bucket) -> None:
-        """Bring the sum of a bucket that has arrived to where its gradients are."""
+        """Copy a bucket's received sum to its gradients, and divide it."""
         bucket.pending = None
         if bucket.wire is not None and bucket.wire is not bucket.flat:
             bucket.flat.copy_(bucket.wire)
@@ -366,7 +366,7 @@ class ReductionGroup:
 
 
 def _chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Divide a list of parameters, in order, into buckets of one dtype and about ``BUCKET_BYTES``."""
+    """Divide parameters, in order, into lists of one dtype and about ``BUCKET_BYTES`` each."""
     chunks: list[list[nn.Parameter]] = []
     size = 0
     for parameter in parameters:

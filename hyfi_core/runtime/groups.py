@@ -21,10 +21,10 @@ class Groups:
         all: every trainer.
         index: number of this replica.
         replica: the ranks of this replica, plane after plane.
-        plane: those of this rank's plane, which hold the model once; used between stages.
-        stages: (stage, direction) -> the ranks of a stage, in the order of its parts, for all stages of this rank.
+        plane: the ranks of this rank's plane, which hold the model once; used between stages.
+        stages: (stage, direction) -> the ranks of the stage, in the order of its parts, for all stages of this rank.
         placement: which ranks of a plane hold which stage.
-        copies: ``stages`` over all replicas if batch norms are synchronised, else the same.
+        copies: as ``stages``, but with the ranks of all replicas if batch norms are synchronised.
         peers: the ranks of this replica with the same position in all planes, in the order of planes.
     """
 
@@ -64,7 +64,7 @@ class Groups:
             ranks = placement.group(grid, direction)
             copies = group = CountedCommunicator(_subgroup(comm, [plane_first + rank for rank in ranks]))
             if plan.sync_batch_norm:
-                # First ranks of the planes that compute what this one does, of all replicas.
+                # First ranks of the planes with this plane's branches, one of each replica.
                 firsts = range(plane_number % branches * size, comm.size, branches * size)
                 members = [first + rank for first in firsts for rank in sorted(ranks)]
                 copies = CountedCommunicator(_subgroup(comm, members))
@@ -94,7 +94,10 @@ class Groups:
         )
 
     def reduction(self, holders: frozenset[int]) -> CountedCommunicator | None:
-        """Return the group of these ranks in all planes, None on others. Collective over all trainers when new."""
+        """Return the group of the ranks ``holders`` of every plane, None on other ranks.
+
+        The first call for a set of holders is collective over all trainers.
+        """
         if holders not in self._reductions:
             # Without members a rank still takes part in the collective call, and gets None.
             planes = range(0, self.all.size, self.placement.size) if self.plane.rank in holders else ()
@@ -111,7 +114,7 @@ class Groups:
         return self._reductions[holders]
 
     def sharers(self) -> int:
-        """Return the number of ranks on this node, which share its memory."""
+        """Return the number of ranks on this node, this one included."""
         return self._nodes.count(self._nodes[self.all.rank])
 
     def prepare_outputs(self) -> None:
@@ -136,17 +139,17 @@ class Groups:
         return list({id(comm): comm for comm in every}.values())
 
     def reset_traffic(self, *more: Groups) -> None:
-        """Reset all counts, and those of other groups."""
+        """Reset the counts of these groups, and of ``more``."""
         for comm in (comm for groups in (self, *more) for comm in groups.counted()):
             comm.counts.reset()
 
     def record_spans(self, spans: list[Span] | None) -> None:
-        """Append the times of all messages to ``spans`` from now on; None: no longer."""
+        """Append the times of all messages to ``spans`` from now on; None: stop recording."""
         for comm in self.counted():
             comm.counts.spans = spans
 
     def traffic(self, *more: Groups) -> dict[str, dict[str, int]]:
-        """Return messages and bytes sent by this rank since the last reset, by kind; with those of other groups."""
+        """Return kind -> messages and bytes sent by this rank since the last reset; ``more``: groups to add."""
         every = [comm.counts for groups in (self, *more) for comm in groups.counted()]
         return {
             kind: {

@@ -57,8 +57,8 @@ def inside_launcher() -> str | None:
 def _nearest_is_torchrun() -> bool:
     """Whether torchrun is a nearer ancestor of this process than any launcher of MPI.
 
-    Variables of both stand in the environment of ``srun torchrun …``, and of what is started from a shell that another
-    launcher has started.
+    The environment has variables of both in ``srun torchrun …``, or in a shell that another launcher has started. The
+    nearer launcher has started this process.
     """
     pid = os.getppid()
     with suppress(OSError, ValueError):  # without /proc, or at a process of another user that has ended
@@ -69,14 +69,14 @@ def _nearest_is_torchrun() -> bool:
                 return True
             if any(_program(word) in _MPI_LAUNCHERS for word in command):
                 return False
-            # The parent's number stands behind the name, which may have blanks and parentheses.
+            # The parent's id comes after the program's name, which is in parentheses and may contain some itself.
             pid = int((folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
     return False
 
 
 def _program(word: str) -> str:
     """Return the name of a program from a path, without an ending: ``mpiexec`` for ``/usr/bin/mpiexec.hydra``."""
-    # The title of ``slurmstepd`` goes on behind a colon.
+    # ``slurmstepd: [123.0]`` is the title of Slurm's process.
     return re.split("[.:]", word.rpartition("/")[2])[0]
 
 
@@ -87,13 +87,13 @@ def _is_only_task_of_slurm_step() -> bool:
 
 
 def _check_tasks(size: int, expected: Expected) -> None:
-    """Check that MPI sees all ranks that the environment says there are.
+    """Check that MPI has as many ranks as the launcher's variables say.
 
     Raises:
-        RendezvousError: it does not; otherwise each rank would do the whole work.
-        RequestError: MPI does not see as many ranks as srun started tasks; all tasks run, so their rank 0 reports it.
+        RendezvousError: it has fewer or more; without an error, each rank would do the whole work.
+        RequestError: it has fewer or more than srun started tasks; all tasks run, so their rank 0 reports it.
     """
-    # Heterogeneous jobs are left out, here and below: their variables may count one component's ranks.
+    # Heterogeneous jobs are not checked, here and below: their variables may count the ranks of one component.
     for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
         stated = os.environ.get(name, "")
         if stated.isdigit() and int(stated) != size and "SLURM_HET_SIZE" not in os.environ:
@@ -122,8 +122,8 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
     it, or a wait of more than ``HYFI_TIMEOUT_S`` seconds (1800; 0: no limit). The first error is printed once, with its
     rank, and the exit code is not zero.
 
-    If the other ranks have not come within ten seconds (``HYFI_NOTICE_S``), it says whom it waits for and which
-    variables of the environment say so; it gives up after ``HYFI_TIMEOUT_S``. Signals are handled meanwhile.
+    If the other ranks have not come within ten seconds (``HYFI_NOTICE_S``), a notice says which ranks are missing and
+    by which environment variables they are expected; ``HYFI_TIMEOUT_S`` is the limit. Signals are handled meanwhile.
 
     With GPUs, the GPU with the number of this rank on its node becomes PyTorch's current device.
 
@@ -163,7 +163,7 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
             f"{launcher} started this rank, but no MPI library can be loaded ({error}); "
             "install one with `pip install 'hyfi[local]'` or load the cluster's MPI module"
         ) from error
-    # Both checks before MPI starts: from its own start it would abort, or end by a signal, without a word of ours.
+    # Both checks before MPI starts, since MPI would abort, or end by a signal, without a message that helps.
     check_library(MPI.Get_library_version(), os.environ)
     ranks = ranks_here(os.environ) if MPI.get_vendor()[0] == "MPICH" else None
     if ranks is not None:
@@ -174,8 +174,8 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
 
 
 def _library_limit_s(limit_s: float) -> float:
-    """Return the library's own limit of a wait: longer than ours, so that it ends only what is not supervised."""
-    # Without a limit of ours 30 days: 0 would give the library's default, which is minutes.
+    """Return the seconds after which torch.distributed ends a wait: later than supervision would, with ``limit_s``."""
+    # Without a limit of supervision (0) 30 days: 0 would mean the default of torch.distributed, which is minutes.
     return 2 * limit_s + 60 if limit_s else 30 * 24 * 3600.0
 
 

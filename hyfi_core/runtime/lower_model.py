@@ -54,15 +54,15 @@ def lower_model(
     """Cut and lower a captured model (collective over the replica; ranks compare their programs first).
 
     Args:
-        subject: the model and its settings; it keeps the fused runs that are chosen by memory.
-        program: its capture.
+        subject: the model and its settings; it remembers the fused runs of cells in evaluation.
+        program: the captured model.
         plan: of the run; cells count as ranks.
         placement: which ranks hold which stage.
         comm: the ranks of the replica, plane after plane.
         cells: number of cells of one process.
         in_turn: whether this is one of several cells of a process, which take turns.
         spills: whether maps are spilled: cells cannot read each other's memory, and segments run as they are.
-        updates: whether it computes new values of buffers also where its own results do not depend on them.
+        updates: whether this rank or cell computes new values of buffers; otherwise another cell does.
 
     Raises:
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
@@ -107,8 +107,8 @@ def _stages(program: Program, results: tuple[Any, ...], plan: ParallelPlan) -> t
 
 
 def _can_leave_updates(program: Program, stages: Sequence[Stage]) -> bool:
-    """Whether there are updates of buffers that a cell can leave to another one: in evaluation there are none."""
-    # All that a stage sends counts as needed, although it may serve only updates of buffers in a later stage.
+    """Whether the program updates buffers (in evaluation it does not), and one cell can do so for all."""
+    # All that a stage sends counts as needed, although a later stage may use it only for updates of buffers.
     needed = [name for stage in stages for name in (*refs_in(stage.outputs), *stage.sent)]
     return bool(program.mutations) and updates_are_apart(program, needed)
 
@@ -140,7 +140,7 @@ def _trained(model: nn.Module, program: Program) -> frozenset[str]:
 
 
 def _taken_together(plan: ParallelPlan, program: Program, trains: bool) -> Fraction:
-    """Return the ratio of images in batch norm statistics to those of a replica's micro-batch."""
+    """Return (images over which batch norms compute statistics) / (images of a replica's micro-batch)."""
     if not plan.sync_batch_norm or not trains:  # in evaluation mode each replica computes its own images
         return Fraction(1)
     images = program.values[program.image].shape[0]
@@ -154,16 +154,16 @@ class _LoweringSettings:
     Attributes:
         plan: of the run.
         placement: which ranks hold which stage.
-        rank: this one, in the placement.
+        rank: position of this rank in its plane, as in the placement.
         trained: values of the parameters that are trained.
         active: values that have a gradient.
-        together: images in batch norm statistics, as a multiple of those of a micro-batch.
-        cell_runs: fused runs of cells in evaluation mode, chosen by memory; None: they are to be chosen by cost.
+        together: images over which batch norms compute statistics, as a multiple of those of a micro-batch.
+        cell_runs: fused runs of cells in evaluation mode, chosen by memory; None: each stage chooses them by cost.
         cells: number of cells of one process.
         spills: whether maps are spilled.
         plane: of this rank.
         compiler: of segments; None: they run as they are.
-        updates: whether it computes new values of buffers; with two directions all cells do, which exchange them.
+        updates: whether this rank or cell computes new values of buffers; with two directions all do.
     """
 
     plan: ParallelPlan
@@ -183,7 +183,7 @@ class _LoweringSettings:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks are cells of one process that read each other's maps."""
+        """Whether all ranks are cells of one process and no map is spilled: cells can read each other's maps."""
         return self.plan.ranks_per_replica == self.cells and not self.spills
 
 
@@ -256,7 +256,7 @@ class _StagesOfRank:
         if settings.plan.recomputes(index):
             _refuse_drawn(ranked)
         if settings.compiler is not None:
-            # After all replacements of operators: it compiles what lies between messages as it is now.
+            # Last: compiled code has the operators as they are now.
             ranked = settings.compiler.compile(ranked)
         sources = {*settings.trained, *self._entries[index]} & settings.active
         tape = build_tape(ranked, sources, in_two=settings.plan.divides_backwards)
@@ -329,8 +329,8 @@ def _described(op: Operator) -> str:
 def picked_leaves(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:
     """Return the needed leaves of the output, and a function that applies ``output`` to them.
 
-    ``output`` is first tried on names instead of tensors: if it only selects, maps that it does not select are neither
-    computed nor gathered.
+    The user's ``output`` is first tried on names instead of tensors. If it selects one leaf, the other leaves are
+    neither computed nor gathered.
     """
     leaves = program.outputs
     if output is None:

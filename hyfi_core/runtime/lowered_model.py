@@ -24,9 +24,9 @@ class HostedStage:
 
     Attributes:
         ranked: this rank's instructions.
-        tape: the same as steps.
+        tape: the same instructions, grouped into steps.
         position: this rank's position in the stage's grid.
-        reads_image: whether it reads the image.
+        reads_image: whether the stage takes the image as an input.
     """
 
     ranked: RankProgram
@@ -60,8 +60,8 @@ class LoweredModel:
         parameters: for each stage, the user's names of the parameters that it uses.
         buffers: the same for buffers.
         trained: the user's names of parameters that get a gradient.
-        outputs: the leaves of the output that ``pick`` takes: values of the program, and constants.
-        pick: turns the leaves of the output into the result of ``output``.
+        outputs: the leaves of the model's output that ``pick`` takes: values of the program, and constants.
+        pick: turns these leaves into the result of the user's ``output`` function.
         digest: of the whole model's program, the same on every rank.
     """
 
@@ -82,7 +82,7 @@ class LoweredModel:
 
     @cached_property
     def alike(self) -> frozenset[int]:
-        """Numbers of the leaves of the output that are the same for all images, such as a parameter."""
+        """Indices of the leaves of the output that are the same for all images, such as a parameter."""
         return frozenset(
             at for at, leaf in enumerate(self.outputs) if isinstance(leaf, Ref) and self._is_alike(leaf.name)
         )

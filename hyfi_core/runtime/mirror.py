@@ -84,7 +84,7 @@ class Mirror:
         self._leaving: list[_InTransit] = []
         ids: set[int] = set()
         for group in parameters:
-            # Its gradient would have two owners, each with only a part of the sum.
+            # The gradient of a shared parameter would have two owners, each with only a part of the sum.
             if ids & {id(parameter) for parameter in group}:
                 raise RequestError(
                     "plan.mirror is point_to_point, but a parameter is used by two stages and has no single owner; "
@@ -132,7 +132,7 @@ class Mirror:
             for transit in self._leaving:
                 transit.finish()
                 for parameter in self._parameters[transit.stage]:
-                    # They are a part of the owner's sums now; the next step of this direction starts from zero.
+                    # The owner has added it to its sum; the next step of this direction starts from zero.
                     parameter.grad = None
             self._leaving.clear()
         return landed
@@ -226,7 +226,11 @@ def _trained_by_stage(model: nn.Module, lowered: LoweredModel) -> list[list[nn.P
 
 
 def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
-    """Return (stage -> owner, for stages held in direction 1 only; stage -> mirror, for those in direction 0 only)."""
+    """Return the ranks with which ``rank`` exchanges gradients and weights of its stages.
+
+    Returns:
+        Stage -> owner, for stages that it holds in direction 1 only; stage -> mirror, for those in direction 0 only.
+    """
     owners, mirrors = {}, {}
     for stage in range(placement.stages):
         # Equal positions hold equal parts of the stage, hence the same weights.
@@ -240,7 +244,7 @@ def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mappi
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     """Return a parameter's gradient, zeros if it has none."""
-    # A message of full size in any case: the owner has posted its receive without knowing what was used here.
+    # Zeros, since the owner has posted a receive of full size without knowing which parameters were used here.
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
@@ -250,7 +254,7 @@ def _dtypes(parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
 
 
 def _flats(parameters: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one flat tensor for each dtype."""
+    """Return one flat tensor for each dtype of the parameters: their ``tensors`` of this dtype, concatenated."""
     return [
         torch.cat([t.reshape(-1) for p, t in zip(parameters, tensors, strict=True) if p.dtype == dtype])
         for dtype in _dtypes(parameters)
@@ -268,7 +272,7 @@ def _room(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 def _pieces(
     parameters: Sequence[nn.Parameter], flats: Sequence[torch.Tensor]
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Return each parameter with its view of the flat tensors, which are one for each dtype."""
+    """Return (parameter, its view of the flat tensor of its dtype); ``flats`` as from ``_flats``."""
     pieces = []
     for dtype, flat in zip(_dtypes(parameters), flats, strict=True):
         group = [p for p in parameters if p.dtype == dtype]

@@ -58,7 +58,7 @@ class ParameterOwnership:
         return [p for name, p in self._model.named_parameters() if rank == min(self._holders[name])]
 
     def held(self) -> HeldWeights:
-        """Return what this rank computes with, to compare it with other ranks."""
+        """Return the weights with which this rank computes, and those that it updates with others, to compare ranks."""
         rank = self._groups.plane.rank
         names = {name for name, stages in self._stages.items() if rank in self._groups.users(stages)}
         updated: dict[frozenset[int], list[str]] = {}
@@ -86,10 +86,10 @@ class ParameterOwnership:
         return {name: named[name] for name in sorted(names) if self.owner(name) == self._groups.all.rank}
 
     def here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a state in which tensors on the meta device stand for those that this rank has released."""
+        """Return a ``state_dict`` with tensors on the meta device in place of those that this rank has released."""
         released = {name for name, tensor in named_tensors(self._model).items() if tensor.is_meta}
         result = OrderedDict((name, t.to("meta") if name in released else t) for name, t in state.items())
-        if hasattr(state, "_metadata"):  # the versions of modules, by which some convert or check what they load
+        if hasattr(state, "_metadata"):  # versions of modules, which some use to convert or check a loaded state
             result._metadata = state._metadata  # type: ignore[attr-defined]
         return result
 
@@ -118,10 +118,10 @@ class ParameterOwnership:
         """Gather tensors from their owners on rank 0; None elsewhere (collective).
 
         Args:
-            names: of those to send: on rank 0 of all that other ranks own; on others at least of this rank's own.
+            names: of the tensors to send, in order: on rank 0 all that other ranks own, elsewhere at least its own.
             mine: name -> tensor, of all that this rank owns.
             like: name -> tensor of the shape and dtype that rank 0 receives.
-            order: names in the order of the result; those that nobody has sent are left out.
+            order: names in the order of the result; names that no rank owns or sends are left out.
         """
         comm = self._groups.all
         if comm.rank != 0:
@@ -134,7 +134,7 @@ class ParameterOwnership:
         return {n: received[n] if n in received else own[n] for n in order if n in received or n in own}
 
     def _dealt(self) -> dict[str, int]:
-        """Return parameter -> the rank that writes it; tied names have the same one."""
+        """Return name of a parameter -> the rank that writes it to checkpoints; tied names have the same rank."""
         sizes: dict[frozenset[int], dict[str, int]] = {}
         first_names = {}
         for name, parameter in self._model.named_parameters():
@@ -148,7 +148,7 @@ class ParameterOwnership:
         return {name: writers[first_names[id(parameter)]] for name, parameter in self._named.items()}
 
     def owner(self, name: str) -> int:
-        """Return the rank of replica 0 that owns an entry."""
+        """Return the rank of replica 0 that owns a parameter or buffer; 0 for other names."""
         return min(self._holders[name]) if name in self._holders else 0
 
     def _room(self, like: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ class ParameterOwnership:
 
 
 def used_stages(model: nn.Module, lowered: StageNames) -> dict[str, set[int]]:
-    """Return name of a parameter or buffer -> stages that use it; without those that no operator uses.
+    """Return name of a parameter or buffer -> stages that use it; names that no operator uses are missing.
 
     Names of one tensor (tied weights) have the same stages.
     """
@@ -175,15 +175,15 @@ def used_stages(model: nn.Module, lowered: StageNames) -> dict[str, set[int]]:
 def read_values(
     model: nn.Module, stages: Mapping[str, Set[int]], groups: Groups, weights: Weights, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return the values of this rank's tensors on the meta device, by one name of each (collective).
+    """Return name -> value, for this rank's tensors on the meta device; tied ones by their first name (collective).
 
-    One rank of those that need a tensor reads it, and sends it to the others.
+    One of the ranks that need a tensor reads it, and sends it to the others.
 
     Args:
         model: the user's module.
-        stages: name -> stages that use it; every rank needs a tensor that has none.
+        stages: name -> stages that use it; a tensor without stages is read for all ranks.
         groups: the plan's groups.
-        weights: where they are read.
+        weights: where the values are read.
         device: where the values are to be.
 
     Raises:
@@ -225,7 +225,7 @@ def read_values(
 
 @torch.no_grad()
 def _read_into(value: torch.Tensor, read: Callable[[str], torch.Tensor], aliases: Sequence[str]) -> None:
-    """Read a tensor under one of its names; files may have a tied one once."""
+    """Read a tensor into ``value``, under the first of its names that ``read`` has: files may store tied ones once."""
     for name in aliases:
         try:
             read_value = read(name)
@@ -267,11 +267,11 @@ def made_optimizer(
     Args:
         make: the function. It may choose among the parameters, such as matrices for ``torch.optim.Muon``.
         parameters: of this rank.
-        staged: whether other stages have other parameters. If the function chooses none of this rank's, it gets empty
-            ones of all numbers of dims, too, because optimizers refuse empty lists.
+        staged: whether there are several stages. If the function chooses none of this rank's parameters, it is called
+            again with empty ones of 1 to 5 dims added, because optimizers refuse empty lists.
 
     Raises:
-        RequestError: it raises ValueError, returns something else, or an optimizer with a closure.
+        RequestError: the function raises ValueError, or returns no optimizer or one that needs a closure.
     """
     if make is None:
         return None
@@ -282,12 +282,12 @@ def made_optimizer(
         except ValueError as error:
             if not staged:
                 raise
-            # Perhaps it chose none: Muon takes matrices only, and this stage may have convolutions only.
+            # Perhaps it chose no parameter: Muon takes matrices only, and this stage may have convolutions only.
             empty = [nn.Parameter(torch.zeros((0,) * n, device=device)) for n in range(1, 6)]
             try:
                 optimizer = make([*parameters, *empty])
             except ValueError:
-                raise error from None  # not for want of parameters
+                raise error from None  # it fails for another reason
     except ValueError as error:
         raise RequestError(
             f"optimizer raised ValueError: {error}; on this rank it was passed {len(parameters)} parameters, those of "

@@ -99,7 +99,7 @@ def _engine(
     comm: Communicator,
     settings: EngineSettings,
 ) -> Engine:
-    """Check the request on each rank and between them, and build the engine; without a plan, one is chosen."""
+    """Check the arguments on each rank and compare them between ranks, then create the engine."""
     # Each rank's own arguments first: one that refuses alone must not leave the others in the comparison.
     agree(comm, lambda: check_choices(settings.autocast, settings.optimizer, settings.loss_over))
     agree(comm, lambda: _check_graphs(settings.cuda_graphs))
@@ -110,7 +110,7 @@ def _engine(
 
 
 def _warned(comm: Communicator, engine: Engine) -> Engine:
-    """Return an engine; rank 0 warns of what its plan does not do, and of buffers that are not in all files."""
+    """Return the engine; on rank 0, warn of a plan that saves no memory, and of buffers that files leave out."""
     plan = engine.plan
     if comm.rank == 0 and plan.recompute and not any(recomputes(plan, stage) for stage in range(plan.stages)):
         warnings.warn(
@@ -159,7 +159,7 @@ def _checked(
     comm: Communicator,
     settings: EngineSettings,
 ) -> ParallelPlan:
-    """Return the given plan, or that of the strategy, after checking the arguments of this rank.
+    """Check the arguments of this rank; return the plan, or the one that the strategy creates.
 
     Raises:
         RequestError: they do not fit together.
@@ -228,7 +228,7 @@ def _check_compile(compile: CompileMode, plan: ParallelPlan) -> None:
 
 
 def _compiler(compile: CompileMode, plan: ParallelPlan, model: nn.Module, comm: Communicator) -> SegmentCompiler | None:
-    """Return the compiler of segments, or None on all ranks if it is not wanted or cannot work on one (collective)."""
+    """Return the compiler of segments; None on all ranks if it is off or one rank cannot compile (collective)."""
     agree(comm, lambda: _check_compile(compile, plan))
     device = device_of(model)
     if compile == "off" or plan.spill is not None or (compile == "auto" and device.type != "cuda"):

@@ -90,11 +90,11 @@ class _MicroBatch:
     Attributes:
         records: of the forward; empty until backward if that is recomputed.
         exits: values for other stages, until all are sent.
-        leaves: of the model's output, on the last stage.
+        leaves: leaves of the model's output, on the last stage.
         cotangents: of the values received from other stages, until all are sent.
         sends: number of edges along which the exits, then the cotangents, have been sent.
-        again: (values before the forward, log of its messages) to compute it again; None: its records are kept. The
-            image is missing if it is read again.
+        again: (values before the forward, log of its messages), to compute the forward again; None: its records are
+            kept. An image that can be read a second time is not among the values.
         memory: the paging callbacks.
     """
 
@@ -119,7 +119,7 @@ class Pipeline:
         statistics: storage of buffers; None for prediction.
         gradients: reduction of gradients; None for prediction, whose schedule has only forwards.
         autocasting: creates the autocast context.
-        recomputes: whether a forward, as an action, keeps nothing and is computed again in backward.
+        recomputes: action F -> whether this forward keeps no records and is computed again in backward.
         driver: runs forwards and backwards.
         memory: creates the paging callbacks of a stage, given the tensors that must stay in memory; None: no paging.
     """
@@ -150,7 +150,7 @@ class Pipeline:
         self._driver = driver
         self._spills = memory is not None
         self._memory = (lambda stage, values: AllStays()) if memory is None else memory
-        # Both by ((stage, direction), micro-batch): micro-batches before their backward, and weight gradients to do.
+        # By ((stage, direction), micro-batch): micro-batches until their backward, and passes with deferred gradients.
         self._flights: dict[tuple[Key, int], _MicroBatch] = {}
         self._rests: dict[tuple[Key, int], BackwardPass] = {}
         self.outputs: dict[int, list[Any]] = {}
@@ -167,14 +167,14 @@ class Pipeline:
         # Actions are in the order of time, so the dict keeps the last micro-batch of each stage.
         self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb in TO_WEIGHTS}
         for action in actions:
-            # Before the first backward of the step: schedules with such a loss have all forwards behind them.
+            # A loss that waits is over the whole batch: all forwards come before the first backward.
             if action.verb in TO_INPUTS and step.loss.waits:
                 self._take_outputs(step.loss)
             self._begin_s = time.perf_counter()
             ACTIVITY.action = action
             self._do(action, step)
             self.events.append((action, self._begin_s, time.perf_counter()))
-        # Messages that are still leaving read the memory of values, which the next step may overwrite.
+        # Pending sends read the memory of values, which the next step may overwrite.
         self._exchange.finish()
 
     def _do(self, action: Action, step: Step) -> None:
@@ -219,11 +219,11 @@ class Pipeline:
         """Send along an edge, and drop values that no other edge needs."""
         flight = self._flights[key, microbatch]
         leaving = flight.cotangents if back else flight.exits
-        # Packed outside of the tape's steps, so that the pager does not load them by itself.
+        # They are packed outside of the tape's steps, where the pager does not load them by itself.
         flight.memory.need(leaving)
         self._exchange.send(edge, key[1], microbatch, leaving, back)
         flight.sends += 1
-        # Cotangents leave along the edges by which values came, values along those that begin here.
+        # Cotangents are sent along the edges that end at this stage, values along those that begin here.
         edges = sum(key[0] == (target if back else source) for source, target in self._lowered.boundaries)
         if flight.sends == edges and back:
             del self._flights[key, microbatch]
@@ -270,9 +270,9 @@ class Pipeline:
         return flight
 
     def _backward(self, key: Key, microbatch: int, step: Step, in_two: bool) -> None:
-        """Run the backward of a micro-batch in a stage; ``in_two``: its first part; the second waits in ``_rests``."""
+        """Run the backward of a micro-batch in a stage; ``in_two``: its first part, the second stays in ``_rests``."""
         flight = self._flights[key, microbatch]
-        # From here on it counts edges along which cotangents have left.
+        # From here on ``sends`` counts the edges along which cotangents have been sent.
         flight.sends = 0
         cotangents = waited(self._exchange.cotangents(*key, microbatch))
         self._begin_s = time.perf_counter()
@@ -305,7 +305,7 @@ class Pipeline:
         assert flight.again is not None
         values, log = flight.again
         if step.reads_again and (part := step.part(key, microbatch)) is not None:
-            # ``_forward`` has left it out of ``again``, so that it was not kept in between.
+            # ``_forward`` has left the image out of ``again``, so that it was not kept in between.
             values[stage.ranked.program.image] = part
             del part  # only ``values`` may hold it: the forward frees it by removing it from there
         # Received messages are replayed: other ranks do not compute their forward again at the same time.
@@ -318,9 +318,9 @@ class Pipeline:
         flight.again = None
 
     def _completes(self, key: Key, microbatch: int) -> Complete | None:
-        """Return what to call with complete gradients; None before the last micro-batch of a stage."""
+        """Return the function to call with complete gradients; None before the last micro-batch of a stage."""
         gradients = self._trained
-        # Before that, a gradient is a part of the sum and must not be reduced.
+        # Until then, a gradient is only a part of its sum and must not be reduced.
         if self._last[key] != microbatch or not gradients.reduces:
             return None
         return lambda names: gradients.complete(key, names)
@@ -335,13 +335,13 @@ class Pipeline:
         return Executor(stage.tape, self._groups[key], self._copies[key], flight.memory, self._peers)
 
     def _from_loss(self, key: Key, flight: _MicroBatch, microbatch: int, step: Step) -> LocalValues:
-        """Return the cotangents of the output, and add the loss; empty if this stage does not compute the output."""
+        """Add a micro-batch's loss; return name -> cotangent of the output, empty unless this is the last stage."""
         if not self._is_last(key):
             return {}
         # The output is replicated, its cotangent a sum over ranks: zero on all ranks but one.
         first = self._groups[key].rank == self._peers.rank == 0
         cotangents = step.loss.cotangents(microbatch, flight.leaves, first)
-        # The flight lives on until its cotangents have been sent, and outputs may be whole maps.
+        # Freed now: outputs may be whole maps, and the flight stays until its cotangents have been sent.
         flight.leaves = []
         outputs = self._lowered.hosted[key].ranked.outputs
         return {

@@ -48,10 +48,10 @@ class StageRunner:
         plan: of the run.
         comm: all runners of the plan.
         groups: the plan's groups, if they exist already.
-        lockstep: what runs this and the other cells of the process: a cell has its own buffers, and reads its box of
-            the image when it needs it. None: this is not a cell.
+        lockstep: the driver of this cell; a cell has its own buffers, and reads its box of the image when it needs it.
+            None: this is not a cell.
         pager: of all cells of the process; None: no paging.
-        updates: whether it computes new values of buffers; of the cells of a process, one does.
+        updates: whether this runner computes new values of buffers; of the cells of a process, one does.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StageRunner:
         self._trained: FollowingStatistics | FoldedStatistics | None = None
 
     def lowered(self, shape: Shape) -> LoweredModel:
-        """Return the lowered model for micro-batches of a shape, in the state that was observed."""
+        """Return the lowered model for micro-batches of ``shape``, in the module's state as last observed."""
         subject = self._subject
         if self._may_be_replaced and (self._checked_state is None or self._checked_state is not subject.watch.taken):
             subject.bindings.refuse_replaced()
@@ -96,7 +96,7 @@ class StageRunner:
         self._used = subject.watch.taken  # the state that the last call observed
         key = (shape, self._used)
         if not is_known:
-            # The oldest on every rank: all must lower again for the same calls, because lowering is collective.
+            # Each rank drops its oldest: lowering is collective, so all must lower again for the same calls.
             while len(self._cache) >= CAPTURES_KEPT:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[key] = lower_model(
@@ -114,30 +114,30 @@ class StageRunner:
         return self._cache[key]
 
     def observe(self) -> Hashable:
-        """Take the model's Python state, for all runners of the process, until the next call; return it."""
+        """Read the model's Python state, which all runners of the process use until the next call; return it."""
         self._may_be_replaced = True
         return self._subject.watch.take()
 
     def known(self, shape: Shape) -> str:
-        """Return the digest of the program for micro-batches of a shape; "" for a new shape, "new" for a new state."""
+        """Return the digest of the lowered program for a shape; "" for a new shape, "new" for a new module state."""
         self.observe()
         if all(key[0] != shape for key in self._cache):
             return ""
-        with contextlib.suppress(RequestError):  # all ranks say so when they compile it, or that their states differ
+        with contextlib.suppress(RequestError):  # raised again when all ranks lower it, or compare states
             if self._known_program(shape):
                 return self._cache[shape, self._subject.watch.taken].digest
         return "new"
 
     def _known_program(self, shape: Shape) -> bool:
-        """Whether the program for a shape, in the state that was observed, is lowered; captures it if necessary."""
+        """Whether the program for a shape, in the state as last observed, is in the cache; captures it if necessary."""
         if (shape, self._subject.watch.taken) in self._cache:
             return True
-        program = self._subject.program(shape)  # a capture takes the state again
+        program = self._subject.program(shape)  # a capture observes the state again
         current = (shape, self._subject.watch.taken)
         former = next(
             (key for key, lowered in self._cache.items() if key[0] == shape and lowered.program is program), current
         )
-        # The key is replaced where it stands: all ranks drop their oldest program, which must be the same one.
+        # The new key keeps the old one's position: all ranks must drop the same program as their oldest.
         self._cache = {current if key == former else key: lowered for key, lowered in self._cache.items()}
         return current in self._cache
 
@@ -167,7 +167,7 @@ class StageRunner:
         return LocalInput(batch, parts, {} if self._cell else self.reader.read(batch.images, parts))
 
     def step(self, inputs: LocalInput, labels: torch.Tensor, arrived: Callable[[int], None], over_batch: bool) -> Step:
-        """Return what a training step reads (collective over all trainers when the first loss is over the whole batch).
+        """Return the inputs of a training step (collective over all trainers at the first loss over the whole batch).
 
         Args:
             inputs: from ``training_input``.
@@ -179,12 +179,12 @@ class StageRunner:
         return self._step(lowered, inputs, self._loss(lowered, labels, over_batch), arrived)
 
     def train(self, micro: Shape, step: Step, gradients: Gradients, over_batch: bool) -> list[Event]:
-        """Run forward and backward of one step; return what it did: of both forwards if each ran twice.
+        """Run forward and backward of one step; return its events, those of both forwards if each ran twice.
 
         Args:
             micro: the shape of a micro-batch.
             step: from ``step``.
-            gradients: what reduces them.
+            gradients: the reduction of gradients.
             over_batch: whether the loss is computed over the whole batch. Unless all forwards come before all
                 backwards, they then run twice: first without graph, only for the output.
         """
@@ -255,14 +255,14 @@ class StageRunner:
         return (yield from self._driver.within(self._autocasting, steps))
 
     def _explained(self, lowered: LoweredModel, inputs: LocalInput, microbatch: int) -> Waits[ExplainedPart]:
-        """Return the explanation of a micro-batch; nothing here keeps its pixels once the first layer has used them."""
+        """Return the explanation of a micro-batch; its pixels are freed once the first layer has used them."""
         values = self._subject.bindings.begin(lowered.only, self._part(inputs, (0, 0), microbatch), microbatch)
         memory_of = self._memory_of(lowered.only, values)
         steps = attribute(lowered, values, self.groups.stages[0, 0], memory_of)
         return (yield from self._driver.within(self._autocasting, steps))
 
     def _begin_evaluation(self, batch: ImageBatch) -> tuple[LoweredModel, LocalInput]:
-        """Return the model, and what this runner reads."""
+        """Return the lowered model, and what this runner reads of the batch."""
         lowered = self.lowered(batch.micro)
         return lowered, self._read(batch, self.reader.prediction_parts(lowered, batch.shape[0]))
 
@@ -272,7 +272,7 @@ class StageRunner:
         statistics: FollowingStatistics | FoldedStatistics | None,
         gradients: Gradients | None,
     ) -> Pipeline:
-        """Return what runs one schedule; without ``gradients`` only forwards, whose outputs it keeps."""
+        """Return a pipeline for one schedule; without ``gradients``, of forwards only, whose outputs it keeps."""
         comm, device, trains, pages = self.groups.plane, self._subject.device, gradients is not None, self._pager
         recomputed = self._recomputed(lowered) if trains else frozenset[Action]()
         return Pipeline(
@@ -297,7 +297,7 @@ class StageRunner:
         return self._schedules.recomputed(lowered.boundaries, self.groups.plane.rank, in_turn)
 
     def _memory(self, stage: HostedStage, stays: LocalValues, recomputes: bool) -> StepMemory:
-        """Return the paging callbacks of a micro-batch; existing tensors except the image stay in memory."""
+        """Return the paging callbacks of a micro-batch; the tensors ``stays`` except the image stay in memory."""
         assert self._pager is not None
         if stage not in self._orders:
             self._orders[stage] = UseOrder(stage.tape)
@@ -306,7 +306,7 @@ class StageRunner:
         return PagedSteps(self._pager, self._orders[stage], self._autocasting, recomputes)
 
     def _memory_of(self, stage: HostedStage, values: LocalValues) -> Callable[[Tape], StepMemory]:
-        """Return what creates the paging callbacks of an evaluation's tapes; existing tensors but the image stay."""
+        """Return what creates the paging callbacks of a tape in evaluation; all ``values`` but the image stay."""
         pager = self._pager
         if pager is None:
             return lambda tape: AllStays()
@@ -321,7 +321,7 @@ class StageRunner:
         loss: StepLoss,
         arrived: Callable[[int], None] = lambda direction: None,
     ) -> Step:
-        """Return what the pipeline asks of a step: values of micro-batches, the loss, parameters of stages."""
+        """Return the inputs of one run of the pipeline: values of micro-batches, the loss, parameters of stages."""
         plan, subject, trains = self._plan, self._subject, not isinstance(loss, NoLoss)
 
         def part(key: Key, microbatch: int) -> torch.Tensor | None:
@@ -329,7 +329,7 @@ class StageRunner:
             arrived(key[1])
             if key not in inputs.parts:
                 return None
-            # Direction 1 has the second half of the micro-batches, and its part of the batch begins with them.
+            # Direction 1 has the second half of the micro-batches; its local samples begin with the first of these.
             first = key[1] * plan.microbatches // plan.directions if trains else 0
             return self._part(inputs, key, microbatch - first, trains)
 
@@ -343,9 +343,9 @@ class StageRunner:
         """Return this runner's box of one micro-batch, from the pixels read earlier, or read now.
 
         Args:
-            inputs: what it reads.
+            inputs: what this runner reads.
             key: the stage and direction.
-            microbatch: its number among those of this direction.
+            microbatch: index of the micro-batch among those of this direction.
             trains: whether the same images are needed again in backward.
         """
         images, size = inputs.batch.images, inputs.batch.micro[0]
@@ -361,7 +361,7 @@ class StageRunner:
         return part if self._pager is None else part.clone()  # memory owned by the caller cannot be spilled
 
     def _statistics(self, lowered: LoweredModel, apart: bool = False) -> FollowingStatistics | FoldedStatistics:
-        """Return the buffers of a step; ``apart``: as copies, so that the module's own stay as they are."""
+        """Return the buffers that a step changes; ``apart``: copies, so that the module's own stay as they are."""
         # Copies only where something changes them: most cells leave buffers as they are.
         changes = any(stage.ranked.program.mutations for stage in lowered.hosted.values())
         apart = (apart or self._cell) and changes

@@ -30,7 +30,7 @@ class EngineSettings:
 
     Attributes:
         loss: over the whole batch, of (output, labels).
-        loss_over: what it is computed over.
+        loss_over: whether the loss is computed over the batch or micro-batches.
         optimizer: creates an optimizer for a list of parameters.
         output: selects the logits from the model's output.
         autocast: dtype of autocast.
@@ -57,7 +57,7 @@ class EngineSettings:
     cuda_graphs: GraphMode = "auto"
 
     def described(self, model: nn.Module) -> dict[str, object]:
-        """Return what must be equal on all ranks, by name; functions are described by their code and values.
+        """Return name -> description of each setting that must be equal on all ranks.
 
         Args:
             model: the user's module, whose parts a function may use.

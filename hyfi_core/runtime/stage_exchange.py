@@ -24,7 +24,7 @@ _MessageKey = tuple[Edge, int, int, bool]
 
 @dataclass
 class _Arrival:
-    """Posted receives: a buffer for each position in the other stage, filled when they are no longer pending."""
+    """Posted receives: position in the other stage -> buffer; all are filled when ``pending`` is complete."""
 
     buffers: dict[int, torch.Tensor]
     pending: Pending
@@ -32,14 +32,14 @@ class _Arrival:
 
 @dataclass
 class _Departure:
-    """A pending message, and the buffer that it was packed into, if any."""
+    """Pending messages of one send, and the buffers into which they were packed."""
 
     boundary: BoundaryTransfer
     pending: Pending
     packed: list[torch.Tensor]
 
     def left(self) -> bool:
-        """Whether it has been sent, so that its memory is free."""
+        """Whether all have been sent; if so, give their buffers back."""
         if not self.pending.test():
             return False
         self.boundary.give_back(self.packed)
@@ -93,7 +93,7 @@ class StageExchange:
             packed += [buffer] if len(chosen) > 1 else []  # a single piece may be the value itself
         if sends:
             self._leaving.append(_Departure(boundary, self._comm.exchange(sends, []), packed))
-        # Nobody waits for sends before the end of the step, so their memory is given back at the next occasion.
+        # No send is waited for before the end of the step, so buffers of earlier ones are given back here.
         self._leaving = [item for item in self._leaving if not item.left()]
 
     def expect(self, edge: Edge, direction: int, microbatch: int, back: bool) -> None:
@@ -135,7 +135,7 @@ class StageExchange:
         """Wait for all sends."""
         for item in self._leaving:
             item.pending.wait()
-            # Once more, because only this gives the packed buffer back.
+            # Gives the packed buffers back.
             item.left()
         self._leaving.clear()
 
@@ -146,7 +146,7 @@ class StageExchange:
         key = (edge, direction, microbatch, back)
         position, pieces, peers = self._side(edge, direction, back, at_source=back)
         arrival = self._arrivals.pop(key)
-        # The only wait: all else has been posted by the schedule, long before.
+        # The only wait: the schedule has posted these receives long before.
         yield arrival.pending
         messages: dict[int, Delivery] = {**arrival.buffers}
         for peer in pieces:

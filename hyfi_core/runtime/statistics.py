@@ -100,7 +100,7 @@ class FoldedStatistics:
         """Return value name -> buffer, for one forward: zeros for those that it changes."""
         program = stage.ranked.program
         return {
-            # From zero, a forward leaves its own contribution only, already multiplied by the momentum.
+            # Starting from zero, a forward leaves only its own contribution, already multiplied by the momentum.
             value: torch.zeros_like(self._buffers[name]) if name in program.mutations else self._buffers[name]
             for value, name in program.buffers.items()
         }
@@ -129,7 +129,7 @@ class FoldedStatistics:
         path, _, key = name.rpartition(".")
         module = self._modules[path]
         is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
-        # Cumulative averages (a momentum of None) are missing in ``_calls``: their calls are those of the counter.
+        # ``_calls`` has no cumulative averages (momentum None): a forward changes them as often as their counter.
         is_known = name in self._calls or (is_norm and module.momentum is None and _counter_of(name) in self._calls)
         if not is_norm or not is_known or key not in ("running_mean", "running_var", "num_batches_tracked"):
             raise RequestError(
@@ -188,12 +188,12 @@ class FoldedStatistics:
             for (momentum, calls), alike in kinds.items():
                 if momentum is not None:
                     running, added = self._pairs(alike, microbatch)
-                    # Each call of a norm multiplies what was there before.
+                    # Each call of the norm multiplies the earlier value by (1 - momentum).
                     torch._foreach_mul_(running, (1.0 - momentum) ** calls)
                     torch._foreach_add_(running, added)
                     continue
                 for name in alike:
-                    # Without momentum, forwards from a counter of zero contribute the mean of their calls.
+                    # A contribution, from a forward that began with a counter of zero, is the mean over its calls.
                     counter = _counter_of(name)
                     factor = self._calls[counter] / float(self._buffers[counter])
                     self._buffers[name].mul_(1.0 - factor).add_(self._added[name, microbatch] * factor)
@@ -211,7 +211,7 @@ def _counter_of(name: str) -> str:
 def _calls(program: Program, modules: Mapping[str, nn.Module]) -> dict[str, int]:
     """Return buffer -> how often a forward changes it: once for each call of its norm.
 
-    Cumulative averages, which are computed by other operators, are missing: their calls are those of the counter.
+    Cumulative averages, computed by other operators, are missing: a forward changes them as often as their counter.
 
     Args:
         program: a stage.
@@ -227,7 +227,7 @@ def _calls(program: Program, modules: Mapping[str, nn.Module]) -> dict[str, int]
                 count += 1
             elif not _is_of_update(op, momentum):
                 break
-            # All have a new value in the place in which they take the old one.
+            # In these operators, the position of the new value among outputs is that of the old one among arguments.
             value = op.args[op.outputs.index(value)].name
         if value in program.buffers:
             calls[name] = count
@@ -235,7 +235,7 @@ def _calls(program: Program, modules: Mapping[str, nn.Module]) -> dict[str, int]
 
 
 def _is_of_update(op: Operator, momentum: float | None) -> bool:
-    """Whether it is beside the sum in the update of an instance norm, which is captured as arithmetic."""
+    """Whether an operator belongs, besides its sum, to an instance norm's update, which is captured as arithmetic."""
     if op.text == "aten.mul.Tensor":
         return momentum is not None and bool(op.args[1] == 1.0 - momentum)
     return op.text == "aten.expand.default"
@@ -295,7 +295,7 @@ class ReplicaBuffers:
 
 
 class StageBuffers:
-    """Which ranks have the values of buffers that one stage changed and other stages read in another mode.
+    """Knows which ranks have the new values of buffers that one stage changes and other stages read in another mode.
 
     For example a counter of the root module: the first stage counts in training, the last one reads it in evaluation.
 
@@ -307,7 +307,7 @@ class StageBuffers:
 
     def __init__(self, model: nn.Module, groups: Groups, owner: Callable[[str], int]) -> None:
         self._model, self._groups, self._owner = model, groups, owner
-        self._known_on: dict[str, frozenset[int]] = {}  # all others are known on every rank
+        self._known_on: dict[str, frozenset[int]] = {}  # ranks with the new value; buffers not listed: all ranks
 
     def changed(self, lowered: LoweredModel) -> None:
         """Record that a step has changed buffers; send them to the ranks that save them (collective over planes)."""
@@ -316,7 +316,7 @@ class StageBuffers:
         self.send([name for name, ranks in self._known_on.items() if self._owner(name) not in ranks])
 
     def missing(self, lowered: LoweredModel) -> list[str]:
-        """Return the buffers that stages of a lowered model read and do not have; the same on every rank."""
+        """Return the buffers that stages read on ranks without the new value; the same on every rank."""
         read = _stages_of(lowered, self._known_on)
         return [name for name, stages in read.items() if not self._groups.users(stages) <= self._known_on[name]]
 
@@ -332,7 +332,7 @@ class StageBuffers:
 
 
 def _stages_of(lowered: LoweredModel, names: Collection[str]) -> dict[str, set[int]]:
-    """Return name -> the stages that use it, of these buffers."""
+    """Return name -> the stages that use it, for the buffers ``names``."""
     stages: dict[str, set[int]] = {}
     for stage, used in enumerate(lowered.buffers):
         for name in used:
@@ -348,7 +348,7 @@ def _copies(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _publish(own: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-    """Copy values to buffers, if these are copies."""
+    """Copy ``buffers`` to ``own``, unless both are the same mapping."""
     if own is not buffers:
         _store([(own[name], value) for name, value in buffers.items()])
 
@@ -357,7 +357,7 @@ def _publish(own: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor
 def _store(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy values to buffers, given as (buffer, value).
 
-    All of one kind at once: on a device, one kernel instead of three for each batch norm.
+    Pairs with the same dtypes are copied together: on a GPU, one kernel instead of three for each batch norm.
     """
     kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for buffer, value in pairs:

@@ -46,7 +46,7 @@ class RandomKey:
         seed: rank 0's ``torch.initial_seed()`` when the engine was created.
         step: number of gradient computations so far; restore it to continue from a checkpoint.
         first: this replica's first micro-batch, counted over all replicas.
-        share: if replicas share each micro-batch: (samples before this replica's, all samples).
+        share: if replicas share each micro-batch: (its samples on earlier replicas, its samples on all replicas).
     """
 
     seed: int
@@ -78,13 +78,13 @@ class Bindings:
     def __init__(self, model: nn.Module, random: RandomKey) -> None:
         self._model = model
         self._random = random
-        # Of released tensors, and which stages use what is left: empty unless ``share`` has released any.
+        # References to released tensors; name -> stages that use a tensor. Empty unless ``share`` has released any.
         self._former: Former = []
         self._stages: Mapping[str, Set[int]] = {}
         self._read()
 
     def _read(self) -> None:
-        """Read the tensors of the model, and forget which of them stages were bound to."""
+        """Read the tensors of the model, and forget those to which stages were bound."""
         model = self._model
         self._parameters: LocalValues = dict(model.named_parameters(remove_duplicate=False))
         self._buffers: LocalValues = dict(model.named_buffers(remove_duplicate=False))
@@ -107,8 +107,8 @@ class Bindings:
             stages: name of a parameter or buffer -> stages that use it; the same on every rank.
             groups: the plan's groups.
             releases: whether to release, or not to read, the tensors that only stages on other ranks use.
-            weights: of tensors on the meta device.
-            device: where they are to be.
+            weights: where to read tensors that are on the meta device.
+            device: where these tensors are placed.
 
         Raises:
             RequestError: on every rank: the weights do not fit.
@@ -129,11 +129,11 @@ class Bindings:
         """Refuse a program that uses tensors on ranks that have released them; the same on every rank.
 
         Args:
-            names: for each stage, those of the parameters and buffers that it uses.
-            users: returns the ranks of some stages.
+            names: for each stage, the names of the parameters and buffers that it uses.
+            users: stages -> the ranks that have any of them.
 
         Raises:
-            RequestError: it does; the message names the first.
+            RequestError: there is such a tensor; the message names the first.
         """
         for stage, used in enumerate(names):
             for name in used:
@@ -190,18 +190,18 @@ class Bindings:
         return self._of(stage)[0]
 
     def divided(self, names: Iterable[str], staged: bool) -> tuple[set[int], dict[int, str]]:
-        """Return (ids of the parameters of these names, id -> name of tensors that only other stages have).
+        """Return (ids of the parameters in ``names``, id -> name of tensors that only other stages use).
 
         Args:
             names: of parameters and buffers that this rank's stages use.
-            staged: whether there are other stages; else what no operator uses is the same on all ranks.
+            staged: whether there are several stages. Otherwise all ranks have all tensors, and the second is empty.
         """
         named = {**self._parameters, **self._buffers}
         own = {id(named[name]) for name in names}
         trained = own & {id(parameter) for parameter in self._parameters.values()}
         if not staged:
             return trained, {}
-        # A released tensor lives on only if something of the user's, such as the loss, refers to it.
+        # A released tensor still exists only if the user's code, such as the loss, refers to it.
         former = {id(tensor): name for reference, name in self._former if (tensor := reference()) is not None}
         return trained, former | {id(t): name for name, t in named.items() if id(t) not in own}
 
@@ -216,13 +216,13 @@ class Bindings:
 
 
 def _held_ids(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the ids of all that the modules of a model hold, with their names: equal if nothing was replaced.
+    """Return, for each module, the ids of its tensors, submodules and their names: equal if nothing was replaced.
 
     The caller keeps the tensors alive, so that no new one has the id of one that was replaced.
     """
     holdings, reached = [], [model]
     visited = {id(model)}
-    for module in reached:  # grows
+    for module in reached:  # the loop appends children
         members = (module._parameters, module._buffers, module._modules)
         holdings.append(tuple(id(item) for by_name in members for pair in by_name.items() for item in pair))
         for child in module._modules.values():
@@ -269,7 +269,7 @@ class Subject:
         random: RandomKey,
         compiler: SegmentCompiler | None = None,
     ) -> Subject:
-        """Return a model as it is given; nothing is captured yet."""
+        """Return the subject for a model; nothing is captured yet."""
         dtype = settings.image_dtype or dtype_of(model)
         return cls(model, settings, shapes, device_of(model), dtype, Bindings(model, random), compiler)
 
@@ -279,9 +279,9 @@ class Subject:
         Args:
             grids: in how many rows and columns each stage's maps are computed.
         """
-        asked, autocast = self.settings.memory_format, self.settings.autocast
+        memory_format, autocast = self.settings.memory_format, self.settings.autocast
         return lays_channels_last(
-            asked, self.model, autocast, lambda: self.program(self.shapes.widest), grids, self.device
+            memory_format, self.model, autocast, lambda: self.program(self.shapes.widest), grids, self.device
         )
 
     def verify(self) -> None:
@@ -302,47 +302,47 @@ class Subject:
         return StateWatch(self.model)
 
     def program(self, shape: Shape) -> Program:
-        """Return the captured model for a shape of micro-batches, in the state that ``watch`` has taken.
+        """Return the captured model for a shape of micro-batches, in the state that ``watch`` last observed.
 
         With autocast, its values have the dtypes that autocast gives them.
         """
         state = self.watch.taken or self.watch.take()
         if (shape, state) not in self.programs:
-            # The oldest: all ranks have captured in the same order, and must capture again at the same calls.
+            # Each rank drops its oldest: all captured in the same order, and must capture again at the same calls.
             while len(self.programs) >= CAPTURES_KEPT:
                 self.programs.pop(next(iter(self.programs)))
                 self.runs.clear()  # they are keyed by the identity of programs
-            # A capture may change the state, as by filling a cache; the program belongs to the state after it.
+            # A capture may change the state, such as by filling a cache; the program belongs to the state after it.
             program = self.watch.settled(lambda: self._captured(shape))
-            state = self.watch.taken or state  # that after the capture
+            state = self.watch.taken or state  # the state after the capture
             if (shape, state) not in self.programs:
                 self.programs[shape, state] = self._earlier_equal(shape, program)
         return self.programs[shape, state]
 
     def evaluated(self, shape: Shape) -> Program | None:
-        """Return the captured model in evaluation mode; None if it is in it now, or cannot be captured in it."""
+        """Return the model captured in evaluation mode; None if that is its mode now, or if it cannot be captured."""
         if not any(module.training for module in self.model.modules()):
             return None
         program = None
         with evaluating(self.model, self.device):
             self.watch.take()
-            with suppress(RequestError):  # a prediction says so
+            with suppress(RequestError):  # a prediction will raise it
                 program = self.program(shape)
         self.watch.take()
         return program
 
     def _captured(self, shape: Shape) -> Program:
-        """Return a new capture, with caches of the module computed in the program, and the dtypes of autocast."""
+        """Return a new capture in which the module's caches are computed, with the dtypes of autocast."""
         program = capture(self.model, shape, self.dtype)
         empty = of_empty_caches(self.model, program, lambda: capture(self.model, shape, self.dtype))
         kept, autocast = self._instead(empty, program), self.settings.autocast
         return kept if autocast is None else under_autocast(kept, autocast, self.device.type)
 
     def _earlier_equal(self, shape: Shape, program: Program) -> Program:
-        """Return an earlier program that computes the same, which then belongs to the present state; or this one.
+        """Return an earlier program that computes the same, and remove it from its state; without one, ``program``.
 
-        A forward of the user's own, perhaps on this rank alone, may have filled a cache in the module: that must not
-        give this rank another program than the others have.
+        The user may have called the module, perhaps on this rank alone, and so filled a cache in it. This rank must
+        still have the same program as the others.
         """
         for size, state in [*self.programs]:
             candidate = self.programs[size, state]
@@ -352,7 +352,7 @@ class Subject:
         return program
 
     def _instead(self, program: Program, representative: Program) -> Program:
-        """Return ``program``, used for ``representative``; the watch then compares constants that only one has."""
+        """Return ``program``, which replaces ``representative``; the watch compares constants that only one has."""
         own = {id(tensor): tensor for tensor in program.constants.values()}
         others = {id(tensor): tensor for tensor in representative.constants.values()}
         only_one_has = own.keys() ^ others.keys()

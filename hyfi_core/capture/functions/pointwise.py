@@ -25,8 +25,8 @@ from hyfi_core.capture.places import calling_line
 from hyfi_core.capture.storing.later_forwards import is_constant
 from hyfi_core.errors import RequestError
 
-# All different, so that a function that swaps two dims changes the shape.
-_SIDES = (2, 3, 4, 5)  # of the random numbers
+# Sides of the random tensors. All differ, so that a function that swaps two dims changes the shape.
+_SIDES = (2, 3, 4, 5)
 _ADVICE = (
     "write it with PyTorch operators that have the gradient you need (x + (f(x) - x).detach() passes gradients past f)"
 )
@@ -39,7 +39,7 @@ class PointwiseFunction:
     Attributes:
         function: the class.
         constants: arguments, None in place of tensors.
-        places: of the tensors in the arguments.
+        places: indices of the arguments that are tensors.
     """
 
     function: type[torch.autograd.Function]
@@ -72,7 +72,7 @@ class PointwiseFunction:
 
 
 _KNOWN: list[PointwiseFunction] = []
-"""By the number that a trace records."""
+"""Recorded functions; a trace records the index as ``number``."""
 
 
 @torch.library.custom_op("hyfi::pointwise_function", mutates_args=())
@@ -90,7 +90,7 @@ def _no_backward(context: Any, *cotangents: Any) -> Any:
     raise RuntimeError("a trace has no backward")
 
 
-# With a backward, results require gradients in the trace, as those of ``Function.apply`` do.
+# Registered so that results require gradients in the trace, as those of ``Function.apply`` do.
 _recorded.register_autograd(_no_backward)
 
 
@@ -127,9 +127,9 @@ def recorded(
 
 
 def _number_of(called: PointwiseFunction) -> int:
-    """Return the number of a call in ``_KNOWN``: captures repeat, and an equal call has the number of the first."""
+    """Return the index of a call in ``_KNOWN``; in a repeated capture, equal calls get the index of the first."""
     for number, known in enumerate(_KNOWN):
-        # By the text of constants, which tells True from 1 and 1.0, and in which NaN equals NaN.
+        # ``name`` compares constants as text: True differs from 1 and 1.0, and NaN equals NaN.
         if known.function is called.function and known.places == called.places and known.name == called.name:
             return number
     _KNOWN.append(called)
@@ -158,7 +158,7 @@ def _not_pointwise(called: PointwiseFunction, tensors: Sequence[torch.Tensor]) -
         shape = _SIDES[: tensors[0].dim()] if tensors[0].dim() <= len(_SIDES) else (2,) * tensors[0].dim()
         # float64, so that rounding stays far below the tolerance.
         kind = torch.float64 if tensors[0].is_floating_point() else tensors[0].dtype
-        # Beyond -1 to 1, so that clamps and saturations occur; the last one is the result's cotangent.
+        # Also outside of [-1, 1], so that clamps and saturations occur; the last sample is the result's cotangent.
         samples = [3.0 * torch.randn(shape, dtype=torch.float64, generator=drawn) for _ in (*tensors, None)]
         samples = [sample.to(kind) for sample in samples]
         try:
@@ -184,10 +184,10 @@ def _differs(called: PointwiseFunction, samples: list[torch.Tensor]) -> str | No
     moved = [tensor.flatten()[order].view(tensor.shape) for tensor in samples]
     if not _equal([turned(result) for result in results], _results(called, moved)):
         return "depends on where values are"
-    # Half of the values stay: what happens elsewhere must not reach them.
+    # Half of the values stay and the others change: results of the former must not change.
     unchanged = torch.rand(samples[0].shape, generator=drawn) < 0.5
     elsewhere = [
-        # In their own dtype: integers stay integers.
+        # In the samples' dtype: integers stay integers.
         torch.where(unchanged, sample, (sample.flip(tuple(range(sample.dim()))) * 0.5 + 1.0).to(sample.dtype))
         for sample in samples
     ]
@@ -198,7 +198,7 @@ def _differs(called: PointwiseFunction, samples: list[torch.Tensor]) -> str | No
 
 
 def _results(called: PointwiseFunction, samples: list[torch.Tensor]) -> list[Any]:
-    """Return the result of a call and the gradients of its tensors, None for one that has none.
+    """Return [result of a call, gradient of each tensor]; None for a missing gradient.
 
     Args:
         called: the function.
@@ -208,7 +208,7 @@ def _results(called: PointwiseFunction, samples: list[torch.Tensor]) -> list[Any
         _UnsuitableError: the result is not one tensor like the first, or an argument was changed in place.
     """
     leaves = [sample.clone().requires_grad_(sample.is_floating_point()) for sample in samples[:-1]]
-    # A leaf cannot be changed in place: by this product, such a change is found instead of raised.
+    # Products, not leaves: changing a leaf in place raises, changing a product is detected below.
     inputs = [leaf * 1 for leaf in leaves]
     before = [leaf.detach().clone() for leaf in inputs]
     result = called(inputs)

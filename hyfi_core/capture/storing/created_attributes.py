@@ -17,7 +17,7 @@ _DETECTS = "_detect_attribute_assignment"
 def created_attributes_allowed() -> contextlib.AbstractContextManager[None]:
     """Context in which ``torch.export`` does not see attributes that the forward has created.
 
-    What a forward may store is decided by the guards, with any version of PyTorch.
+    With any version of PyTorch, the guards decide what a forward may store.
     """
     # Private: where a version of PyTorch lacks it, nothing is refused.
     module = importlib.import_module("torch.export._trace")

@@ -1,14 +1,14 @@
-"""Programs that differ only in a cache: one computes what the other has found there, after a forward of the user's own.
+"""Programs that differ only in a cache: one computes a tensor that the other, after a forward of the user, reads there.
 
 ```
 y = x * linspace(0, 1, 11)        before: each capture removes what a forward caches, and its program computes it
 y = x * constant                  afterwards: a tensor with these values
 ```
 
-What depends on neither the image nor a weight is compared by its values, all else operator by operator.
+Values that depend on neither the image nor a weight are compared as numbers, all others operator by operator.
 
-So that ranks agree, whichever of them have run such a forward, a capture takes the program of empty caches: the tensors
-that it finds stored are taken away, and if the forward then computes the same, they were a cache.
+So that ranks agree, whichever of them have run such a forward, a capture returns the program of empty caches: stored
+tensors are removed for a second capture, and if that program computes the same, they were a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hyfi_core.errors import RequestError
 
 
 def of_empty_caches(model: nn.Module, program: Program, capture: Callable[[], Program]) -> Program:
-    """Return the program of a model whose caches are empty; ``program`` if what it found stored is not a cache.
+    """Return the program of a model with empty caches; ``program`` if the tensors that it reads are not a cache.
 
     Args:
         model: the user's module; not changed.
@@ -50,12 +50,12 @@ def of_empty_caches(model: nn.Module, program: Program, capture: Callable[[], Pr
     memoised = [function for function in memories(model)[0] if function.cache_info().currsize]
     if not stored and not memoised:
         return program
-    for function in memoised:  # what it returned is computed again
+    for function in memoised:  # so that its results are computed again
         function.cache_clear()
     try:
         with stored_values(stored):
             empty = capture()
-    except RequestError:  # the forward needs them
+    except RequestError:  # the forward needs these tensors
         return program
     return empty if compute_the_same(empty, program) else program
 
@@ -86,8 +86,8 @@ class _Parts:
     """The operators of a program that depend on its inputs, and the values of all others.
 
     Attributes:
-        inputs: value -> what it is: the image, or a parameter or buffer by its name in the model.
-        dependent: in the order of execution.
+        inputs: value -> which input it is: ``"image"``, or (``"parameter"`` or ``"buffer"``, name in the model).
+        dependent: operators that depend on an input, or draw random numbers, in the order of execution.
     """
 
     def __init__(self, program: Program) -> None:
@@ -117,7 +117,7 @@ class _Parts:
         return name in self._constants or name in self._makers
 
     def expression(self, name: str) -> Hashable:
-        """Return how a free value is computed; equal ones are equal."""
+        """Return how a free value is computed; values with equal expressions are equal."""
         if name in self._constants:
             return id(self._constants[name])
         op = self._makers[name]
@@ -127,7 +127,7 @@ class _Parts:
         return op.outputs.index(name), op.text, str(args), str(sorted(kwargs.items()))
 
     def value(self, name: str) -> torch.Tensor:
-        """Return a free value."""
+        """Return the tensor of a free value, computed once."""
         if name not in self._constants:
             op = self._makers[name]
             values = {name: self.value(name) for name in op.inputs}
@@ -146,7 +146,7 @@ class _Values:
         self._pairs: dict[str, str] = {}
 
     def pair(self, outputs_a: tuple[str | None, ...], outputs_b: tuple[str | None, ...]) -> bool:
-        """Note the results of equal operators."""
+        """Record that results of two equal operators are the same; return whether both use the same ones."""
         self._pairs |= {a: b for a, b in zip(outputs_a, outputs_b, strict=True) if a is not None and b is not None}
         return [a is None for a in outputs_a] == [b is None for b in outputs_b]
 
@@ -174,5 +174,5 @@ class _Values:
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
-    # Equal numbers, not near ones; and NaN equals NaN, which torch.equal does not grant.
+    # Exactly equal numbers, and NaN equals NaN, which it does not in torch.equal.
     return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)

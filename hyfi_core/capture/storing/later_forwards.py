@@ -7,8 +7,8 @@ if self.training: self.trained = True             … or one in evaluation mode,
 SEEN["first"] = True, CACHE.size = (64, 64)       likewise, outside of the model
 ```
 
-A capture leaves none of them behind. The model is traced again with what a forward has stored, in both modes: where
-that changes a program, one process computes something else from the second call on, and the model is refused.
+A capture removes all of them. The model is traced again, in both modes, with the values that a forward has stored. If a
+program differs, one process would compute something else from the second call on, so the model is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype
 Stored = tuple[Any, Any, Any]
 """(module, dict, class or set; attribute, key or item; value)"""
 MISSING: Any = object()
-"""The value of what is not there."""
+"""Stands for a missing value."""
 
 
 def is_constant(value: Any) -> bool:
@@ -48,7 +48,8 @@ def check_later_forwards(
         model: the user's module.
         program: of the first forward.
         assigned: the constants that it has stored.
-        trace: captures the model as it is; without a list to note them in, attributes that change are refused.
+        trace: captures the model as it is now. It takes a list that gets the stored constants; None: attributes that
+            change are refused.
 
     Raises:
         RequestError: the message names the first of these values.
@@ -62,7 +63,7 @@ def check_later_forwards(
     with _restored(model), contextlib.suppress(_UntracedError):
         opposite = not model.training
         for module in model.modules():
-            # Not by train(): users override it, and a call of it may do more than set the mode.
+            # Not by train(), which users may override to do more than set the mode.
             vars(module)["training"] = opposite
         before = _traced(trace)
         with stored_values(assigned):
@@ -72,7 +73,7 @@ def check_later_forwards(
 
 
 def changes(model: nn.Module, stored: Stored) -> str:
-    """Return that a forward changes this value, and what to write instead."""
+    """Return the message that a forward changes this value, and what to write instead."""
     holder, name, _ = stored
     if isinstance(holder, nn.Module):
         path = next(path for path, module in model.named_modules() if module is holder)
@@ -119,13 +120,13 @@ def stored_values(assigned: list[Stored]) -> Iterator[None]:
             put(stored)
         yield
     finally:
-        # In reverse: of a place that is listed twice, the first former value counts.
+        # In reverse: if an attribute or key is listed twice, its first former value is restored last.
         for stored in reversed(before):
             put(stored)
 
 
 def put(stored: Stored) -> None:
-    """Store a value, or remove one that was missing."""
+    """Store a value; remove the attribute, key or item if the value is ``MISSING``."""
     holder, name, value = stored
     if isinstance(holder, set):
         holder.discard(name) if value is MISSING else holder.add(name)
@@ -143,7 +144,7 @@ def put(stored: Stored) -> None:
 
 
 def _value(holder: Any, name: Any) -> Any:
-    """Return what ``put`` would store to restore the present value: of a set, True for an item that is in it."""
+    """Return the present value, for ``put`` to restore it later; for an item of a set, True or ``MISSING``."""
     if isinstance(holder, set):
         return True if name in holder else MISSING
     members: Any = vars(holder) if isinstance(holder, (type, nn.Module)) else holder

@@ -5,16 +5,16 @@ features = {}
 model.layer4.register_forward_hook(lambda module, given, output: features.update(map=output))
 ```
 
-During capture, and during the comparison at start, such a tensor is not the feature map of the user's image. Once this
-is over, those that are still alive become ``StoredTensor``: any use of them is an error that says why.
+During capture, and during the comparison at start, such a tensor is not the feature map of the user's image. Tensors
+that are still alive afterwards become ``StoredTensor``: any use of them is an error that says why.
 
 ```
 if size not in self.cache:
     self.cache[size] = positions(size)
 ```
 
-What does not depend on the image, such as caches by size, is removed again (``Caches``): each capture computes it anew,
-and its program has the computation.
+Stored values that do not depend on the image, such as caches by size, are removed again (``Caches``), so that each
+capture computes them anew, and its program has the computation.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StoredTensor(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Describe it: debuggers and containers call this."""
+        """Return the shape as text: debuggers and containers call this."""
         return f"StoredTensor(shape={tuple(self.shape)}, without values)"
 
 
@@ -82,14 +82,14 @@ class StoredTensors:
                 self._seen[id(tensor)] = weakref.ref(tensor)
 
     def void(self) -> None:
-        """Take the values of those that are still alive."""
+        """Turn the tensors that are still alive into ``StoredTensor``, without values."""
         for reference in self._seen.values():
             tensor = reference()
-            # Plain ones only: a Parameter or a user's subclass was not made by the trace.
+            # Only plain tensors: the trace did not create a Parameter, or a tensor of a user's subclass.
             if tensor is not None and type(tensor) in (torch.Tensor, FakeTensor):
-                # The object itself changes: whoever has stored it has this very reference.
+                # The class of the object itself changes, since the user's code has stored this object.
                 tensor.__class__ = StoredTensor
-                vars(tensor).clear()  # what a fake tensor knows of its trace
+                vars(tensor).clear()  # a fake tensor refers to its trace
         self._seen.clear()
 
 
@@ -109,7 +109,7 @@ class OfImage:
         self._seen.update((id(tensor), weakref.ref(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor))
 
     def follow(self, name: str, args: Iterable[Any], results: Any) -> None:
-        """Add the results of a function, and what it has changed, if it was given a tensor of the image.
+        """Add a function's results, and the tensor that it has changed, if an argument depends on the image.
 
         Args:
             name: of the function.
@@ -138,7 +138,7 @@ class Caches:
     def __init__(self, model: nn.Module) -> None:
         roots = [value for module in model.modules() for name, value in vars(module).items() if name not in _OWN]
         roots += [value for _, value in outside_values(model)]
-        # Shallow copies: what a forward changes deeper inside belongs to another container of the list.
+        # Shallow copies: containers inside of containers are in the list themselves.
         self._held = [(container, dict(container)) for container in dicts_in(roots)]
         self._sets = [(container, set(container)) for container in _sets(roots)]
         functions, names = memories(model)
@@ -146,10 +146,10 @@ class Caches:
         self._names = [(holder, name, _value(holder, name)) for holder, name in names]
 
     def undo(self, of_image: OfImage) -> list[Stored]:
-        """Remove what has been stored since and does not depend on the image; counters are left.
+        """Remove values that were stored since then and do not depend on the image; counters stay.
 
         Args:
-            of_image: the tensors that depend on it.
+            of_image: the tensors that depend on the image.
 
         Returns:
             The removed flags and other constants, except those stored beside tensors, such as their sizes.
@@ -159,7 +159,7 @@ class Caches:
             changed = [(key, before.get(key, _MISSING)) for key in [*container]]
             changed = [(key, former) for key, former in changed if former is not container[key]]
             stored = [(key, former) for key, former in changed if _is_cached(former, container[key], of_image)]
-            # Beside a tensor, a number is a part of what is cached, such as its size, and changes with it.
+            # A number stored beside a tensor belongs to the cache, such as its size.
             if all(is_constant(container[key]) for key, _ in stored):
                 stored_values += [(container, key, container[key]) for key, _ in stored]
             for key, former in stored:
@@ -170,7 +170,7 @@ class Caches:
             elements &= former_elements
         for function, misses in self._functions:
             if function.cache_info().misses != misses:
-                # What it has cached may be fake tensors of this trace, which a real forward would get.
+                # Its cache may have fake tensors of this trace, which a real forward would then get.
                 function.cache_clear()
         for holder, name, former in self._names:
             value = _value(holder, name)
@@ -186,7 +186,7 @@ _NO_OBJECTS = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionTy
 
 
 def _is_cached(former: Any, value: Any, of_image: OfImage) -> bool:
-    """Whether a value was stored where there was none, or only a tensor or a flag, and does not depend on the image."""
+    """Whether a value does not depend on the image, and replaces no value, a tensor or a flag."""
     if not (former is _MISSING or former is None or isinstance(former, (bool, torch.Tensor))):
         return False
     leaves = _pytree.tree_leaves(value)
@@ -205,7 +205,7 @@ def _value(holder: Any, name: str) -> Any:
 
 
 def _put_back(holder: Any, name: Any, former: Any) -> None:
-    """Give an item of a container, or an attribute of a class, its former value, or remove it if it had none."""
+    """Restore the former value of a container's item or a class's attribute; remove it if it had none."""
     if isinstance(holder, type):
         delattr(holder, name) if former is _MISSING else setattr(holder, name, former)
     elif former is _MISSING:
@@ -215,7 +215,7 @@ def _put_back(holder: Any, name: Any, former: Any) -> None:
 
 
 def dicts_in(roots: Iterable[Any]) -> list[Any]:
-    """Return the dicts in values: also in containers, and the attributes of objects."""
+    """Return the dicts among values, in their containers, and the ``__dict__`` of their objects."""
     return [*_reachable(roots, lambda value: isinstance(value, dict))]
 
 
@@ -224,7 +224,7 @@ def _sets(roots: Iterable[Any]) -> list[Any]:
 
 
 def _reachable(roots: Iterable[Any], condition: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield the objects that fulfil a condition among values and all that they contain, each once."""
+    """Yield the objects for which ``condition`` is true, among ``roots`` and all that they contain, each once."""
     open_values, visited = [(value, _DEPTH) for value in roots], set[int]()
     # Not recursive: objects may hold each other.
     while open_values:
@@ -242,11 +242,11 @@ def _reachable(roots: Iterable[Any], condition: Callable[[Any], bool]) -> Iterat
 
 
 class StoringRun(TorchFunctionMode):
-    """Context of a plain run of a model: notes every tensor that it computes.
+    """Context of a plain run of a model that records every tensor it computes.
 
     Args:
-        stored: where they are noted.
-        of_image: notes those that depend on the image.
+        stored: gets all of these tensors.
+        of_image: gets the tensors that depend on the image.
     """
 
     def __init__(self, stored: StoredTensors, of_image: OfImage) -> None:
@@ -255,7 +255,7 @@ class StoringRun(TorchFunctionMode):
         self._of_image = of_image
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function; a result that is an argument existed before."""
+        """Call the function and record its results, except those that are its arguments."""
         result = function(*args, **(kwargs or {}))
         leaves = _pytree.tree_leaves((args, kwargs))
         arguments = {id(leaf) for leaf in leaves}

@@ -41,7 +41,7 @@ class BackgroundBatch:
         jobs: to compile.
 
     Raises:
-        OSError: a process cannot be started; none is left.
+        OSError: a process cannot be started; those that were started have been ended.
 
     Attributes:
         children: number of processes.
@@ -51,8 +51,8 @@ class BackgroundBatch:
     def __init__(self, jobs: Sequence[GraphJob]) -> None:
         self.began_s = time.monotonic()
         self.children = max(1, min(_MOST_CHILDREN, usable_cores() // _CORES_FOR_EACH, len(jobs)))
-        # The length of a graph's code stands for the time to compile it: the longest first, each to the child with the
-        # least so far.
+        # Equal shares of work; the length of a graph's code stands for the time to compile it. The longest job comes
+        # first, and each goes to the child with the least work so far.
         shares: list[list[int]] = [[] for _ in range(self.children)]
         for index in sorted(range(len(jobs)), key=lambda index: -len(jobs[index].code)):
             shortest = min(shares, key=lambda share: sum(len(jobs[job].code) for job in share))
@@ -70,7 +70,7 @@ class BackgroundBatch:
         return len(self._open)
 
     def finished(self) -> dict[int, str | None]:
-        """Return the jobs that have finished since the last call: index -> why it failed, or None. Never blocks."""
+        """Return the jobs that have finished since the last call: index -> why it failed, or None if compiled."""
         results: dict[int, str | None] = {}
         for child in self._running:
             results |= child.results()
@@ -109,7 +109,7 @@ class _Child:
         ACTIVITY.helpers.add(self._process.pid)
 
     def results(self) -> dict[int, str | None]:
-        """Return the jobs that have finished since the last call: index -> why it failed, or None. Never blocks."""
+        """Return the jobs that have finished since the last call: index -> why it failed, or None if compiled."""
         if not self._left:
             return {}
         ended = self._process.poll()  # before reading: what a dead child has written is all there
@@ -117,7 +117,7 @@ class _Child:
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self._process.stdout.fileno(), 1 << 16):
                 self._text += part
-        # What follows the last line break is the beginning of a result that is still on its way.
+        # After the last line break comes the beginning of a result that is not yet complete.
         *lines, self._text = self._text.split(b"\n")
         # Results come in the order of the jobs, so that a line needs no index.
         results = {self._left.pop(0): json.loads(line) for line in lines}
@@ -137,7 +137,7 @@ class _Child:
 
 
 def reason(error: Exception) -> str:
-    """Return the type of an error and its first line, and the next one where that only announces it."""
+    """Return an error's type and first line; with the second line if the first ends in a colon."""
     first, *lines = str(error).strip().splitlines() or [""]
     announced = f" {lines[0].strip()}" if lines and first.rstrip().endswith(":") else ""  # "backend='…' raised:"
     return f"{type(error).__name__}: {first}{announced}"
@@ -149,8 +149,8 @@ def _end(children: list[_Child]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended."""
-    # A parent that was killed closes nothing: its child is then adopted, and getppid changes.
+    """End this process when its parent ``parent`` (process id) has ended."""
+    # A killed parent closes no pipe, but its child gets another parent, so getppid changes.
     while os.getppid() == parent:
         time.sleep(1)
     # At once, from any thread: sys.exit would end this thread alone.

@@ -143,9 +143,9 @@ def traced(joined: JoinedCalls, inputs: Sequence[InputFacts], grad: bool, cast: 
 
 
 def _moved_to_inputs(graph: torch.fx.GraphModule) -> tuple[torch.Tensor, ...]:
-    """Turn the tensors that a graph holds into its last inputs, and return them.
+    """Turn the tensors that a graph holds into its last inputs, and return these tensors.
 
-    Code with tensors in it would belong to one segment: equal ones could not share it, and no child could compile it.
+    Code that contains tensors belongs to one segment: equal segments could not share it, no child could compile it.
     """
     nodes = graph.graph.nodes
     last = [node for node in nodes if node.op == "placeholder"][-1]
@@ -165,7 +165,7 @@ def _moved_to_inputs(graph: torch.fx.GraphModule) -> tuple[torch.Tensor, ...]:
 
 
 def _held(graph: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
-    """Return what a node takes from the graph itself: a tensor or a part of it; None for other nodes."""
+    """Return the attribute of the graph that a node reads, such as a tensor; None for other nodes."""
     return getattr(graph, str(node.target), None) if node.op == "get_attr" else None
 
 
@@ -180,7 +180,7 @@ def arithmetic() -> dict[Hashable, Any]:
 
 
 def take_over_arithmetic(settings: Mapping[Hashable, Any]) -> None:
-    """Set what ``arithmetic`` has returned in another process."""
+    """Set PyTorch's settings to those that ``arithmetic`` returned in another process."""
     torch.set_default_dtype(settings["default_dtype"])
     torch.use_deterministic_algorithms(settings["deterministic"])
     torch.backends.cudnn.benchmark = settings["benchmark"]
@@ -190,7 +190,8 @@ def take_over_arithmetic(settings: Mapping[Hashable, Any]) -> None:
 
 
 def _precisions() -> list[tuple[str, Any, str]]:
-    """Return settings of precision on GPUs: (place, object, attribute); PyTorch since 2.9 has ``fp32_precision``."""
+    """Return PyTorch's precision settings on GPUs, as (what they are for, object that has the setting, attribute)."""
+    # PyTorch since 2.9 has ``fp32_precision`` instead of ``allow_tf32``.
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     by_name = hasattr(products, "fp32_precision")
     precision = "fp32_precision" if by_name else "allow_tf32"
@@ -205,9 +206,10 @@ def _precisions() -> list[tuple[str, Any, str]]:
 def same_keys() -> Iterator[None]:
     """Context in which keys of Inductor's cache do not depend on what a process has imported first.
 
-    Keys are digests of pickles. Pickle names a memory format by the first module that has ``torch.contiguous_format``:
-    a module that was loaded before torch and imports it, if it is still being imported or was loaded by hand, as pytest
-    does. A child, which does not have that module, would fill the cache with code that this process never finds.
+    Keys are digests of pickles. Pickle names a memory format by the first loaded module in which it finds
+    ``torch.contiguous_format``. That is not torch if a module loaded before it has imported that name and is still
+    being imported, or was loaded by hand, as pytest does. A child does not have that module, so it would fill the cache
+    under keys that this process never looks up.
     """
     before = copyreg.dispatch_table.get(torch.memory_format)
     copyreg.pickle(torch.memory_format, lambda value: str(value).removeprefix("torch."))  # an attribute of torch
@@ -237,7 +239,7 @@ def _one_thread() -> contextlib.AbstractContextManager[Any]:
 
 
 def _is_fused(node: torch.fx.Node) -> bool:
-    """Whether a compiler fuses an operator: of maps or features, value by value."""
+    """Whether a compiler fuses a node: an operator on maps or features that works value by value, or a norm."""
     value = node.meta.get("val")
     value = value[0] if isinstance(value, (tuple, list)) and value else value
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(value, torch.Tensor):

@@ -22,7 +22,7 @@ def is_marked(job: GraphJob) -> bool:
 
 
 def mark(job: GraphJob) -> None:
-    """Note that a job's code is in the cache; nothing is noted where that is not possible."""
+    """Mark that a job's code is in the cache, if the mark can be written."""
     if cached_on_disk():
         with contextlib.suppress(OSError):
             # A mark is a hint: a full or read-only disk must not end a run.

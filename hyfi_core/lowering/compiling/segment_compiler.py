@@ -80,7 +80,7 @@ def forget_code() -> None:
 
 @dataclass(frozen=True)
 class _Wish:
-    """Joined calls to compile: for these inputs, in this mode."""
+    """A request to compile joined calls, for these inputs and this mode of autograd and autocast."""
 
     calls: _CompiledCalls
     key: Hashable
@@ -188,7 +188,7 @@ class SegmentCompiler:
         self.left[why] = self.left.get(why, 0) + 1
 
     def _begin(self) -> None:
-        """Trace what was asked for, load what is compiled already, and start children for the rest."""
+        """Trace the calls of all wishes, load those that are compiled already, and start children for the rest."""
         begin, before = time.monotonic(), self.segments
         jobs: dict[Hashable, _GraphAndCalls] = {}
         for wish in self._wishes:
@@ -225,7 +225,7 @@ class SegmentCompiler:
         return None
 
     def _take(self, job: GraphJob, wishes: Sequence[_TracedWish], failure: str | None) -> None:
-        """Let the calls of some wishes run compiled, unless that has failed."""
+        """Let the calls that wait for ``job`` run compiled; ``failure``: why it could not be compiled, or None."""
         if failure is not None:
             for _ in wishes:
                 self.leave(failure)

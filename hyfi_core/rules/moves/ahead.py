@@ -26,7 +26,7 @@ _VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.defaul
 _SAME = ("aten.clone.default", "aten.contiguous.default", "aten.alias.default", "aten._to_copy.default")
 
 FactorGroups = list[tuple[int, ...]]
-"""For each dim of a value, the numbers of the factors that it holds, in order; of (0, 2): ``sizes[0] * sizes[2]``."""
+"""For each dim of a value, the indices of its factors, in order: ``(0, 2)`` has the size ``sizes[0] * sizes[2]``."""
 
 
 def windows_first(
@@ -53,7 +53,7 @@ def windows_first(
     value = op.first_output
     computing = [
         op for op in program.operators if any(name in program.values for name in op.outputs)
-    ]  # others assert something
+    ]  # without assertions
     for after in computing:
         if value not in after.inputs:
             continue
@@ -63,7 +63,7 @@ def windows_first(
         if groups_now is None or users != 1:
             break
         groups, value = groups_now, after.first_output
-    # A pair in one dim with images counts windows; one beside channels counts their pixels.
+    # A pair in one dim with the batch counts windows; one with channels counts the pixels of a window.
     beside = [_beside(groups, pair, pairs[1 - at], batch) for at, pair in enumerate(pairs)]
     if beside[0] != beside[1]:
         return 0 if beside[0] > beside[1] else 1
@@ -82,7 +82,7 @@ def _beside(groups: FactorGroups, pair: Sequence[int], other: Sequence[int], bat
 
 
 def _place(groups: FactorGroups, pair: Sequence[int]) -> int | None:
-    """Return the dim of a pair, or the first of two neighbouring ones; None if it has neither."""
+    """Return the dim of a pair's factors, the first if they are in two adjacent dims; None if these are apart."""
     y, x = (next(at for at, group in enumerate(groups) if factor in group) for factor in pair)
     return min(y, x) if abs(y - x) <= 1 else None
 
@@ -104,7 +104,7 @@ def _after(program: Program, op: Operator, groups: FactorGroups, sizes: Sequence
     for side in program.values[op.first_output].shape:
         group: list[int] = []
         left = side
-        # Factors in order, as long as they divide what is left of the dim.
+        # Take factors in order while they divide the rest of the dim's size.
         while left > 1 and remaining and left % sizes[remaining[0]] == 0:
             left //= sizes[remaining[0]]
             group.append(remaining.pop(0))

@@ -30,7 +30,7 @@ class Axis:
 
     Attributes:
         outputs: number of outputs.
-        interval: (start, stop) of a non-empty range of outputs -> half-open interval of the inputs that they read; may
+        interval: (start, stop) of a non-empty range of outputs -> (start, stop) of the inputs that they read, which may
             extend beyond the map.
     """
 
@@ -40,7 +40,9 @@ class Axis:
     @classmethod
     def of_table(cls, table: Sequence[int]) -> Axis:
         """Return the axis on which output ``i`` reads only input ``table[i]``."""
-        ascending = all(a <= b for a, b in pairwise(table))  # slices are: large maps are asked about many times
+        ascending = all(
+            a <= b for a, b in pairwise(table)
+        )  # as for slices: cutting a large map computes many intervals
 
         def interval(start: int, stop: int) -> tuple[int, int]:
             if ascending:
@@ -59,7 +61,7 @@ class Axis:
         return self.interval(start, stop) if start < stop else (0, 0)
 
     def through(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
-        """Return where to cut the outputs, for inputs cut at ``cuts``."""
+        """Return the cuts of the outputs, as (0, …, outputs), for inputs that are cut at ``cuts``."""
         result = [0]
         for cut in cuts[1:-1]:
             # Ascending: a cut before its predecessor would make a part of negative size.
@@ -67,13 +69,13 @@ class Axis:
         return (*result, self.outputs)
 
     def _cut(self, cut: int, inputs: int) -> int:
-        """Return the output cut that moves the fewest inputs; of several, the most balanced one.
+        """Return the output cut with which the fewest inputs move across ``cut``; of several, the most balanced one.
 
-        Output cuts up to ``low`` need no inputs from behind the input cut, those from ``high`` on none from before it.
-        So the best cut is between them.
+        With an output cut up to ``low``, outputs before it need no inputs after ``cut``. With one from ``high`` on,
+        outputs after it need none before ``cut``. So the best output cut is between them.
         """
         every_cut = range(self.outputs + 1)
-        # With the output cut, the first count only grows and the second only falls: bisection finds the ends.
+        # As the output cut grows, the first count never falls and the second never grows, so bisection finds both ends.
         low = bisect_left(every_cut, 1, key=lambda out: self._needed_before(out, cut, inputs)) - 1
         high = bisect_left(every_cut, 0, key=lambda out: -self._needed_behind(out, cut))
         first, last = max(0, min(low, high)), min(self.outputs, max(low, high))
@@ -88,17 +90,17 @@ class Axis:
         )
 
     def _needed_before(self, out: int, cut: int, inputs: int) -> int:
-        """Return how many inputs from ``cut`` on are read by the outputs before ``out``."""
+        """Return the number of inputs from ``cut`` on that outputs before ``out`` read."""
         return max(0, min(self.interval(0, out)[1], inputs) - cut) if out > 0 else 0
 
     def _needed_behind(self, out: int, cut: int) -> int:
-        """Return how many inputs before ``cut`` are read by the outputs from ``out`` on."""
+        """Return the number of inputs before ``cut`` that outputs from ``out`` on read."""
         return max(0, cut - max(self.interval(out, self.outputs)[0], 0)) if out < self.outputs else 0
 
 
 @dataclass(frozen=True)
 class Reach:
-    """The layout of an operator's output and the redistributed input.
+    """How an operator is computed on this rank: the layout of its output, and the input to compute it from.
 
     Attributes:
         split: layout of the output; height and width are the same dims as in the input.
@@ -133,7 +135,7 @@ def scattered(outputs: int, stride: int, padding: int, span: int) -> Axis:
     """Return the axis on which input ``i`` adds to the ``span + 1`` outputs from ``i * stride - padding``."""
 
     def interval(start: int, stop: int) -> tuple[int, int]:
-        # Rounded up: the first input whose last output is not before ``start``.
+        # Rounded up to the first input whose last output is not before ``start``.
         first = -(-(start + padding - span) // stride)
         return first, max(first, (stop - 1 + padding) // stride) + 1
 
@@ -150,15 +152,15 @@ class Selection:
     def __init__(self, indices: torch.Tensor) -> None:
         self._indices = Constant(indices)
         self._count = indices.numel()
-        # Known now, on the host: at each step, a GPU would have to be waited for.
+        # Determined now, on the host: in a step, the host would have to wait for the GPU.
         consecutive = self._count > 0 and bool((indices.diff() == 1).all())
         self._first = int(indices[0]) if consecutive else None
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return ``tensor`` at these indices along ``dim``; a view if they are consecutive, itself if they are all.
+        """Return ``tensor`` at these indices along ``dim``: a view if they are consecutive, itself if they are all.
 
-        Itself, not a view: the derivative of a view is a copy of the map, and not in its memory format. Everything
-        before it in the model would compute with two formats, which takes several times as long.
+        Not a view of all: autograd's gradient of a view is a copy in another memory format. Everything before it in
+        the model would then compute with two formats, which takes several times as long.
         """
         if self._first == 0 and self._count == tensor.shape[dim]:
             return tensor

@@ -46,7 +46,7 @@ def try_view_of_blocks(builder: Builder, op: Operator) -> bool:
 
         factors     B  C  2  4  3  4        common factors of both shapes
         along             └y─┘  └x─┘        those of height and of width: [[2, 3], [4, 5]]
-        carriers          2     3           of each, the factor that ranks share: numbers 2 and 4
+        carriers          2     3           of each, the factor that ranks share, with indices 2 and 4
         blocks               4     4        rows and columns of a block; parts are cut at multiples of it
         coarse      layout of the 2 x 3 blocks
     """
@@ -66,13 +66,13 @@ def try_view_of_blocks(builder: Builder, op: Operator) -> bool:
         carriers.append(members[-1] if is_second else members[0])
         blocks.append(1 if is_second else prod(factors[at].size for at in members[1:]))
     value = name
-    if any(second):  # a grid: height or width is made whole on every rank first
+    if any(second):  # a grid: ranks first exchange whole rows or columns
         value = builder.opened(builder.part(name, input_split))
         for axis in (axis for axis in (0, 1) if second[axis]):
             value = _gridded(builder, value, axis, factors[carriers[axis]].size)
     value_split = builder.splits[value]
     laid = Layout.even(*value_split.layout.map.shape, builder.grid) if any(second) else value_split.layout
-    # No block may lie on two ranks: cuts move to the nearest border of blocks.
+    # Blocks must not be divided: cuts move to the nearest border of a block.
     rows, columns = _aligned(laid.rows, blocks[0]), _aligned(laid.columns, blocks[1])
     coarse = Layout(tuple(cut // blocks[0] for cut in rows), tuple(cut // blocks[1] for cut in columns))
     split = _folded(coarse, factors, (carriers[0], carriers[1]))
@@ -80,8 +80,7 @@ def try_view_of_blocks(builder: Builder, op: Operator) -> bool:
         return False
     part = builder.part(value, Split(Layout(rows, columns), value_split.dims, leads=value_split.leads))
     local = split.local_shape(sizes, builder.rank)
-    # Otherwise height and width each share a dim with another one, which only whole rows and columns can be merged
-    # with.
+    # Otherwise height and width each share a dim with a dim before it: whole rows and columns are needed to merge.
     if split.flat or 1 in split.leads:
         builder.compute(lambda tensor: tensor.reshape(local), (part,), op.outputs, split)
         return True
@@ -94,9 +93,10 @@ def try_view_of_blocks(builder: Builder, op: Operator) -> bool:
 def _with_unit(
     factors: list[_Factor], along: list[list[int]], second: list[bool], dims: tuple[int, int]
 ) -> tuple[list[_Factor], list[list[int]]]:
-    """Return (factors, along) with a factor of size 1 for a map of one row or column, whose dim the view leaves open.
+    """Return (factors, along) with a factor of size 1 for the axis of a map of one row or column.
 
-    It is put beside the factor of the other axis that ranks share: the map is then flat.
+    The common factors of two shapes do not include a side of 1. The new factor is put beside the factor of the other
+    axis that ranks share, so that the map is flat.
     """
     open_axis = next((axis for axis in (0, 1) if not along[axis]), None)
     if open_axis is None:
@@ -105,7 +105,7 @@ def _with_unit(
     shared = along[other_axis][-1 if second[other_axis] else 0]
     at = shared + open_axis  # a row is before its columns
     unit = _Factor(1, dims[open_axis], factors[shared].after)
-    renumbered = [factor + (factor >= at) for factor in along[other_axis]]  # those behind the new factor
+    renumbered = [factor + (factor >= at) for factor in along[other_axis]]  # factors after the new one
     of_axes = {open_axis: [at], other_axis: renumbered}
     return [*factors[:at], unit, *factors[at:]], [of_axes[0], of_axes[1]]
 
@@ -117,7 +117,7 @@ def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], al
         builder: of the rank's program.
         op: the view.
         factors: all factors of the view, in order.
-        along: the positions in ``factors`` of the factors of height, and of those of width.
+        along: the indices in ``factors`` of the factors of height, and of the factors of width.
     """
     sizes = [factor.size for factor in factors]
     if all(len(members) == 2 for members in along):
@@ -130,12 +130,12 @@ def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], al
         first = windows_first(builder.program, op, groups, sizes, pairs, batch)
         if first is not None:
             return [first == 1] * 2
-    # Otherwise the larger one, which divides among more ranks.
+    # Otherwise the larger one, which can be divided among more ranks.
     return [len(members) == 2 and sizes[members[1]] > sizes[members[0]] for members in along]
 
 
 def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:
-    """Return a map whose height or width is two dims (n, ``inner``); ranks share the latter.
+    """Return the name of the map with height or width viewed as two dims (n, ``inner``); ranks share ``inner``.
 
     For example 8 rows on two ranks, with ``inner`` 4. Rows 0 and 4 belong together, so every rank first gets all rows,
     of some columns (``strips``); after the view, rows are no longer cut, and ``Builder.part`` may cut the second dim::
@@ -153,7 +153,7 @@ def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:
 
 
 def _ungridded(builder: Builder, name: str, output: str) -> None:
-    """Emit ``output``: a value whose height and width each have another dim before them, merged with it."""
+    """Emit ``output``: height and width of a value, each merged with the dim before it."""
     split, sizes = builder.splits[name], builder.shape(name)
     value = builder.opened(name)
     for axis in (1, 0):
@@ -173,7 +173,15 @@ def _ungridded(builder: Builder, name: str, output: str) -> None:
 def _reshaped(
     builder: Builder, name: str, shape: tuple[int, ...], cuts: list[tuple[int, ...]], dims: tuple[int, ...]
 ) -> str:
-    """Return a value of another shape, made by reshaping each rank's part."""
+    """Return the name of a new value: ``name`` with each rank's part reshaped.
+
+    Args:
+        builder: of the rank's program.
+        name: a split value.
+        shape: global shape of the result.
+        cuts: of the result's rows and columns.
+        dims: of the result's height and width.
+    """
     split = Split(Layout(cuts[0], cuts[1]), (dims[0], dims[1]))
     local, result = split.local_shape(shape, builder.rank), builder.fresh(name, shape)
     builder.compute(lambda tensor: tensor.reshape(local), (name,), (result,), split)
@@ -181,7 +189,10 @@ def _reshaped(
 
 
 def _factors(before: tuple[int, ...], after: tuple[int, ...]) -> list[_Factor] | None:
-    """Return the common factors of two shapes of equal size, in order; None if their dims have none."""
+    """Return the common factors of two shapes with equal products, in order; None if they have none.
+
+    (8, 12) and (2, 4, 12) have the factors 2, 4, 12.
+    """
     cuts = sorted({*_products(before), *_products(after)})
     # Two dims that overlap without one dividing the other have no common factors.
     if any(high % low for low, high in itertools.pairwise(cuts)):
@@ -194,7 +205,7 @@ def _products(shape: tuple[int, ...]) -> list[int]:
 
 
 def _holding(shape: tuple[int, ...], ahead: int) -> int:
-    """Return the dim that contains the factor before which the product of factors is ``ahead``."""
+    """Return the dim that contains the factor after a product of factors of ``ahead``."""
     return next(at for at in range(len(shape)) if prod(shape[: at + 1]) > ahead)
 
 
@@ -208,7 +219,7 @@ def _folded(layout: Layout, factors: list[_Factor], carriers: tuple[int, int]) -
     """Return how the result of a view into blocks is split; None if that is not possible.
 
     Args:
-        layout: of the blocks: the two factors that ranks share.
+        layout: of the blocks, whose rows and columns are the two factors that ranks share.
         factors: of the view.
         carriers: index of the shared factor of height, and of width.
     """

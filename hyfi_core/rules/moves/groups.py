@@ -24,14 +24,14 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
 
 _IN_ORDER: WeakKeyDictionary[Builder, dict[str, tuple[str, Split]]] = WeakKeyDictionary()
-"""Tiles -> the same in order, so that all groups share one exchange."""
+"""Builder -> name of tiles -> (name of these tiles in order, its split), so that all groups share one exchange."""
 
 
 def group(builder: Builder, name: str, output: str | None, start: int, stop: int) -> None:
     """Emit ``output``, the tiles ``[start, stop)`` of a value with tiles in dim 0."""
     ordered = _in_order(builder, name)
     cuts, rank = builder.splits[ordered].layout.columns, builder.rank
-    # The ranks' cuts within the group: clamped to it, and counted from its start.
+    # Where ranks cut the group: cuts clamped to it, and counted from its start.
     inner = tuple(min(max(cut, start), stop) - start for cut in cuts)
     first, count = max(start - cuts[rank], 0), inner[rank + 1] - inner[rank]
     builder.compute(lambda tiles: tiles.narrow(0, first, count), (ordered,), (output,), _row(inner))
@@ -43,10 +43,10 @@ def cat_of_groups(builder: Builder, op: Operator, names: Sequence[str]) -> None:
     Args:
         builder: of the rank's program.
         op: the operator.
-        names: of its groups.
+        names: of the groups.
 
     Raises:
-        RequestError: they are not consecutive.
+        RequestError: some rank's tiles are not consecutive.
     """
     splits = [builder.splits.get(name) for name in names]
     cuts = _joined([split for split in splits if split is not None and _is_row(split)])
@@ -57,7 +57,7 @@ def cat_of_groups(builder: Builder, op: Operator, names: Sequence[str]) -> None:
     dtype = builder.values[op.first_output].dtype
 
     def call(*parts: torch.Tensor) -> torch.Tensor:
-        # Of groups of several dtypes, a rank may have those of one.
+        # With groups of several dtypes, a rank may have parts of one dtype only.
         return torch.cat([part for part, present in zip(parts, is_present, strict=True) if present]).to(dtype)
 
     builder.compute(call, tuple(names), op.outputs, _row(cuts))
@@ -72,7 +72,7 @@ def _is_row(split: Split) -> bool:
 
 
 def _joined(groups: list[Split]) -> tuple[int, ...] | None:
-    """Return the cuts of consecutive groups, joined into one; None if some rank's tiles are not consecutive in it."""
+    """Return the cuts of groups that are joined in order; None if some rank's tiles are then not consecutive."""
     ranks = {len(split.layout.parts) for split in groups}
     if len(ranks) != 1:
         return None
@@ -91,7 +91,7 @@ def _joined(groups: list[Split]) -> tuple[int, ...] | None:
 
 
 def _in_order(builder: Builder, name: str) -> str:
-    """Return tiles in order: each rank has consecutive ones, as many as others where they are redistributed."""
+    """Return the name of tiles in order: each rank has consecutive ones; redistributed tiles are divided evenly."""
     if _is_row(builder.splits[name]):
         return name
     ordered = _IN_ORDER.setdefault(builder, {})
@@ -119,8 +119,8 @@ def _put_in_order(builder: Builder, name: str) -> str:
         spans = [
             (max(start, first) - first, min(stop, first + down * across) - first) for start, stop in pairwise(cuts)
         ]
-        # Boxes hold rows of tiles: a rank receives every row that it needs a tile of, and drops other ranks' tiles at
-        # both ends.
+        # Boxes have whole rows of tiles: a rank receives each row of which it needs a tile, then drops the tiles of
+        # other ranks at both ends.
         rows = tuple((start // across, -(-stop // across)) if start < stop else (0, 0) for start, stop in spans)
         pieces.append(builder.moved(_image(builder, opened, image, images), Boxes(rows, ((0, across),))))
         start, stop = spans[builder.rank]
@@ -135,7 +135,7 @@ def _put_in_order(builder: Builder, name: str) -> str:
 
 
 def _image(builder: Builder, opened: str, image: int, images: int) -> str:
-    """Return the tiles of one image, (rows, columns, …), of those of all."""
+    """Return the name of the tiles (rows, columns, …) of one image, out of those of all images."""
     if images == 1:
         return opened
     result = builder.fresh(opened, builder.shape(opened)[1:])

@@ -24,8 +24,8 @@ class _Neighbours:
     """The inputs of each output along one axis.
 
     Attributes:
-        places: (outputs, taps) indices of inputs, ascending along both dims.
-        weights: of the same shape.
+        places: indices of inputs, of shape (outputs, taps), ascending along both dims.
+        weights: of these inputs, of the same shape.
     """
 
     places: torch.Tensor
@@ -41,7 +41,7 @@ _Find = Callable[[int, int, bool, torch.Tensor], _Neighbours]
 
 
 def interpolated(find: _Find) -> Rule:
-    """Return the rule of a resizing; ``find(inputs, outputs, align_corners, scale)`` returns its taps."""
+    """Return the rule of a resizing; ``find(inputs, outputs, align_corners, scale)``: its taps along one axis."""
 
     def rule(builder: Builder, op: Operator) -> None:
         """Bicubic and antialiased resizing to any size."""
@@ -83,7 +83,7 @@ class _WeightedTaps:
         self._taps = [(Selection(places[:, tap]), Constant(weights[:, tap])) for tap in range(places.shape[1])]
 
     def summed(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the weighted sums of a map."""
+        """Return the weighted sums of a map along ``dim``."""
         sides = [1] * tensor.dim()
         sides[dim] = -1
         products = (places.of(tensor, dim) * weights.like(tensor).view(sides) for places, weights in self._taps)
@@ -120,15 +120,20 @@ def bicubic(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neigh
     distances = torch.stack([offset + 1, offset, 1 - offset, 2 - offset], 1)
     # Clamped places with unclamped weights: several taps then read the border pixel.
     places = (first.long()[:, None] + torch.arange(-1, 3)).clamp(0, size - 1)
-    # PyTorch's coefficient; where it resizes with antialiasing it has Pillow's, -0.5.
+    # PyTorch's coefficient. With antialiasing, PyTorch uses that of Pillow, -0.5.
     return _Neighbours(places, _cubic(distances, -0.75))
 
 
 def antialiased(support: float, weigh: Callable[[torch.Tensor], torch.Tensor]) -> _Find:
-    """Return a function that returns the taps of antialiased resizing, for a filter with this support at scale 1."""
+    """Return a function that computes the taps of antialiased resizing.
+
+    Args:
+        support: half the width of the filter, in inputs, at scale 1.
+        weigh: distance -> weight of the filter.
+    """
 
     def find(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neighbours:
-        """Return the taps of all outputs; the filter is stretched where a map is made smaller."""
+        """Return the taps of all outputs; the filter is stretched if the map gets smaller."""
         stretch = scale.clamp(min=1.0)
         reach_px = support * stretch
         # PyTorch ignores ``align_corners`` here.
@@ -137,7 +142,7 @@ def antialiased(support: float, weigh: Callable[[torch.Tensor], torch.Tensor]) -
         high = (center + reach_px + 0.5).long().clamp(max=size)
         places = low[:, None] + torch.arange(int((high - low).max()))
         weights = weigh((places - center[:, None] + 0.5) / stretch).masked_fill(places >= high[:, None], 0.0)
-        # Filters that are cut off at the border still have weights with the sum 1.
+        # Divided by their sum, so that filters cut off at the border also have weights with the sum 1.
         return _Neighbours(torch.minimum(places, high[:, None] - 1), weights / weights.sum(1, keepdim=True))
 
     return find

@@ -36,9 +36,9 @@ def pad(builder: Builder, op: Operator) -> None:
     mode = op.args[2] if len(op.args) > 2 else op.kwargs.get("mode", "constant")
     value = op.args[3] if len(op.args) > 3 else op.kwargs.get("value")
     shape, dims = builder.shape(name), builder.splits[name].dims
-    # Widths come in pairs, the last dim first.
+    # ``widths`` has pairs (before, after), of the last dim first.
     padded = {len(shape) - 1 - at // 2 for at, width in enumerate(widths) if width}
-    if not builder.splits[name].plain and not padded & set(dims):  # for example, within each tile
+    if not builder.splits[name].plain and not padded & set(dims):  # such as within each tile
         split = builder.splits[name].owned
         emit_on_part(builder, op, split, split)
         return
@@ -72,8 +72,8 @@ def _pad_constant(
     Args:
         builder: of the rank's program.
         op: the padding.
-        space: (before, behind) along y and along x; negative amounts cut.
-        around: the same for other dims: dim -> (before, behind).
+        space: (before, after) along y and along x; negative amounts crop.
+        around: other dim -> (before, after).
         value: of the new pixels.
     """
     name = op.args[0].name
@@ -82,7 +82,7 @@ def _pad_constant(
     sizes = builder.shape(output)
     axes = tuple(Axis.shifted(sizes[dim], -before) for dim, (before, _) in zip(dims, space, strict=True))
     plan = reach(builder, name, axes, fill=value)  # type: ignore[arg-type]
-    # Channels and batch are padded locally; F.pad wants the last dim first.
+    # Channels and batch are padded locally; F.pad takes the last dim first.
     amounts = [around.get(dim, (0, 0)) for dim in reversed(range(len(sizes)))]
     widths = [width for pair in amounts for width in pair]
 
@@ -94,7 +94,7 @@ def _pad_constant(
 
 def _reflected(index: int, size: int) -> int:
     """Return the input pixel that a reflecting padding puts at ``index``, from -(size - 1) to 2 · (size - 1)."""
-    # A mirror at 0, without repeating it, and one at the last pixel.
+    # Mirrored at 0 and at the last pixel, neither of which is repeated.
     index = abs(index)
     return index if index < size else 2 * (size - 1) - index
 
@@ -173,7 +173,7 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
                 "maps in the same dims",
             )
     y, x = first.dims
-    # A new layout: a rank's parts of two inputs would not be beside each other in the joined map.
+    # A new layout: a rank's parts of two inputs are not adjacent in the joined map.
     layout = Layout.even(shape[y], shape[x], builder.grid)
     start, is_present, inputs = 0, [], []
     for name in names:
@@ -188,7 +188,7 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
     dtype = builder.values[op.first_output].dtype
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
-        # Of inputs of several dtypes, a rank may have those of one.
+        # With inputs of several dtypes, a rank may have pieces of one dtype only.
         pieces = [tensor for tensor, present in zip(tensors, is_present, strict=True) if present]
         return torch.cat(pieces, dim).to(dtype)
 
@@ -196,7 +196,7 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
 
 
 def _piece(builder: Builder, name: str, dims: tuple[int, int], need: Boxes) -> str:
-    """Return the name of the box of an input that each rank needs; the boxes' (y, x) are ``dims``."""
+    """Return the name of the box of an input that each rank needs; ``dims``: the tensor dims of the boxes' (y, x)."""
     split = builder.splits.get(name)
     if split is not None:
         turned = split.dims != dims
@@ -224,7 +224,7 @@ def _nearest(op: Operator, builder: Builder, size: int, outputs: int, factor: fl
     exact = "exact" in op.text
     resize: Any = torch.ops.aten._upsample_nearest_exact2d if exact else torch.ops.aten.upsample_nearest2d
     dtype = torch.float64 if builder.values[op.args[0].name].dtype == torch.float64 else torch.float32
-    # float32 has all integers up to 2 ** 24, far beyond the side of a map.
+    # float32 represents all integers up to 2 ** 24, more than any side of a map.
     ramp = torch.arange(size, dtype=dtype).view(1, 1, size, 1)
     return [int(index) for index in resize.default(ramp, [outputs, 1], factor, None).flatten()]
 
@@ -238,7 +238,7 @@ def pixel_shuffle(builder: Builder, op: Operator) -> None:
         for size in (layout.height, layout.width)
     )
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
-    # In the local result, which begins at the first needed input.
+    # The part in coordinates of the local result, which begins with the block of the first needed input.
     part = plan.part.shift(-plan.need.y0 * factor, -plan.need.x0 * factor)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:

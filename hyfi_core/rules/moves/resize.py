@@ -35,7 +35,7 @@ def conv_transpose2d(builder: Builder, op: Operator) -> None:
     spans = [d * (k - 1) for d, k in zip(dilation, builder.shape(weight.name)[2:], strict=True)]
     axes = tuple(scattered(size, *settings) for size, *settings in zip(sizes, stride, padding, spans, strict=True))
     plan = reach(builder, x.name, axes)  # type: ignore[arg-type]
-    # The local result covers more than the owned part: how much before it, and how much behind it.
+    # The local result covers more than the owned part: by how much before it, and after it.
     before = [
         plan.part.y0 - (plan.need.y0 * stride[0] - padding[0]),
         plan.part.x0 - (plan.need.x0 * stride[1] - padding[1]),
@@ -48,7 +48,7 @@ def conv_transpose2d(builder: Builder, op: Operator) -> None:
         if groups > 1 and max(dilation) > 1 and tensor.device.type == "cpu":
             # For channels-last maps of 16 bits, PyTorch 2.13 leaves their gradient of the weights unset.
             tensor = tensor.contiguous()
-        # Without padding and bias: the first is cut off below, the second added where no input reaches, too.
+        # Without padding, which is cropped below, and bias, which must be added also where no input reaches.
         result = F.conv_transpose2d(tensor, kernel, None, stride, 0, 0, groups, dilation)
         result = F.pad(result, edges)
         return result + bias[0].to(result.dtype).view(1, -1, 1, 1) if bias else result
@@ -79,7 +79,7 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
     ]
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the result: along y, then along x, each output of its two inputs."""
+        """Return this rank's part of the result: along y, then along x, each output is blended from two inputs."""
         result = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         for dim, (low, high, weight) in zip(dims, own, strict=True):
             sides = [1] * tensor.dim()
@@ -105,7 +105,7 @@ def _blend(
     """
     dtype = torch.float64 if double else torch.float32
     out = torch.arange(outputs, dtype=dtype)
-    # PyTorch copies then, whatever ``factor`` says.
+    # With equal sizes, PyTorch copies, whatever ``factor`` is.
     if size == outputs:
         position = out
     elif align:
@@ -138,7 +138,7 @@ def adaptive_avg_pool2d(builder: Builder, op: Operator) -> None:
     columns = Constant(_means(axes[1], part.x0, part.x1, need.x0, need.x1))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        # Means are sums: autocast would multiply in 16 bits.
+        # Means are computed as products of matrices, which autocast would compute in 16 bits.
         with torch.autocast(tensor.device.type, enabled=False):
             dtype = torch.promote_types(tensor.dtype, torch.float32)
             means = torch.matmul(rows.on(tensor.device, dtype), tensor.to(dtype))
@@ -153,7 +153,7 @@ def _adaptive(size: int, count: int) -> Axis:
 
 
 def _means(axis: Axis, start: int, stop: int, first: int, last: int) -> torch.Tensor:
-    """Return the matrix from inputs ``[first, last)`` to outputs ``[start, stop)``, which are means."""
+    """Return the matrix (outputs [start, stop), inputs [first, last)) that computes each output as a mean of inputs."""
     matrix = torch.zeros(max(0, stop - start), max(0, last - first), dtype=torch.float64)
     for output in range(start, stop):
         low, high = axis.interval(output, output + 1)
@@ -178,7 +178,7 @@ def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
     axes = tuple(_adaptive(size, count) for size, count in zip(sizes, outputs, strict=True))
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
-    # Equal windows side by side are one call; those of other sizes overlap, and are called one by one.
+    # Equal windows without overlap need one call. Others need one call for each output.
     even = all(size % count == 0 for size, count in zip(sizes, outputs, strict=True))
     outputs_at_once = (part,) if even else tuple(_pixels(part))
     reached = [

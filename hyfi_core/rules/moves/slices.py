@@ -51,7 +51,7 @@ def roll(builder: Builder, op: Operator) -> None:
         builder.refuse(
             op, f"rolls dims {dims}, which mix rows or columns with something else", "either height or width"
         )
-    # Output ``at`` is the input that has moved there.
+    # Output ``at`` is the input that moves there.
     tables = [[(at - by[dim]) % shape[dim] for at in range(shape[dim])] for dim in split.dims]
     amounts, channel_dims = [shift for shift, _ in channel_shifts], [dim for _, dim in channel_shifts]
     _by_slices(
@@ -122,7 +122,7 @@ def _by_slices(
         op: its first argument is the map.
         tables: output index -> input index, for height and for width.
         layout: of the result.
-        finish: applied to each part.
+        finish: applied to each rank's part of the result; None: nothing.
     """
     name = op.args[0].name
     dims = builder.splits[name].dims
@@ -134,13 +134,13 @@ def _by_slices(
     columns = len(layout.columns) - 1
     own = slices[0][builder.rank // columns], slices[1][builder.rank % columns]
     pieces = []
-    # As many moves on every rank, since all take part in each: ranks with fewer slices ask for empty boxes.
+    # All ranks take part in each redistribution: ranks with fewer slices need empty boxes.
     for i in range(most[0]):
         for j in range(most[1]):
             pieces.append(builder.moved(name, Boxes(_nth(slices[0], i), _nth(slices[1], j))))
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part, of its pieces: slice ``i`` of y and slice ``j`` of x are tensor i · most[1] + j."""
+        """Return this rank's part, joined from pieces: ``tensors[i * most[1] + j]`` has slices i of y and j of x."""
         bands = []
         for i, (_, _, step_y) in enumerate(own[0]):
             row = [
@@ -160,11 +160,11 @@ def _stepped(tensor: torch.Tensor, dims: tuple[int, int], steps: tuple[int, int]
 
 
 def _slices(table: Sequence[int]) -> list[Slice]:
-    """Return a table as a list of slices, ascending or descending."""
+    """Return a table as slices: ``[7, 0, 1, 2]`` is ``[(7, 8, 1), (0, 3, 1)]``."""
     result: list[Slice] = []
     at = 0
     while at < len(table):
-        # Up, down or alone: other steps are slices of one pixel each.
+        # Runs ascend or descend by 1; pixels with other steps between them are slices of their own.
         step = table[at + 1] - table[at] if at + 1 < len(table) else 1
         step = step if step in (1, -1) else 1
         end = at + 1

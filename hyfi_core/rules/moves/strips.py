@@ -60,8 +60,8 @@ def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: 
         builder.compute(function, inputs, op.outputs, _resized(laid, dim, builder.shape(op.first_output)[dim]))
         return
     left = _resized(laid, dim, 1)
-    if not keepdim:  # a row or column is left, in one dim
-        # The other one of height and width, renumbered by the dims that are gone.
+    if not keepdim:  # a row or a column remains, in one dim
+        # The other one of height and width, renumbered without the reduced dims.
         divided = laid.dims[0] + laid.dims[1] - dim
         divided -= sum(gone < divided for gone in dims)
         left = replace(left, dims=(divided, divided))
@@ -78,14 +78,14 @@ def _gather_profile(builder: Builder, name: str, output: str | None) -> None:
 
 
 def _resized(split: Split, dim: int, size: int) -> Split:
-    """Return the layout of strips with another size of the dim that is not divided."""
+    """Return the layout of strips with size ``size`` of their undivided dim ``dim``."""
     rows, columns = split.layout.rows, split.layout.columns
     layout = Layout((0, size), columns) if split.dims[0] == dim else Layout(rows, (0, size))
     return Split(layout, split.dims)
 
 
 def first_extreme(builder: Builder, op: Operator) -> None:
-    """``max`` and ``min`` along height or width, with indices: of each part, then of these results.
+    """``max`` and ``min`` along height or width, with indices: first of each part, then of the parts' results.
 
     The first of equal extremes counts: in each part, then among parts in order, so it is the first of the whole row.
     """
@@ -114,7 +114,7 @@ def first_extreme(builder: Builder, op: Operator) -> None:
 
     def first(values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         top, at = op.target(values, dim, True)
-        # Of equal extremes, ``op.target`` returns the first part's, whose own index was its first.
+        # Of equal extremes, ``op.target`` returns that of the first part, which had chosen its first, too.
         places = indices.gather(dim, at)
         result = (top, places) if keepdim else (top.squeeze(dim), places.squeeze(dim))
         return tuple(item.clone() for item in result)
@@ -123,9 +123,9 @@ def first_extreme(builder: Builder, op: Operator) -> None:
 
 
 def _counted(cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return cuts with one value for each part that is not empty."""
+    """Return the cuts of an axis with one value for each part that is not empty: (0, 4, 4, 7) gives (0, 1, 1, 2)."""
     result = [0]
     for start, stop in itertools.pairwise(cuts):
-        # Parts without pixels have no extreme to offer.
+        # A part without pixels has no extreme.
         result.append(result[-1] + (stop > start))
     return tuple(result)

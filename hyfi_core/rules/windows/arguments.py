@@ -22,7 +22,7 @@ class Sliding:
 
     Attributes:
         window: along (y, x).
-        symmetric: along which of (y, x) the padding is the same at both ends, so that the native call can do it.
+        symmetric: whether the padding is the same at both ends, along (y, x): the native call can then pad.
     """
 
     window: Window
@@ -65,6 +65,6 @@ def _window(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
     return _known_window(tuple(kernel), tuple(stride), tuple(padding), tuple(dilation))
 
 
-@lru_cache(maxsize=256)  # networks have few, and planning asks for each many times
+@lru_cache(maxsize=256)  # networks have few different windows, and planning needs each many times
 def _known_window(kernel: _Sizes, stride: _Sizes, padding: _Sizes, dilation: _Sizes) -> Window:
     return Window(*(AxisWindow(k, s, p, d) for k, s, p, d in zip(kernel, stride, padding, dilation, strict=True)))

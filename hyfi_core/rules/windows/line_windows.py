@@ -99,7 +99,7 @@ def avg_pool1d(builder: Builder, op: Operator) -> None:
     factors = Constant(line.kernel / _counts(line, split.layout, builder.rank))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        # The padding counts, so that each window has all of its taps.
+        # Sums divided by the kernel size: padding counts here, and ``factors`` corrects for it.
         means = F.avg_pool2d(tensor, (1, line.kernel), 1)
         return (means if include_pad else means * factors.like(means)).flatten(2)
 
@@ -121,7 +121,7 @@ def _number(value: Any) -> int:
 def _rows(builder: Builder, op: Operator, line: _Line, stride: int) -> str | None:
     """Return the name of the rows ``(B, C, h, before + w + after)`` that the windows of this rank's part read.
 
-    None if the operator is along other dims than the positions, or on one rank: then it has been emitted as it is.
+    If no row is divided (on one rank, or for tiles), the operator is emitted as it is, and None is returned.
 
     Raises:
         RequestError: there are not as many results as positions, or windows reach further than a row.
@@ -145,7 +145,7 @@ def _rows(builder: Builder, op: Operator, line: _Line, stride: int) -> str | Non
 
 
 def _with_ends(builder: Builder, name: str, line: _Line) -> str:
-    """Return the name of this rank's rows, each with what follows before and after it in the flat map."""
+    """Return the name of this rank's rows, each with the positions before and after it in the flat map."""
     parts, width = builder.splits[name].layout.parts, builder.splits[name].layout.map.width
     before, after = line.before, line.after
     if not before and not after:
@@ -159,7 +159,7 @@ def _with_ends(builder: Builder, name: str, line: _Line) -> str:
 
         return parts.each(moved, lambda x0, x1: columns(x0, x1) if x0 < x1 else (0, 0))
 
-    # Of the rows above and below, only what windows at this row's ends reach: empty for parts in the middle.
+    # Of the rows above and below, only the positions that windows at the ends of a row reach: none for middle parts.
     needs = (
         boxes(-1, lambda x0, x1: (min(width, width + x0 - before), width)),
         boxes(0, lambda x0, x1: (max(0, x0 - before), min(width, x1 + after))),

@@ -20,10 +20,10 @@ from hyfi_core.rules.instructions import Split
 def try_overlapped_convolution(
     builder: Builder, op: Operator, window: Window, split: Split, need: Boxes, native: tuple[int, int]
 ) -> bool:
-    """Emit a convolution that overlaps its halo exchange, if it has one; return whether it has.
+    """Emit a convolution that overlaps its own halo exchange; return False if it has none.
 
-    It has none if ranks already have what they need, if they read it from the image, or in a fused run, whose exchange
-    belongs to several operators.
+    It has none if ranks already have the pixels that they need, if they read these from the image, or in a fused run,
+    where several operators share an exchange.
 
     Args:
         builder: of the rank's program.
@@ -31,7 +31,7 @@ def try_overlapped_convolution(
         window: its window.
         split: layout of its output.
         need: the box of the input that each rank needs.
-        native: (y, x) padding that is not in ``need``, but done by the native call.
+        native: (y, x) padding that is not in ``need``: the native call pads.
     """
     x, weight, bias, *_, groups = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     halo = _own_halo(builder, x.name, split, need)
@@ -80,7 +80,7 @@ def try_overlapped_avg_pool(
 
 
 def try_max_pool_alone(builder: Builder, op: Operator, window: Window, split: Split) -> bool:
-    """Emit a max pool of a map that one rank has as a whole; return whether it is one.
+    """Emit a max pool on a grid of one rank; return False if there are more ranks, or the pool returns indices.
 
     Unlike autograd's, its backward can overwrite the map with the cotangent.
     """
@@ -98,7 +98,7 @@ def try_max_pool_alone(builder: Builder, op: Operator, window: Window, split: Sp
 def _own_halo(builder: Builder, name: str, split: Split, need: Boxes, fill: float = 0.0) -> Redistribute | None:
     """Return the halo exchange of a window operator; None if it has none of its own."""
     have = builder.splits[name]
-    # Margins come from an exchange that several operators share, and which is over by then.
+    # In a fused run, an earlier exchange that several operators share has brought the margins.
     fused = have.boxes is not None or split.boxes is not None or name in builder.runs.shared
     if name == builder.program.image or fused or need == have.layout.parts:
         return None

@@ -70,7 +70,7 @@ def fold(builder: Builder, op: Operator) -> None:
     axes = tuple(scattered(*settings) for settings in zip(sizes, stride, padding, spans, strict=True))
     plan = reach(builder, builder.opened(builder.part(name, split)), (axes[0], axes[1]))
     part, need = plan.part, plan.need
-    # The local result covers more than the owned part: how much before it, and how much behind it.
+    # The local result covers more than the owned part: by how much before it, and after it.
     before = [part.y0 - (need.y0 * stride[0] - padding[0]), part.x0 - (need.x0 * stride[1] - padding[1])]
     covered = tuple((n - 1) * s + span + 1 for n, s, span in zip(need.shape, stride, spans, strict=True))
     behind = [b + n - c for b, n, c in zip(before, part.shape, covered, strict=True)]

@@ -44,7 +44,7 @@ class _WindowParts:
     Attributes:
         split: layout of the output.
         need: the input box of each rank.
-        native: (y, x) padding that is not in ``need``, but done by the native call.
+        native: (y, x) padding that is not in ``need``: the native call pads.
     """
 
     split: Split
@@ -53,7 +53,7 @@ class _WindowParts:
 
 
 def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
-    """Return the layout of a window operator's output, the input box of each rank, and the padding left to the call.
+    """Return how a window operator is divided: its output, the input that each rank needs, and native padding.
 
     Args:
         builder: of the rank's program.
@@ -70,7 +70,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
     # A layout lists its borders: two around one row, or one column, of ranks.
     native_y = len(layout.rows) == 2 and symmetric[0]
     native_x = len(layout.columns) == 2 and symmetric[1]
-    # Beyond the map, too: there the exchange writes the fill value.
+    # The boxes extend beyond the map, where the exchange writes the fill value.
     need = window.input_boxes(split.held)
     if native_y:
         need = replace(need, rows=((0, layout.height),))
@@ -80,7 +80,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
 
 
 def _try_whole_map(builder: Builder, op: Operator) -> bool:
-    """Emit the operator itself if a single rank has the whole map; return whether it does."""
+    """Emit the operator as it is if a single rank has the whole map; return False on other grids."""
     output = op.outputs[0]
     if builder.grid != (1, 1) or output is None:
         return False
@@ -129,7 +129,7 @@ def _subsampled_convolution(builder: Builder, op: Operator, stride: tuple[int, i
     canvas = builder.moved(x.name, plan.need)
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        # Before the pixels are chosen: padding counts in the stride.
+        # Padded before pixels are chosen, since strides begin in the padding.
         padded = F.pad(tensor, (plan.native[1],) * 2 + (plan.native[0],) * 2) if any(plan.native) else tensor
         return F.conv2d(padded[:, :, :: stride[0], :: stride[1]], kernel, bias[0] if bias else None, groups=groups)
 
@@ -178,7 +178,7 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride = (y.kernel, x.kernel), (y.stride, x.stride)
-        # With a divisor: the native call would count the canvas, and not the padding of the whole map.
+        # With an explicit divisor: the native call would count pixels of the canvas, not of the whole map.
         pooled: torch.Tensor = F.avg_pool2d(tensor, kernel, stride, divisor_override=divisor or counts.most)
         factors = None if divisor else counts.factors(tensor)
         return pooled if factors is None else pooled * factors

@@ -16,7 +16,7 @@ from hyfi_core.rules.instructions import Split
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """The input pixel that each output reads.
+    """The single input pixel that each output of an operator reads.
 
     Attributes:
         window: of one tap along (y, x).
@@ -30,8 +30,7 @@ class Tap:
 def of_slice(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
     """Return the tap of a slice; None if it is not along height or width.
 
-    A tap moves rows or columns, so there is none for maps whose height and width share a dim with each other, or with
-    anything else.
+    Maps whose height and width are not separate dims have none.
 
     Args:
         op: the slice.

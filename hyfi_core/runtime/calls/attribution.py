@@ -101,7 +101,7 @@ def attribute(
 
 
 def join_explanations(pieces: Sequence[ExplainedPart]) -> ExplainedPart:
-    """Return one part for the micro-batches of a batch, in order."""
+    """Return the explanations of a batch's micro-batches, in order, as one."""
     positions = [piece.explanation.positions for piece in pieces if piece.explanation.positions is not None]
     explanation = Explanation(
         torch.cat([piece.explanation.logits for piece in pieces]),
@@ -116,10 +116,10 @@ def gather_explanation(
 ) -> Explanation:
     """Return the explanation with whole maps, the same on every rank. Collective over the processes of the stage.
 
-    A process first puts the parts of its cells together: it holds each map once, however many cells it has.
+    A process first joins the parts of its cells, so that it holds each whole map once.
 
     Args:
-        parts: of all cells of this process; of a process without cells its only one.
+        parts: one for each cell of this process; a single one without cells.
         cells: rows and columns of cells of each process.
         stage: the processes of the stage.
     """
@@ -189,7 +189,7 @@ def attribute_head(
         seed = torch.zeros_like(logits)
         seed[:, index] = float(stage.rank == 0)  # a replicated output: its cotangent is a sum over ranks
         gradient = (yield from executor.backward(records, {output: seed}, {}, keep=True)).get(name)
-        # Used outside of the tape's steps, so that the pager does not load them by itself.
+        # They are used outside of the tape's steps, where the pager does not load them by itself.
         memory.need([activation, gradient])
         contribution = torch.zeros_like(activation) if gradient is None else activation * gradient
         maps.append(as_map(ranked, name, contribution, stage.rank).float().sum(1, keepdim=True))

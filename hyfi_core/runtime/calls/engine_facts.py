@@ -43,7 +43,7 @@ class EngineFacts:
         return self._groups.traffic(*self._runners.groups)
 
     def seconds(self) -> dict[str, float]:
-        """Return how long this rank waited in the last step: for ``halo``, ``stage``, ``reduce``, and to ``spill``."""
+        """Return the seconds that this rank waited in the last step, for ``halo``, ``stage``, ``reduce``, ``spill``."""
         return self._groups.seconds() | ({"spill": counts.wait_s} if (counts := self.spilled()) is not None else {})
 
     @property
@@ -52,7 +52,7 @@ class EngineFacts:
         return self._subject.compiler
 
     def record_spans(self, spans: list[Span] | None) -> None:
-        """Append (kind, begin, end) of each time spent on messages to ``spans`` from now on; None: no longer."""
+        """Append (kind, begin, end) of each time spent on messages to ``spans`` from now on; None: stop."""
         self._groups.record_spans(spans)
         self._replayed.allowed = spans is None
 

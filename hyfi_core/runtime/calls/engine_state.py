@@ -80,8 +80,8 @@ class EngineState:
 
     def update_unread(self, max_norm: float | None = None) -> torch.Tensor | None:
         """Like ``update``, but the host does not wait for the norm: it is a float64 scalar tensor on the device."""
-        # By what the caller has multiplied gradients: the next training call refuses ranks whose factors differ. Read
-        # before clipping, which changes gradients, too; the host waits here only if the caller has changed them.
+        # By which factor the caller has multiplied gradients: the next training call refuses ranks that differ in it.
+        # Read before clipping, which changes gradients, too; the host waits only if the caller has changed them.
         factor, norm = self._scale.factor(), None
         if max_norm is not None:
             optimized = self._ownership.optimized()
@@ -121,10 +121,10 @@ class EngineState:
     ) -> None:
         """Write weights, buffers, optimizer and random state to a folder; ``load`` goes on as if undisturbed.
 
-        Gradients that were accumulated since the last ``update`` are among it.
+        Gradients that were accumulated since the last ``update`` are saved, too.
 
         The weights are safetensors under the names of the user's model. The folder depends neither on plan nor on
-        ranks. It is written beside, synced and renamed; an earlier checkpoint of this name is replaced.
+        ranks. It is written under a temporary name, synced and renamed; an earlier checkpoint of this name is replaced.
 
         Args:
             folder: the same on every rank, on a disk that all of them see.
@@ -144,7 +144,7 @@ class EngineState:
     def load(self, folder: str | PathLike[str]) -> Any:
         """Load what ``save`` wrote, under any plan, and return its ``extra``.
 
-        Gradients accumulated so far give way to those saved. An engine without optimizer loads weights and buffers
+        Saved gradients replace those accumulated so far. An engine without optimizer loads weights and buffers
         only; it returns None.
 
         Raises:
@@ -155,7 +155,7 @@ class EngineState:
         self.load_buffers(saved.buffers or {})
         if training is None:
             return None
-        # A parameter without a saved state must have none: an entry of before would be used with the loaded weights.
+        # A parameter without a saved state must have none: an earlier entry would be used with the loaded weights.
         self.optimizer.state.clear()
         self.optimizer.zero_grad(set_to_none=True)
         named = self._model.named_parameters()
@@ -186,7 +186,7 @@ class EngineState:
         self.unsaved |= buffers.keys()
 
     def share_weights(self) -> None:
-        """Send parameters that were changed on the ranks that update them to those that only compute with them."""
+        """Send changed parameters from the ranks that update them to the ranks that only compute with them."""
         with self._watch.changing():
             self._mirrors.send_weights()
             self._mirrors.settle()

@@ -24,7 +24,7 @@ _TOLERANCE = 2e-2
 
 
 class GradientScale:
-    """The factor by which the gradients of some parameters have been multiplied, found in the largest of them.
+    """Measures the factor by which gradients have been multiplied, in the largest of them.
 
     Args:
         parameters: of this rank.
@@ -48,7 +48,7 @@ class GradientScale:
     def factor(self) -> float | None:
         """Return the factor since ``note``; None if there are no gradients, or they were not multiplied by one number.
 
-        On a device the host waits for its values if they were changed.
+        On a GPU the host waits for the values if they were changed.
         """
         gradient = None if self._noted is None else self._noted.grad
         if gradient is None:

@@ -36,8 +36,8 @@ class InputGradient:
         output: Index of the output.
         first: The first sample of the micro-batch.
         box: The part, in pixels of the image.
-        pixels: ``(b, 3, h, w)`` of the part; the engine's.
-        values: ``(b, 3, h, w)``: what this part contributes to the gradient of its pixels; the engine's.
+        pixels: ``(b, 3, h, w)`` of the part, in memory of the engine.
+        values: ``(b, 3, h, w)``: what this part contributes to the gradient of its pixels; in memory of the engine.
     """
 
     output: int

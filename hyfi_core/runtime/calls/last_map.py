@@ -20,7 +20,7 @@ from hyfi_core.rules.instructions import RankProgram
 
 
 def last_map(ranked: RankProgram) -> tuple[str, int] | None:
-    """Return (name, index of the instruction behind it) of the last split map on which the output depends.
+    """Return (name of the last split map on which the output depends, index of the instruction after it).
 
     None if the output is not reduced from a map.
     """
@@ -34,7 +34,7 @@ def last_map(ranked: RankProgram) -> tuple[str, int] | None:
         map_name = next((o for o in outputs if o in ranked.splits and o in ranked.program.values), None)
         if map_name is not None and ranked.floating(map_name) and _is_explained(ranked, map_name, grids):
             return map_name, index + 1
-        # From the output backwards: the first map that is met is the last one before it.
+        # From the output backwards, so that the first map reached is the last one before the output.
         needed_names.update(name for name in instruction.inputs if name is not None)
     return None
 
@@ -63,7 +63,7 @@ def as_map(ranked: RankProgram, name: str, part: torch.Tensor, rank: int) -> tor
         return part
     split, shape = ranked.splits[name].owned, ranked.values[name].shape
     opened, (y, x) = part.reshape(split.opened_here(shape, rank)), split.opened(shape)[1]
-    if y == 0:  # one image, whose batch dim is that of its tiles
+    if y == 0:  # one image: the batch dim is that of its tiles, so a dim for images is added
         opened, y, x = opened[None], y + 1, x + 1
     return opened.movedim((y, x), (-2, -1)).flatten(1, -3)
 
@@ -94,7 +94,7 @@ def _has_vectors_of_tiles(ranked: RankProgram, name: str, grids: set[tuple[int, 
 
 
 def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:
-    """Return (map, tape up to the last map, tape from there to the output), the latter with gradients of the map.
+    """Return (name of the last map, tape up to it, tape from there to the output with gradients of the map).
 
     Raises:
         NoMapError: the output is not reduced from a map.

@@ -30,7 +30,7 @@ _OWN_USE: ContextVar[bool] = ContextVar("own_use", default=False)
 
 
 def watch_local_use(model: nn.Module, stages: int) -> None:
-    """Add the hooks, if there are several stages; before a capture, because hooks are part of the model's state."""
+    """Add the hooks to a module of several stages; call it before a capture: hooks are part of the module's state."""
     if stages > 1 and _refuse_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_refuse_forward)
         model.register_state_dict_pre_hook(_warn_of_state)
@@ -60,7 +60,7 @@ def own_use() -> Iterator[None]:
 
 
 def local_state(model: nn.Module) -> dict[str, Any]:
-    """Return the module's ``state_dict`` on this rank, with whatever values it has of the weights of other ranks."""
+    """Return the module's ``state_dict`` on this rank; weights that other ranks train may have old values."""
     with own_use():
         return model.state_dict()
 

@@ -14,7 +14,7 @@ from hyfi_core.runtime.lowered_model import LoweredModel
 
 
 def described(leaves: list[Any]) -> list[Any]:
-    """Return shapes and dtypes of the leaves of an output, for receivers."""
+    """Return each leaf of an output for receivers: a tensor as ``[shape, dtype]``, other leaves as they are."""
     return [
         [list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
@@ -40,7 +40,7 @@ def undescribed(descriptions: list[Any], leaves: list[Any] | None, device: torch
 def output_of_batch(lowered: LoweredModel, outputs: Sequence[list[Any]]) -> Any:
     """Return the output for a whole batch, from the leaves of its micro-batches' outputs, in order.
 
-    Tensors are concatenated, but for those that are the same for any image, such as prototypes.
+    Tensors are concatenated, except those that are the same for any image, such as prototypes.
 
     Raises:
         RequestError: the output has a number that is computed from all images together.
@@ -59,7 +59,7 @@ def output_of_batch(lowered: LoweredModel, outputs: Sequence[list[Any]]) -> Any:
             leaves.append(parts[0])
             numbers.append(parts[0])
     output = lowered.pick(leaves)
-    # Only now: the user's function may leave it out.
+    # Checked last, because the user's function may leave such numbers out.
     if any(leaf is number for leaf in _pytree.tree_leaves(output) for number in numbers):
         raise RequestError(
             f"the model's output has a number for all images of a micro-batch, and there are {len(outputs)} micro-"

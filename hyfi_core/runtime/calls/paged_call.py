@@ -24,7 +24,7 @@ from hyfi_core.schedule.in_flight import microbatches_in_flight
 
 @dataclass(frozen=True)
 class PagedCall:
-    """A training step or an evaluation.
+    """A training step or an evaluation, described by what its memory depends on.
 
     Attributes:
         micro: shape of a micro-batch.
@@ -37,7 +37,7 @@ class PagedCall:
     pixels: torch.dtype | None = None
 
     def forecasts(self, subject: Subject, plan: ParallelPlan, of_cells: Iterable[LoweredModel]) -> list[PagedForecast]:
-        """Return what stages need, with all micro-batches in flight.
+        """Return the forecast of each stage in each cell, with all micro-batches in flight.
 
         Args:
             subject: the model.
@@ -52,12 +52,12 @@ class PagedCall:
         ]
 
     def new_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-        """Return the bytes of gradients and optimizer state that do not exist yet, and will during the call.
+        """Return the bytes of gradients and optimizer state that do not exist yet, but must fit beside the call's maps.
 
-        An evaluation between training steps has the optimizer's state beside it.
+        For an evaluation that is the optimizer's state, which exists between training steps.
         """
         weights = sum(p.nbytes for p in model.parameters() if p.requires_grad and not p.is_meta)
-        # The optimizer's moments; the gradient counts with ``trains``.
+        # The optimizer's moments only: ``trains`` adds the gradient.
         state = STATE_COPIES - 1 if optimizer is not None and not optimizer.state else 0
         return weights * (state + self.trains)
 
@@ -73,7 +73,7 @@ class PagedCall:
 
         Args:
             paging: of the process.
-            forecasts: of all its cells.
+            forecasts: of all cells of the process.
             subject: the model.
             plan: of the run.
             machine: the machine model; None: no times.

@@ -13,7 +13,7 @@ from hyfi_core.errors import RequestError
 
 @dataclass(frozen=True, eq=False)
 class _HookDict:
-    """One of PyTorch's two dicts of a parameter's hooks, and what was in it: (id of the handle, hook), in order."""
+    """One of PyTorch's two dicts of a parameter's hooks, and its content: (id of the handle, hook), in order."""
 
     parameter: nn.Parameter
     live: MutableMapping[int, Any]
@@ -52,13 +52,13 @@ class ParameterHooks:
             self._after += [_HookDict(parameter, after, [*after.items()])] if after else []
 
     def __enter__(self) -> None:
-        """Suspend them."""
+        """Suspend the hooks."""
         for suspended in (*self._before, *self._after):
             # Emptied in place: the user's handles hold weak references to these dicts, to remove from them.
             suspended.live.clear()
 
     def __exit__(self, *raised: object) -> None:
-        """Register them again, in the original order."""
+        """Register the hooks again, in the original order."""
         for suspended in (*self._before, *self._after):
             suspended.live.update(suspended.hooks)
 

@@ -37,7 +37,7 @@ class ReplayedSteps:
         counts: of this rank's messages.
 
     Attributes:
-        allowed: whether steps may be repeated now: not where the times of what they consist of are asked for.
+        allowed: whether steps may be repeated now; not while the times of messages are recorded.
     """
 
     def __init__(self, subject: Subject, ranks: int, mode: GraphMode, counts: Sequence[TrafficCounts]) -> None:
@@ -58,9 +58,10 @@ class ReplayedSteps:
 
         Args:
             lowered: the model.
-            make: makes what the step reads: images and losses, of this rank or of each of its cells.
-            train: computes gradients and buffers from them, and returns what it did; only kernels are repeated.
-            repeats: whether other things that are not in ``make`` are as in the other steps of this model.
+            make: creates the step's inputs, images and losses, for this rank or for each of its cells.
+            train: computes gradients and buffers from these, and returns its events; a repeated step repeats only its
+                kernels.
+            repeats: whether all that ``make`` does not create is as in the other steps of this model.
 
         Returns:
             What ``make`` and ``train`` returned; no events for a repeated step.
@@ -99,18 +100,18 @@ class ReplayedSteps:
             self._recorded = graph, [_difference(_sent(c), was) for c, was in zip(self._counts, before, strict=True)]
             return steps, events
         self._wanted = False
-        # What has run of the step may have changed these, and its memory is needed again.
+        # The part of the step that has run may have changed buffers and counts, and its memory is needed again.
         for buffer, value in buffers:
             buffer.copy_(value)
         for counts, was in zip(self._counts, before, strict=True):
             _add(counts, _difference(was, _sent(counts)))
         for parameter in self._subject.bindings.parameters_once.values():
-            if parameter.requires_grad:  # what the caller keeps at others is not of this step
+            if parameter.requires_grad:  # gradients of frozen parameters are the caller's
                 parameter.grad = None
         _return_memory(self._subject.device)
         steps = make()
         events = train(steps)
-        # Only now: if the step fails as it is, too, that is the error.
+        # Warned last: if the step also fails as it is, that error is raised instead.
         warnings.warn(
             f"steps are not recorded as CUDA graphs: {tried}; they run as they are, with the same results",
             stacklevel=4,
@@ -120,7 +121,7 @@ class ReplayedSteps:
     def _try_to_record(
         self, make: Callable[[], list[Step]], train: Train
     ) -> tuple[StepGraph, list[Step], list[Event]] | str:
-        """Record and run a step; return its graph, what it read and its events, or why it failed.
+        """Record and run a step; return (its graph, its inputs, its events), or why it failed.
 
         Of an error only the text is returned: its traceback would keep the memory of the step.
         """
@@ -138,10 +139,10 @@ class ReplayedSteps:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[Callable[[], Graph]]:
-        """Context on a stream that can be recorded; yields what creates graphs."""
+        """Context on a stream that can be recorded; yields a function that creates graphs."""
         device = self._subject.device
         torch.cuda.synchronize(device)
-        # The graphs have memory of their own: what the steps before have used would stay unused beside it.
+        # The graphs have memory of their own: memory that the allocator has kept from earlier steps would stay unused.
         _return_memory(device)
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -153,8 +154,8 @@ class ReplayedSteps:
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def _key_of(self) -> Hashable:
-        """Return what is equal for steps that repeat each other; None if a step must not be repeated."""
-        # Anomalies are looked for by the host, between kernels.
+        """Return a key, equal for steps with the same kernels on the same memory; None: do not repeat the step."""
+        # The host looks for anomalies between kernels.
         if torch.is_autocast_enabled(self._subject.device.type) or torch.is_anomaly_enabled():
             return None
         compiler, bindings = self._subject.compiler, self._subject.bindings

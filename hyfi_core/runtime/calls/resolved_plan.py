@@ -21,7 +21,7 @@ from hyfi_core.runtime.subject import Subject
 def resolved(
     plan: ParallelPlan, subject: Subject, comm: Communicator, device: torch.device, trains: bool
 ) -> ParallelPlan:
-    """Return the plan with cuts and cells that are "auto" chosen (collective); rank 0 of GPUs warns of slow kernels.
+    """Return the plan with "auto" cuts and cells chosen (collective); on GPUs, rank 0 warns of slow kernels.
 
     Args:
         plan: any.
@@ -50,12 +50,18 @@ def resolved(
 
 
 def _to_cut(program: Program, evaluated: Program | None, output: Output | None) -> Program:
-    """Return what the program computes of its output, which may be cut where both programs can be."""
+    """Return the part of a program that its output needs; its cuts are limited to those that both programs have.
+
+    Args:
+        program: the captured model.
+        evaluated: the model captured in evaluation mode, which the plan must cut, too; None: only ``program`` counts.
+        output: selects the logits from the model's output.
+    """
     program = _computed(program, output)
     if evaluated is None:
         return program
     ends, alive = module_ends(program), _computed(evaluated, output)
-    # A cut behind the last operator would leave nothing to the last stage.
+    # A cut after the last operator would leave nothing to the last stage.
     ends_there = {name: end for name, end in module_ends(alive).items() if end < len(alive.operators)}
     allowed: list[str] = []
     last = (0, 0)

@@ -34,10 +34,10 @@ class Runners(Sequence[StageRunner]):
     Attributes:
         cells: number of cells that take turns; 1 without cells.
         paging: of their maps; None if they are not spilled.
-        groups: those of the cells; empty without cells, whose groups are the rank's.
+        groups: one for each cell; empty without cells, since the runner then uses the rank's groups.
 
     Raises:
-        RequestError: the communicator cannot carry the messages of cells, or not of so many.
+        RequestError: the communicator has no tags, which cells need, or too few for so many cells.
     """
 
     def __init__(self, subject: Subject, plan: ParallelPlan, comm: Communicator, groups: Groups) -> None:
@@ -75,13 +75,13 @@ class Runners(Sequence[StageRunner]):
         self.groups = [runner.groups for runner in self._runners]
 
     def each(self, call: Callable[[StageRunner], T]) -> list[T]:
-        """Call each runner, cells in turn and their tapes in lockstep, and return the results."""
+        """Return ``call(runner)`` for each runner; cells run in turn, their tapes in lockstep."""
         if self._baton is None:
             return [call(self._runners[0])]
         return self._baton.run(lambda cell: call(self._runners[cell]))
 
     def training_parts(self, shapes: BatchShapes) -> tuple[InputPart, ...]:
-        """Return the boxes and samples that this process reads of a batch, each once."""
+        """Return the boxes and samples that this process reads of a batch in training, without duplicates."""
         parts = self.each(lambda runner: runner.training_parts(shapes.micro, shapes.whole[0]).values())
         return tuple(dict.fromkeys(part for stage_parts in parts for part in stage_parts))
 

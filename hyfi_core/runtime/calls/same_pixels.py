@@ -56,7 +56,7 @@ class SamePixels:
         if self._comm.size == 1 or (calls % _EVERY and calls & (calls - 1)):
             return
         read = {part: inputs.local[key] for key, part in inputs.parts.items() if key in inputs.local}
-        # First which boxes all ranks have read: both ends of a pair then compute the same box to compare.
+        # First all ranks exchange the boxes they have read, so that both ranks of a pair compare the same box.
         parts = [[self._replica, part.first, part.stop, *_corners(part.box)] for part in read]
         everywhere = self._comm.broadcast_object(self._comm.gather_objects(parts))
         sums = dict(self._sums(everywhere, read))
@@ -67,7 +67,14 @@ class SamePixels:
     def _sums(
         self, everywhere: list[list[list[int]]], read: Mapping[InputPart, torch.Tensor]
     ) -> Iterator[tuple[str, list[Any]]]:
-        """Yield (name of two ranks' common pixels, [checksum, box]) for those of this rank; equal names on both."""
+        """Yield (name, [checksum, corners of the box]) for the pixels that this rank and another one have read.
+
+        Both ranks give the same name to their common pixels.
+
+        Args:
+            everywhere: for each rank, its parts as [replica, first sample, sample after the last, y0, y1, x0, x1].
+            read: part -> pixels, of this rank.
+        """
         mine = self._comm.rank
         for peer, peer_parts in enumerate(everywhere):
             if peer == mine:
@@ -105,7 +112,7 @@ def _checksum(pixels: torch.Tensor) -> int:
 
 
 def _difference(gathered: list[dict[str, list[Any]]] | None) -> str | None:
-    """Return, on the root, a sentence about pixels that differ, None if all are equal."""
+    """Return a sentence about the first pixels that differ; None if all are equal, and on ranks but the root."""
     first_sums: dict[str, tuple[int, int]] = {}
     for rank, sums in enumerate(gathered or ()):
         for name, (checksum, corners) in sums.items():

@@ -10,7 +10,7 @@ the graphs read them. All else of a step is computed from these and from weights
 A recorded step is also executed: each graph runs as soon as it is recorded, so that the loss sees its output.
 
 What graphs compute has the same memory in each step. The loss gets copies of outputs, which it may keep; gradients are
-those of the last step only, as with several ranks: who compares them with earlier ones copies them.
+those of the last step only, as with several ranks: copy them to compare them with earlier ones.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CudaGraph:
 
     def begin(self) -> None:
         """Start recording; see ``Graph``."""
-        # Relaxed: threads of cells and of autograd issue kernels, too, and other threads of the process go on.
+        # Relaxed: threads of cells and of autograd also start kernels, and other threads of the process use the GPU.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
 
     def end(self) -> None:
@@ -82,7 +82,7 @@ class StepGraph:
 
     Args:
         new_graph: creates an empty graph.
-        parameters: those that get gradients.
+        parameters: the parameters that get gradients.
 
     Attributes:
         gradients: the gradient of each parameter, which every replay writes; None if it has none.
@@ -99,7 +99,7 @@ class StepGraph:
 
         Args:
             steps: of this rank, or of each of its cells.
-            train: runs them; it must not use anything of the caller's, other than by these steps, that changes later.
+            train: runs them. It must not read memory of the caller that changes later, except through these steps.
 
         Raises:
             NotRecordableError: the loss has gradients of its own for parameters.
@@ -123,7 +123,7 @@ class StepGraph:
             part(steps)
         for parameter, gradient in zip(self._parameters, self.gradients, strict=True):
             if gradient is not None:
-                # A loss that did not when it was recorded may use parameters by itself now.
+                # ``grad`` is set if the loss itself now uses the parameter, as it did not when the step was recorded.
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
     def _begin(self) -> None:
@@ -142,15 +142,16 @@ class StepGraph:
         """End a recording in which something has failed."""
         graph, self._graph = self._graph, None
         if graph is not None:
-            with contextlib.suppress(RuntimeError):  # it says again what has failed
+            with contextlib.suppress(RuntimeError):  # it would repeat the first failure
                 graph.end()
 
     def _recorded(self, number: int, step: Step) -> Step:
         """Return a step that reads images and computes losses between graphs.
 
         Args:
-            number: of the step among those of this rank's cells: each replay asks its step of this number for both.
-            step: the one that is recorded.
+            number: index of the step among those of this rank's cells; a replay takes images and loss of its step at
+                this index.
+            step: the step that is recorded.
         """
         images: dict[tuple[Key, int], torch.Tensor | None] = {}
 
@@ -185,7 +186,7 @@ class StepGraph:
         self._end()
         before = self._marks()
         of_loss = step.loss.cotangents(microbatch, _copies(leaves), first)
-        # Copies, too: a loss may keep its argument, whose ``grad`` is that of its own step.
+        # Cotangents are copied, too: a loss may keep its argument, whose ``grad`` must stay that of its own step.
         cotangents = [None if cotangent is None else cotangent.clone() for cotangent in of_loss]
         if self._marks() != before:
             raise NotRecordableError("the loss uses parameters of the model by itself")
@@ -200,7 +201,7 @@ class StepGraph:
         return cotangents
 
     def _marks(self) -> list[Any]:
-        """Return what changes when a gradient does."""
+        """Return a mark for each parameter that changes when its gradient changes."""
         return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
 
 
@@ -219,7 +220,7 @@ class _RecordedLoss(StepLoss):
 def _copies(leaves: Leaves) -> Leaves:
     """Return copies of the leaves: a loss may keep them, and the next step overwrites the memory of graphs.
 
-    A tensor that is several leaves is one copy, whose gradient is then that of all of them, as in a step as it is.
+    A tensor that is several leaves is copied once, so that its gradient is the sum for all of them, as without graphs.
     """
     copies: dict[int, torch.Tensor] = {}
     for leaf in leaves:
@@ -229,7 +230,7 @@ def _copies(leaves: Leaves) -> Leaves:
 
 
 def _put(memory: torch.Tensor | None, cotangent: torch.Tensor | None) -> None:
-    """Write a cotangent, zeros if there is none, to the memory where the graphs read it; None: they read none."""
+    """Copy a cotangent (zeros if None) to the memory where the graphs read it; ``memory`` None: they read none."""
     if memory is None and cotangent is not None:
         raise RequestError(
             "the loss now depends on an output on which it did not depend in the first steps, so that CUDA graphs, "

@@ -16,7 +16,7 @@ from hyfi_core.runtime.losses.step_loss import is_float
 
 # float64 first; a loss that fails in it, such as one with weights in float32, is tried in float32.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Relative; a loss may compute in float32 inside."""
+"""Dtype of the outputs -> largest relative difference; a loss may compute in float32 inside."""
 _SEED = 20
 
 
@@ -40,9 +40,9 @@ def why_not_mean(
         pick: turns the leaves of the output into the loss's argument.
         like: leaves of the output of a micro-batch; tensors on the meta device.
         labels: of the whole batch, of all replicas; on the host.
-        samples: of a micro-batch.
+        samples: number of samples of a micro-batch.
         device: of the model, used if the loss cannot compute on the host.
-        parts: numbers of parts to compare; those that do not divide the labels are left out.
+        parts: numbers of equal parts to try; numbers that do not divide that of the labels are left out.
         quick: whether one distribution suffices.
     """
     if len(labels) == 1:
@@ -70,7 +70,7 @@ def why_not_mean(
 def _outputs(
     like: Sequence[Any], labels: torch.Tensor, samples: int, dtype: torch.dtype
 ) -> Iterator[list[tuple[Any, bool]]]:
-    """Yield outputs for all labels: of each leaf the values, and whether it has a dim for the batch."""
+    """Yield random outputs for all labels, each a list of (leaf, whether its first dim is the batch)."""
     generator = torch.Generator().manual_seed(_SEED)
     # Logits near zero, saturated ones, and probabilities, which are all that some losses take.
     for scale in (1.0, 8.0, None):  # None: probabilities
@@ -99,7 +99,10 @@ def _differs(
     tolerance: float,
     device: torch.device,
 ) -> str | Exception | None:
-    """Return how the loss of parts differs from that of the whole; an error if it cannot be computed."""
+    """Return how the mean loss of parts differs from the loss of all samples; None if it does not.
+
+    If the loss cannot be computed, the error is returned.
+    """
     count = len(labels)
     output = [(leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batched) for leaf, batched in output]
     labels = labels.to(device)
@@ -126,7 +129,7 @@ def _differs(
 def _loss_in_parts(
     loss: Loss, pick: Callable[[list[Any]], Any], output: list[tuple[Any, bool]], labels: torch.Tensor, parts: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the mean of the losses of equal parts, and its gradients for the leaves of the output."""
+    """Return the mean of the losses of ``parts`` equal parts, and its gradients for the leaves of the output."""
     leaves = [(leaf.clone().requires_grad_() if is_float(leaf) else leaf, batched) for leaf, batched in output]
     size = len(labels) // parts
     with torch.enable_grad():

@@ -23,7 +23,7 @@ from hyfi_core.runtime.losses.loss_function import LossFunction
 from hyfi_core.runtime.losses.step_loss import LeafCotangents, Leaves, StepLoss, is_float, zeros_of
 
 _LABELS = -1
-"""Stands for the labels in keys, which have the number of the leaf for outputs."""
+"""Index that stands for the labels in keys (replica, micro-batch, index of a leaf)."""
 
 
 class BatchLoss(StepLoss):
@@ -35,7 +35,7 @@ class BatchLoss(StepLoss):
         labels: of this replica's batch, on the device.
         plan: micro-batches, directions, replicas and their shares.
         groups: of this rank or cell.
-        alike: numbers of the leaves of the output that are the same for all images; the loss takes them once.
+        alike: indices of the leaves of the output that are the same for all images; the loss takes them once.
     """
 
     def __init__(
@@ -55,26 +55,26 @@ class BatchLoss(StepLoss):
         self.waits = True
 
     def take(self, outputs: Mapping[int, Leaves]) -> None:
-        """Compute the loss from the outputs of all ranks (collective over the ranks that have one)."""
-        # Also if the loss refuses: otherwise every backward would try again.
+        """Compute the loss from the outputs of all ranks (collective over the ranks that have an output)."""
+        # Set before, so that later backwards do not try again if the loss refuses.
         self.waits = False
         try:
-            # By every cell: it is collective.
+            # Not inside of ``get``, which only one cell computes: ``_whole`` is collective.
             leaves, labels = self._whole(outputs)
             leaves, loss = self.computed.get(0, lambda: self._loss(leaves, labels))
         except RequestError as refusal:
-            # Backward runs all the same, with zeros, because other ranks wait for its messages.
+            # Backward still runs, with zeros, because other ranks wait for its messages.
             self.refusal = refusal
             return
         self.value = loss.detach().double().reshape(())
-        seed = torch.full_like(loss, self._plan.mean_over)  # by which reduced gradients are divided
+        seed = torch.full_like(loss, self._plan.mean_over)  # reduced gradients are divided by it
         counts = self._leads(0) and self._groups.index == 0
         if counts:
             self.counted = self.value
         self._gradients = self._differentiated(leaves, loss, seed, counts)
 
     def _loss(self, leaves: Leaves, labels: torch.Tensor) -> tuple[Leaves, torch.Tensor]:
-        """Return the leaves as the loss takes them, and the loss."""
+        """Return (leaves that require gradients, the loss computed from them)."""
         with torch.enable_grad():
             leaves = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
             return leaves, self._function(self._pick(leaves), labels)
@@ -88,7 +88,7 @@ class BatchLoss(StepLoss):
             gradient if gradient is None or at in self._alike else gradient[start:stop]
             for at, gradient in enumerate(self._gradients)
         ]
-        # What is the same for all images has its whole gradient in the first micro-batch.
+        # A leaf that is the same for all images gets its whole gradient in the first micro-batch.
         begins = (self._groups.index, microbatch) == self._order[0]
         counted = [first and (begins or at not in self._alike) for at in range(len(parts))]
         makes = [torch.clone if counts else torch.zeros_like for counts in counted]  # memory that may be spilled
@@ -118,11 +118,11 @@ class BatchLoss(StepLoss):
 
         Args:
             outputs: micro-batch -> leaves, of this rank.
-            tensors: which leaves are tensors, by index.
+            tensors: indices of the leaves that are tensors.
         """
         comm, any_output = self._groups.outputs().of("reduce"), next(iter(outputs.values()))
         samples = {at: any_output[at] for at in tensors} | {_LABELS: self._labels}
-        # Before the gathering, whose length depends on them.
+        # Before the gathering: the length of its message depends on shapes.
         _compare_shapes(comm, list(samples.values()))
         like = {
             (replica, m, at): tensor.new_empty((self._size(replica), *tensor.shape[1:]), device="meta")
@@ -134,23 +134,26 @@ class BatchLoss(StepLoss):
         return gathered, torch.cat(labels)
 
     def _owned(self, outputs: Mapping[int, Leaves], tensors: list[int]) -> dict[tuple[int, int, int], torch.Tensor]:
-        """Return what this rank sends: the outputs of directions that it leads; the labels if it leads the first."""
+        """Return (replica, micro-batch, leaf) -> tensor, for all that this rank sends.
+
+        These are the outputs of directions that it leads, and the labels if it leads direction 0.
+        """
         replica, microbatches = self._groups.index, range(self._plan.microbatches)
         led = [m for m in microbatches if self._leads(self._direction(m))]
         owned = {(replica, m, at): outputs[m][at] for m in led for at in tensors}
         if self._leads(0):
-            # Once for a replica, although both directions' last stages have them.
+            # Direction 0 sends all labels of a replica, although the last stages of both directions have them.
             labels = self._labels.split(self._size(replica))
             owned |= {(replica, m, _LABELS): labels[m] for m in microbatches}
         return owned
 
     def _size(self, replica: int) -> int:
-        """Return the samples of a micro-batch in a replica."""
+        """Return the number of samples of a micro-batch of a replica."""
         shares = self._plan.shares
         return (shares[replica] if shares else len(self._labels)) // self._plan.microbatches
 
     def _rows(self, replica: int, microbatch: int) -> tuple[int, int]:
-        """Return the first sample of a micro-batch in the whole batch, and the one after its last."""
+        """Return (start, stop): the samples of a micro-batch in the whole batch."""
         before = self._order[: self._order.index((replica, microbatch))]
         start = sum(self._size(earlier) for earlier, _ in before)
         return start, start + self._size(replica)
@@ -165,7 +168,7 @@ class BatchLoss(StepLoss):
 
 
 def _order(plan: ParallelPlan) -> list[tuple[int, int]]:
-    """Return (replica, micro-batch) in the order of the whole batch: replicas, or with shares micro-batches first."""
+    """Return (replica, micro-batch) in the order of samples: by replica; with shares, by micro-batch."""
     if plan.shares:
         return [(replica, m) for m in range(plan.microbatches) for replica in range(plan.replicas)]
     return [(replica, m) for replica in range(plan.replicas) for m in range(plan.microbatches)]

@@ -18,7 +18,7 @@ def gather_tensors(
     own: Mapping[Key, torch.Tensor],
     device: torch.device,
 ) -> dict[Key, torch.Tensor]:
-    """Return tensors that have one owner each (collective over ``comm``).
+    """Return the tensors of all ranks on every rank; each tensor has one owner (collective over ``comm``).
 
     One all-reduce sums their bytes: each byte is zero on all ranks except its owner, so that nothing is rounded.
 
@@ -37,7 +37,7 @@ def gather_tensors(
     parts = dict(zip(like, flat.split(sizes), strict=True))
     for key, tensor in own.items():
         flat_tensor = tensor.detach().to(device).contiguous().flatten()
-        # Of a single number, any stride is contiguous; only 1 can be viewed as bytes.
+        # A tensor of one number counts as contiguous with any stride, but only stride 1 can be viewed as bytes.
         parts[key].copy_(flat_tensor.as_strided(flat_tensor.shape, (1,)).view(torch.uint8))
     comm.all_reduce(flat)
     # Copies, because the memory of a dtype must begin at a multiple of its size.

@@ -57,7 +57,7 @@ class KnownMean:
     Attributes:
         kind: the kind of labels that the loss takes.
         ignored: the index of a class whose samples do not count; if it occurs, the loss is not a mean over all samples.
-        classes: number of classes or elements of a sample on which it can be tried.
+        classes: number of classes or elements of a sample in ``trial_labels``.
     """
 
     kind: LabelKind
@@ -65,16 +65,16 @@ class KnownMean:
     classes: int = 3
 
     def trial_labels(self, samples: int) -> torch.Tensor:
-        """Return labels of a few samples on which the loss is such a mean: no class is ignored."""
+        """Return labels for ``samples`` samples, none of an ignored class, on which the loss is such a mean."""
         if self.kind == "classes":
             counted = [index for index in range(self.classes) if index != self.ignored]
             return torch.tensor([counted[sample % len(counted)] for sample in range(samples)])
         return torch.linspace(0.1, 0.9, samples * self.classes, dtype=torch.float64).reshape(samples, -1)
 
     def fits(self, output: tuple[int, ...] | None, labels: torch.Tensor) -> bool:
-        """Whether it is such a mean for an output and labels of these shapes; they may differ in the first dim.
+        """Whether the loss is such a mean for this shape of output and these labels; first dims may differ.
 
-        Others would be broadcast, and each sample compared with all.
+        Other shapes would be broadcast, so that each sample is compared with all.
         """
         if output is None or len(output) < 2:
             return False

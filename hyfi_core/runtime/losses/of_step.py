@@ -31,8 +31,8 @@ def loss_of_step(
         labels: of this replica's batch, on the device.
         plan: of the run, with every cell as a rank.
         groups: of this rank or cell.
-        over_batch: whether it is computed once over the whole batch.
-        alike: numbers of the leaves of the output that are the same for all images.
+        over_batch: whether the loss is computed once over the whole batch.
+        alike: indices of the leaves of the output that are the same for all images.
     """
     if over_batch:
         groups.prepare_outputs()

@@ -20,7 +20,7 @@ class ComputedLosses:
     """The losses that the cells of a process compute: the user's function, which may have state, is called once.
 
     Args:
-        cells: how many ask for each loss.
+        cells: number of cells that ask for each loss.
     """
 
     def __init__(self, cells: int = 1) -> None:
@@ -29,12 +29,12 @@ class ComputedLosses:
         self._asked: dict[int, int] = {}
 
     def get(self, microbatch: int, compute: Callable[[], tuple[Leaves, torch.Tensor]]) -> tuple[Leaves, torch.Tensor]:
-        """Return the leaves of the output and the loss, which the first cell that asks computes from its own."""
+        """Return (leaves of the output, loss): computed by the first cell that asks, the same for the others."""
         if microbatch not in self._computed:
             self._computed[microbatch] = compute()
         result = self._computed[microbatch]
         asked = self._asked[microbatch] = self._asked.get(microbatch, 0) + 1
-        # The graph goes with the last cell.
+        # After the last cell, the graph is freed.
         if asked == self.cells:
             del self._computed[microbatch], self._asked[microbatch]
         return result
@@ -48,11 +48,11 @@ class StepLoss(ABC):
 
     Attributes:
         value: the replica's loss (or that of the whole batch), float64 on ranks of the last stage, without dims.
-        counted: the same on the one rank that counts it, zero on others.
+        counted: ``value`` on the one rank that counts it in sums over ranks, zero on others.
         refusal: why the loss could not be computed; its cotangents are then zero.
         waits: whether it needs ``take`` before the first backward.
-        reached: numbers of the leaves that the loss depends on.
-        computed: shared by the cells of a process.
+        reached: indices of the leaves on which the loss depends.
+        computed: the losses that the cells of a process share.
     """
 
     waits = False
@@ -86,10 +86,10 @@ class StepLoss(ABC):
         """Return the cotangents of a micro-batch's output.
 
         Args:
-            microbatch: its number.
-            leaves: tensors of its output.
-            first: whether this is the one rank of the stage whose cotangents count: those of a replicated value are
-                summed over ranks, so that they are zero on all others.
+            microbatch: index of the micro-batch.
+            leaves: leaves of its output.
+            first: whether this is the one rank of the stage whose cotangents are not zero: those of a replicated value
+                are summed over ranks.
         """
 
 

@@ -51,7 +51,7 @@ class TrainingLoss:
         self._tried: dict[KnownMean, bool] = {}
 
     def describe(self, forwards_first: bool) -> list[str]:
-        """Return what the loss costs besides the plan, as lines; see ``over_batch``."""
+        """Return lines of text on forwards that the loss makes run twice; none if they run once."""
         pieces = self._plan.microbatches * self._plan.replicas
         if pieces == 1 or forwards_first or self._settings.loss_over == "microbatch" or self._known() is not None:
             return []
@@ -67,7 +67,8 @@ class TrainingLoss:
         Args:
             lowered: the model for this step's micro-batches.
             labels: of the replica's batch.
-            forwards_first: whether all forwards are before all backwards, so that this takes no second forward.
+            forwards_first: whether all forwards come before all backwards: a loss over the batch then needs no second
+                forward.
 
         Raises:
             RequestError: on every rank: ``loss_over`` is "microbatch", but the loss is not a mean over samples.
@@ -111,10 +112,10 @@ class TrainingLoss:
         return total if over_batch else total / self._plan.mean_over
 
     def unreached(self, lowered: LoweredModel, losses: Sequence[StepLoss]) -> frozenset[str]:
-        """Return the parameters on which no output that the loss uses depends, as the user names them (collective).
+        """Return the user's names of trained parameters on which no output used by the loss depends (collective).
 
-        In one process they have no gradient, and an optimizer leaves them as they are; a gradient of zeros would let
-        them decay.
+        In one process such a parameter has no gradient and stays as it is; with a gradient of zeros, weight decay would
+        change it.
         """
         outputs, program = lowered.outputs, lowered.program
         floats = [
@@ -134,7 +135,7 @@ class TrainingLoss:
         return lowered.trained - {program.parameters[value] for value in trained & active}
 
     def _known(self) -> KnownMean | None:
-        """Return what is known of the loss, if a trial confirms it; its settings may change between steps."""
+        """Return the loss as a known mean, if a trial confirms it, else None; its settings may change between steps."""
         mean = known_mean(self._settings.loss) if self._settings.loss_over == "auto" else None
         if mean is not None and mean not in self._tried:
             labels, like = mean.trial_labels(_TRIED), torch.empty((1, mean.classes), device="meta")
@@ -181,7 +182,7 @@ class TrainingLoss:
                 f'loss_over is "microbatch", but the loss is not a mean of terms of single samples: {reason}; pass '
                 f'loss_over="batch", or "auto"'
             )
-        # Forgetting only costs a check.
+        # A forgotten digest only costs another check.
         if len(self._checked) == _CHECKED:
             self._checked.clear()
         self._checked.add(digest.digest())

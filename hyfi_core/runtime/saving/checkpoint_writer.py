@@ -119,7 +119,7 @@ class CheckpointWriter:
         return self._open is not None and self._open.job.busy()
 
     def wait(self) -> None:
-        """Wait until this rank has written or published what it has to.
+        """Wait until this rank has written its part or, on rank 0, published the checkpoint.
 
         Raises:
             OSError: as ``busy``.
@@ -128,7 +128,7 @@ class CheckpointWriter:
             self._open.job.result()
 
     def advance(self) -> int | None:
-        """Go on after no rank was ``busy`` (collective then; without an open checkpoint nothing happens).
+        """Start publishing, or end it, after a vote in which no rank was ``busy`` (collective with an open checkpoint).
 
         Returns:
             The step of a checkpoint that is published now; None if there is none.
@@ -156,7 +156,7 @@ class CheckpointWriter:
         published = None
         while self._open is not None:
             self._open.job.result()
-            # In place of that vote: ``advance`` may only be called when no rank writes any more.
+            # Replaces the vote: ``advance`` may only be called when no rank writes any more.
             self._comm.barrier()
             published = self.advance()
         return published
@@ -173,14 +173,17 @@ class CheckpointWriter:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _writing(self, temporary: Path, part: CheckpointPart, step: int) -> Callable[[], dict[str, Any]]:
-        """Copy a part; return the function that writes the copy and returns what rank 0 needs to know of it."""
+        """Copy a part; return the function that writes the copy.
+
+        That function returns what rank 0 publishes: digests of its files, groups of the optimizer, bytes by name.
+        """
         optimizer = part.optimizer["tensors"] if part.optimizer is not None else None
         kinds = {"weights": part.weights, "optimizer": optimizer, "averaged": part.averaged}
         present = {kind: tensors for kind, tensors in kinds.items() if tensors is not None}
         if part.buffers:
             present["buffers"] = part.buffers
         state = {f"{kind}/{name}": tensor for kind, tensors in present.items() for name, tensor in tensors.items()}
-        # ``changing``: the next update overwrites these tensors, and is started after the copy on the same stream.
+        # ``changing``: the next update overwrites these tensors; on the same stream, it runs after the copy.
         snapshot = self._pool.acquire(step, state, changing=True)
         copies = unflatten(snapshot.flat, state)
         present_names = {kind: [*tensors] for kind, tensors in present.items()}
@@ -193,7 +196,7 @@ class CheckpointWriter:
             # Here and not in ``begin``: only this thread waits for the device.
             snapshot.wait()
             copied = {kind: {name: copies[f"{kind}/{name}"] for name in names} for kind, names in present_names.items()}
-            # Whichever rank comes first makes it.
+            # Several ranks create the same folder.
             temporary.mkdir(parents=True, exist_ok=True)
             moments, averaged, buffers = (copied.get(kind) for kind in ("optimizer", "averaged", "buffers"))
             files = write_tensors(temporary, copied["weights"], moments, averaged, buffers, number)
@@ -204,7 +207,7 @@ class CheckpointWriter:
 
 
 class _Job:
-    """A function that runs on a thread of its own; None: nothing is to be done."""
+    """Runs a function on a thread of its own; None: there is nothing to run."""
 
     def __init__(self, call: Callable[[], dict[str, Any]] | None) -> None:
         self._result: dict[str, Any] = {}
@@ -212,19 +215,19 @@ class _Job:
         self._thread: threading.Thread | None = None
         self._device = current_device()
         if call is not None:
-            # A run that fails does not wait for it: what is not renamed yet does not count.
+            # A daemon: a run that fails does not wait for it, and a checkpoint counts only once it is renamed.
             self._thread = threading.Thread(target=self._run, args=(call,), name="checkpoint", daemon=True)
             self._thread.start()
 
     def busy(self) -> bool:
-        """Return whether it still runs; raises its error."""
+        """Return whether the function still runs; raise its error, if any."""
         if self._thread is not None and self._thread.is_alive():
             return True
         self.result()
         return False
 
     def result(self) -> dict[str, Any]:
-        """Wait for its end and return its result; raises its error."""
+        """Wait for the function and return its result, or raise its error."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:

@@ -41,7 +41,7 @@ def save_engine(
         comm: all ranks.
         part: this rank's part of the checkpoint.
         random: its key of random operators.
-        extra: what ``read_engine`` returns with it; JSON.
+        extra: JSON of the user's own, which is loaded again with the checkpoint.
         model_json: what else goes to ``model.json``; JSON.
 
     Raises:
@@ -61,7 +61,7 @@ def save_engine(
         state={**state, "extra": extra},
     )
     try:
-        # Twice: first the parts of all ranks, then what rank 0 publishes.
+        # Two rounds: in the first all ranks write their parts, in the second rank 0 publishes.
         while writer.open_step is not None:
             agree(comm, writer.wait, (OSError,), OSError)  # if one rank fails, all do
             writer.advance()
@@ -89,13 +89,13 @@ def read_engine(
 
 
 def restore_random(random: RandomKey, state: Mapping[str, Any]) -> None:
-    """Continue with the random numbers of a checkpoint's ``state.json``, those of torch's own generator, too."""
+    """Restore the random state of a checkpoint's ``state.json``, that of torch's generator included."""
     random.seed, random.step = state["random"]
     torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["rng"])), dtype=torch.uint8))
 
 
 def _check_request(folder: Path, extra: Mapping[str, Any] | None, model_json: Mapping[str, Any] | None) -> None:
-    """Refuse a folder with other files, and what JSON cannot hold."""
+    """Refuse a folder with other files, and values that JSON cannot represent."""
     has_other_files = (
         folder.exists() and not (folder / MODEL_FILE).is_file() and (folder.is_file() or any(folder.iterdir()))
     )
@@ -103,7 +103,7 @@ def _check_request(folder: Path, extra: Mapping[str, Any] | None, model_json: Ma
         raise RequestError(f"{folder} exists and is not a checkpoint: engine.save would replace it; pass a new folder")
     for name, value in (("extra", extra), ("model_json", model_json)):
         try:
-            # Tried before anything is written: it will be written at the very end.
+            # Tried now, although it is written last: nothing is written yet.
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RequestError(

@@ -31,9 +31,9 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def remove_leftovers(checkpoints: Path) -> None:
-    """Remove what killed writers left behind, links included, and restore a checkpoint that was being replaced.
+    """Remove temporary folders and links of killed writers, and restore a checkpoint that was being replaced.
 
-    Only while nobody writes.
+    Call it only while no process writes here.
     """
     for aside in checkpoints.glob(replaced_name(checkpoints / "step-*").name):
         folder = checkpoints / aside.name.removeprefix(".").removesuffix(".old")
@@ -42,7 +42,7 @@ def remove_leftovers(checkpoints: Path) -> None:
         else:
             aside.rename(folder)
     for leftover in checkpoints.glob(".*.tmp-*"):
-        # Asked first: ``is_dir`` follows links, and ``rmtree`` refuses them, so that the link would stay.
+        # Links first: ``is_dir`` follows them, and ``rmtree`` refuses them.
         if leftover.is_symlink():
             leftover.unlink()
         elif leftover.is_dir():
@@ -50,7 +50,7 @@ def remove_leftovers(checkpoints: Path) -> None:
 
 
 def prune(checkpoints: Path, keep: int, spare: Iterable[int] = ()) -> list[int]:
-    """Remove all but the ``keep`` newest checkpoints; never one with a link to it, nor one of ``spare``.
+    """Remove all but the ``keep`` newest checkpoints; never one with a link to it, nor a step of ``spare``.
 
     Returns:
         The removed steps.
@@ -69,6 +69,6 @@ def prune(checkpoints: Path, keep: int, spare: Iterable[int] = ()) -> list[int]:
 def remove(folder: Path) -> None:
     """Remove a checkpoint; a process that is killed meanwhile leaves no incomplete one under its name."""
     hidden = temporary_name(folder)
-    # Removing takes many steps, a rename one: after it, a kill leaves only what ``remove_leftovers`` finds.
+    # Removing takes many steps, a rename one. A process killed after it leaves a folder for ``remove_leftovers``.
     folder.rename(hidden)
     shutil.rmtree(hidden)

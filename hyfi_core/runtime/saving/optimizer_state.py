@@ -22,7 +22,7 @@ def optimizer_state(
     Args:
         optimizer: with parameters in ``named``.
         named: the model's ``named_parameters()``.
-        gradients: whether to add those accumulated for the next update.
+        gradients: whether to add the gradients accumulated for the next update.
 
     Returns:
         ``{"tensors": {"<name>/<key>": tensor}, "groups": [{hyper-parameters, "names": [...], "values": {...}}]}``;
@@ -101,7 +101,7 @@ def load_optimizer_state(
     for key in saved["tensors"]:
         entries.setdefault(key.rpartition("/")[0], []).append(key)
     for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
-        # All but the parameters: the group keeps its own, and saved names only say whose state is whose.
+        # All settings, but not the parameters: the group keeps its own, to which the saved names refer.
         group.update(
             {
                 key: _restored(group.get(key), value)
@@ -114,12 +114,12 @@ def load_optimizer_state(
                 continue
             name = names[id(parameter)]
             state = dict(saved_group["values"].get(name, {}))
-            for entry in entries.get(name, ()):  # only these are read
+            for entry in entries.get(name, ()):  # other entries are not read from the file
                 key = entry.rpartition("/")[2]
                 if key == _GRADIENT:
                     parameter.grad = _like(parameter, saved["tensors"][entry])
                     continue
-                # As in torch: kernels that count the steps themselves read them on the device, others on the host.
+                # As in torch: where kernels use the number of steps it is on the device, otherwise on the host.
                 on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
                 value = saved["tensors"][entry]
                 state[key] = value.clone() if on_host else _like(parameter, value)
@@ -128,7 +128,7 @@ def load_optimizer_state(
 
 
 def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``value`` on its parameter's device, with its strides if it has its shape."""
+    """Return a copy of ``value`` on its parameter's device; of equal shape, with the parameter's strides."""
     if value.shape != parameter.shape:  # as Adafactor's moments of rows and columns
         return value.to(parameter.device, copy=True)
     if is_shard(parameter):

@@ -23,11 +23,12 @@ def sharing(weight_bytes: int, ranks: Sequence[int]) -> list[int]:
 def deal(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
     """Return tensor -> the rank that writes it; the same on every rank.
 
-    The largest tensors are dealt first, each to the rank that has least: none gets more than the mean and one tensor.
+    The largest tensors are dealt first, each to the rank with the fewest bytes so far. So no rank gets more than the
+    mean and one tensor.
 
     Args:
         sizes: bytes of each tensor.
-        ranks: those that have all of them.
+        ranks: the ranks that have all of these tensors.
     """
     loads = dict.fromkeys(sharing(sum(sizes.values()), ranks), 0)
     writers = {}

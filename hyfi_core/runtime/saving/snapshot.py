@@ -62,7 +62,7 @@ class Snapshot:
         self.step, self.flat = step, flat
         self._state: State | None = state
         self._done: torch.cuda.Event | None = None
-        # One at most: a rank has one GPU. Counters of optimizers may be on the host beside it.
+        # At most one GPU: a rank has one. Counters of optimizers may be on the host even then.
         devices = {value.device for value in state.values() if value.is_cuda}
         views = unflatten(flat, state)
         if not devices:

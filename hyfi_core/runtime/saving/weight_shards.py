@@ -18,7 +18,7 @@ def is_shard(tensor: torch.Tensor) -> bool:
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor, not copied, without a graph."""
+    """Return this rank's part of a tensor, not copied and without a graph; the whole tensor if it is no shard."""
     if not is_shard(tensor):
         return tensor.detach()
     part: torch.Tensor = tensor.detach()._local_tensor  # type: ignore[attr-defined]  # to_local copies its view's version
@@ -34,10 +34,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor as a new shard, divided as another one; no rank sends anything.
+    """Return a whole tensor as a new shard, divided like ``like``, without communication.
 
     Args:
-        like: a shard.
+        like: the shard whose division to use.
         value: of the same shape, with the same values on all ranks.
     """
     from torch.distributed.tensor import DTensor
@@ -49,7 +49,7 @@ def shard_like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     first = min(len(value), rank * rows)
     part = value[first : first + rows].to(shard.device).contiguous().clone()
     shape, stride = torch.Size(like.shape), like.stride()
-    # With shape and stride: from uneven parts, DTensor would infer rows times ranks. ``run_check`` would communicate.
+    # Shape and stride are passed, since DTensor would infer rows * ranks. ``run_check`` would communicate.
     result: torch.Tensor = DTensor.from_local(
         part, shard.device_mesh, shard.placements, run_check=False, shape=shape, stride=stride
     )
