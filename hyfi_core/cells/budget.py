@@ -65,9 +65,9 @@ def with_cells(
         plan: with named cuts.
         program: the captured model, of one micro-batch.
         held_bytes: bytes of the device's memory that the rank uses before the first step; see ``held_bytes_on``.
-        device: of the maps.
+        device: device of the maps.
         trains: whether there is backward; in evaluation mode a rank keeps far less.
-        costs: of the program without backward, from earlier calls; None: none are known.
+        costs: costs of the program without backward, from earlier calls; None: none are known.
         fewest: least number of rows, and of columns, of cells; see ``cells.large_maps``.
 
     Raises:
@@ -122,9 +122,9 @@ def evaluation_bytes(costs: CellCosts, grid: tuple[int, int], cells: tuple[int, 
     """Return the memory of a rank that evaluates its part of a map, in cells and without spilling.
 
     Args:
-        costs: of the program in evaluation mode.
-        grid: of the ranks that share the image.
-        cells: of each rank's part; (1, 1) for none.
+        costs: costs of the program in evaluation mode.
+        grid: (rows, columns) of the ranks that share the image.
+        cells: (rows, columns) of cells of each rank's part; (1, 1): none.
         held_bytes: what the rank uses before the first step.
     """
     ranks = prod(grid)
@@ -146,7 +146,7 @@ def page_limit(
     Args:
         memory_bytes: memory limit of the rank; None: half of the memory that is free now.
         held_bytes: what it always needs: interpreter, libraries, weights, gradients, optimizer state.
-        forecasts: of all stages in all cells.
+        forecasts: forecasts of all stages in all cells.
         device: where the maps are.
 
     Raises:
@@ -175,7 +175,7 @@ def resident_limit(
 
     Args:
         memory_bytes: memory limit of the rank, or None.
-        forecasts: of all stages in all cells.
+        forecasts: forecasts of all stages in all cells.
         device: where the maps are; on a GPU they are not resident memory.
     """
     if memory_bytes is None or device.type != "cpu":
@@ -206,9 +206,9 @@ def spilled_bytes(kept_bytes: int, limit_bytes: int, working_bytes: int = 0, tra
     """Return how many bytes of kept maps the store will hold: those that are not in memory all the time.
 
     Args:
-        kept_bytes: of maps; see ``PagedForecast``.
-        limit_bytes: of maps in memory.
-        working_bytes: of the largest step of a cell.
+        kept_bytes: bytes of kept maps; see ``PagedForecast``.
+        limit_bytes: limit of maps in memory.
+        working_bytes: bytes of the largest step of a cell.
         trains: whether there is backward.
     """
     return max(0, kept_bytes - int(_ONLY_IN_MEMORY[trains] * max(0, limit_bytes - working_bytes)))

@@ -299,7 +299,7 @@ class CellCommunicator:
         """Enter the group's next collective call; return its number and the call.
 
         Args:
-            value: of this cell.
+            value: value of this cell.
             last: called by the last cell of this process that enters the call, with the values of all its cells; sets
                 the result.
         """
@@ -337,7 +337,7 @@ def tag_of_cells(source: int, target: int, cells: int, tag: int = 0) -> int:
     Args:
         source: the cell that sends it.
         target: the cell that receives it.
-        cells: of each process.
+        cells: number of cells of each process.
         tag: tag of the message between the cells.
     """
     return (tag * cells + source) * cells + target
@@ -350,7 +350,7 @@ def cell_communicators(
 
     Args:
         comm: the processes.
-        baton: of this process's cells.
+        baton: baton of this process's cells.
         members: (process, cell) of every rank of the group, in order.
         spills: whether maps of cells may be moved out of memory.
     """

@@ -34,7 +34,7 @@ class RunCost:
 
     Attributes:
         peak_bytes: modelled peak of all maps that exist at the same time.
-        work: of all cells together relative to one process; 1 without redundant work.
+        work: work of all cells together relative to one process; 1 without redundant work.
         step_bytes: inputs and outputs of the largest operator in one cell.
     """
 
@@ -52,7 +52,7 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
     """Return the fused runs with the smallest product of peak and work, and their cost.
 
     Args:
-        program: in evaluation mode.
+        program: the captured model in evaluation mode.
         grid: rows and columns of cells.
 
     Raises:
@@ -81,7 +81,7 @@ class CellCosts:
     """What a program costs in cells, by their grid; its fused runs are chosen once for each.
 
     Args:
-        program: in evaluation mode.
+        program: the captured model in evaluation mode.
     """
 
     def __init__(self, program: Program) -> None:

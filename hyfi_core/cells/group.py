@@ -42,7 +42,7 @@ class CellGroup:
 
     Args:
         comm: the processes of the group.
-        baton: of this process's cells.
+        baton: baton of this process's cells.
         members: (process, cell) of every rank of the group, in order.
         spills: whether maps of cells may be moved out of memory.
     """
@@ -51,7 +51,7 @@ class CellGroup:
         self, comm: Communicator, baton: Baton, members: Sequence[tuple[int, int]], spills: bool = False
     ) -> None:
         self.comm, self.baton, self.members, self.spills = comm, baton, tuple(members), spills
-        self.here = [rank for rank, (process, _) in enumerate(self.members) if process == comm.rank]
+        self.here = [rank for rank, (process, _) in enumerate(self.members) if process == comm.rank]  # of this process
         # (from, to, tag) -> copies not yet received; (from, to) -> tensors shown by reference, with their versions.
         self.lanes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
         self.shown: dict[tuple[int, int], deque[tuple[torch.Tensor, int | None]]] = {}

@@ -28,13 +28,13 @@ class Page:
     Attributes:
         memory: a weak reference to the storage.
         size: bytes.
-        cell: that owns the map.
+        cell: the cell that owns the map.
         uses: future uses, latest first; past ones are removed from the end. See ``PLACES``.
         in_memory: whether it is in memory, or being read.
         place: position of its bytes in the store.
         written: whether the bytes in the store equal those in memory, or will once ``work`` is done.
         tensor: a weak reference to a tensor with this memory; its version shows whether a step has changed it.
-        version: of the tensor when the bytes were written.
+        version: version of the tensor when the bytes were written.
         ready: whether the pager counts it among the pages that are in memory and can be dropped.
         reading: whether ``work`` is a read.
         copying: whether ``work`` copies it on another stream of its GPU; a step that may overwrite it must wait.
@@ -95,9 +95,9 @@ class PagerCounts:
 
     Attributes:
         peak_bytes: peak of pages in memory.
-        written_bytes: to the store.
-        read_bytes: from the store.
-        recomputed_bytes: computed again instead of being read.
+        written_bytes: bytes written to the store.
+        read_bytes: bytes read from the store.
+        recomputed_bytes: bytes computed again instead of being read.
         store_bytes: peak size of the store.
         wait_s: time that cells waited for the store.
     """

@@ -65,7 +65,7 @@ def forecast_pages(
     Args:
         ranked: the cell's program.
         tape: its steps.
-        position: of the cell in the stage's grid.
+        position: position of the cell in the stage's grid, row-major.
         trains: whether backward follows.
         pixels: type of the pixels from which the image is computed when it is needed; None: the image is kept.
     """

@@ -95,7 +95,7 @@ class UseOrder:
     """The times at which the values of a tape are used.
 
     Args:
-        tape: of one cell; those of all cells have the same structure.
+        tape: tape of one cell; those of all cells have the same structure.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -134,8 +134,8 @@ class PagedSteps:
     """One micro-batch of a stage in one cell.
 
     Args:
-        pager: of all cells of the process.
-        order: of the stage's tape.
+        pager: pager of all cells of the process.
+        order: order of uses of the stage's tape.
         context: creates the autocast context.
         recomputes: whether cheap maps are recomputed; in evaluation that would keep their inputs alive.
     """

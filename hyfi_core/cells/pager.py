@@ -41,9 +41,9 @@ class Pager:
 
     Args:
         store: where spilled pages go.
-        limit_bytes: of pages in memory; exceeded only by a single step that needs more.
+        limit_bytes: limit of pages in memory; exceeded only by a single step that needs more.
         cell: returns the cell whose turn it is.
-        device: of the pages, a ``torch.device`` or its name.
+        device: device of the pages, a ``torch.device`` or its name.
 
     Attributes:
         resident: lowers ``limit_bytes`` if the rest of the process grows; None: it is not measured.
@@ -58,14 +58,14 @@ class Pager:
         self.counts = PagerCounts()
         self.allocated: dict[Any, int] = {}  # step -> bytes that it allocated in the previous cell
         self._cell = cell
-        self._fixed: set[int] = set()
-        self._pages: dict[int, Page] = {}
+        self._fixed: set[int] = set()  # addresses of storages that stay in memory
+        self._pages: dict[int, Page] = {}  # address of a storage -> its page
         # Cell -> the inputs of its current step: it needs them again when its turn comes back.
         self._pinned: dict[int, list[Page]] = {}
         self._order = PageOrder()
-        self._memory_bytes = 0
-        self._ready_bytes = 0
-        self._ahead: dict[int, Page] = {}
+        self._memory_bytes = 0  # of pages in memory
+        self._ready_bytes = 0  # of those that can be dropped at once
+        self._ahead: dict[int, Page] = {}  # id of a page that was read ahead and not used yet -> the page
         self._threads = ThreadPoolExecutor(_THREADS, "spill", make_current, (torch.device(device),))
 
     # -- around each step of a cell
@@ -97,7 +97,7 @@ class Pager:
         """Release the inputs of the step that has ended.
 
         Args:
-            when: the use of pages that this step was; uses up to it are removed.
+            when: time of the step, see ``page.PLACES``; uses up to it are past and are removed.
         """
         for page in self._pinned.pop(self._cell(), []):
             while page.uses and page.uses[-1] <= when:
@@ -191,7 +191,7 @@ class Pager:
             self._enqueue(page)
 
     def reset(self) -> None:
-        """Start over, between steps."""
+        """Forget all pages and counts, before a step or an evaluation."""
         for key in list(self._pages):
             self._forget(key)
         self._pinned.clear()

@@ -79,7 +79,7 @@ class Paging:
         """Prepare the pager for a step or an evaluation.
 
         Args:
-            key: of its shape and mode; the limit is chosen once for each.
+            key: shape and mode of the call; the limit is chosen once for each.
             forecasts: returns the forecasts of all stages in all cells, with all micro-batches in flight.
             new_bytes: gradients and optimizer state that do not exist yet.
 

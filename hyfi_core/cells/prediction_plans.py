@@ -46,7 +46,7 @@ class PredictionNeeds:
         memory_bytes: memory limit of a rank.
         held_bytes: bytes of it that a rank uses before it has a model.
         spills: whether maps may leave memory if nothing fits otherwise.
-        dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
+        dtype: dtype of convolutions and matrix products under autocast; None: that of their values.
     """
 
     command: Literal["predict", "validate"]
@@ -64,10 +64,10 @@ class PredictionForecast:
 
     Attributes:
         grid: ranks that share a slide.
-        cells: of each rank's part; None: none.
+        cells: (rows, columns) of cells of each rank's part; None: none.
         spills: whether maps leave memory.
         groups: number of slides that are computed at the same time.
-        memory_bytes: of each rank, the process included; with ``spills``, its limit.
+        memory_bytes: memory of each rank, the process included; with ``spills``, its limit.
         parts_s: seconds of a slide by part: compute, halo, sums, cells, spill.
     """
 

@@ -45,7 +45,7 @@ class Recomputation:
         calls: the calls, in order.
         sources: their input maps; kept, possibly spilled, as long as the recomputation.
         form: (size, stride, offset) in its storage.
-        dtype: of the map.
+        dtype: dtype of the map.
         depth: length of the longest chain of recomputations on which the map depends, including its own.
         context: creates the context (autocast) in which the map was computed.
     """
@@ -170,8 +170,8 @@ def cheap_calls(segment: Segment, name: str, shape_of: Shapes) -> tuple[LocalCal
     """Return the calls of a segment that compute a value, in order; None if they are not cheap.
 
     Args:
-        segment: the calls.
-        name: of the value.
+        segment: the segment that computes it.
+        name: name of the value.
         shape_of: returns the shape of an input of the segment.
     """
     unresolved, chosen = {name}, []
@@ -201,7 +201,7 @@ def _is_convolution(call: LocalCall) -> bool:
 
 
 def convolved_by(segment: Segment, saved: torch.Tensor, values: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the name of the value of which ``saved`` is the input of a convolution, or a copy; None if there is none.
+    """Return the name of the input of a convolution that ``saved`` is, or is a copy of; None if it is neither.
 
     Under autocast, a convolution saves a copy with another dtype. Values are compared, because other operators of the
     segment save maps of the same shape, too.

@@ -106,7 +106,7 @@ class SpillFile:
     """A file of blocks.
 
     Args:
-        folder: of the file.
+        folder: folder of the file.
 
     Raises:
         RequestError: no file can be created there.
@@ -271,7 +271,7 @@ class FreeBlocks:
         return tuple(ranges)
 
     def give_back(self, ranges: tuple[tuple[int, int], ...]) -> None:
-        """Release blocks."""
+        """Release ranges of blocks."""
         for start, stop in ranges:
             at = bisect.bisect(self._free, (start, stop))
             # Merged with its neighbours, so that a later large map finds one long range.

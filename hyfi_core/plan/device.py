@@ -48,7 +48,7 @@ def local_rank(environment: Mapping[str, str], by_torchrun: bool) -> int:
     """Return the local rank of this process, 0 if no launcher sets it.
 
     Args:
-        environment: of the process.
+        environment: environment variables of the process.
         by_torchrun: whether torchrun started it: then its variable counts before those of MPI, and otherwise after
             them, since a shell may have variables of an earlier launcher.
     """
@@ -62,7 +62,7 @@ def gpu_index(environment: Mapping[str, str], by_torchrun: bool, count: int) -> 
     Ranks that do not compute, such as loaders, are counted as well, because no rank knows the others' roles yet.
 
     Args:
-        environment: of the process.
+        environment: environment variables of the process.
         by_torchrun: whether torchrun started it.
         count: GPUs that it sees. A rank that sees exactly one uses it.
     """

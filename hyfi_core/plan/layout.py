@@ -24,7 +24,7 @@ class Layout:
 
     Attributes:
         rows: start of each row of ranks, followed by the height: ``len(rows) - 1`` rows of ranks.
-        columns: the same along x.
+        columns: start of each column of ranks, followed by the width.
     """
 
     rows: tuple[int, ...]

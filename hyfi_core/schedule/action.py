@@ -125,7 +125,7 @@ class Schedule:
     """The actions of all ranks of one replica.
 
     Attributes:
-        name: of the algorithm.
+        name: name of the algorithm.
         actions: for each rank, its actions in order.
     """
 

@@ -46,11 +46,11 @@ class Durations:
     """Seconds of each stage's forward, backward, messages and reduction.
 
     Attributes:
-        forward_s: of a forward.
-        backward_s: of a backward, whole or both of its parts.
-        message_s: of a message that the stage sends.
-        reduce_s: of the reduction of the stage's gradients.
-        weight_s: of a backward's second part, W, where it has two; included in ``backward_s``.
+        forward_s: seconds of a forward.
+        backward_s: seconds of a backward, whole or both of its parts.
+        message_s: seconds of a message that the stage sends.
+        reduce_s: seconds of the reduction of the stage's gradients.
+        weight_s: seconds of a backward's second part, W, where it has two; included in ``backward_s``.
         edge_s: (from, to) of stages -> seconds of a message in either direction; by default ``message_s``.
     """
 
@@ -85,7 +85,7 @@ class Half:
     Attributes:
         is_send: which side it is.
         receive: the receive that it belongs to; of a send, its counterpart.
-        index: of the action in the list of this side's rank.
+        index: index of the action in the list of this side's rank.
         time_s: when the side was posted.
         batch: the messages of the same action; None unless all messages of a rank go through one stream.
     """
@@ -102,7 +102,7 @@ class Batch:
     """The messages of one send or receive action, in the stream of their rank.
 
     Attributes:
-        index: of the action in the rank's list.
+        index: index of the action in the rank's list.
         halves: (sender, receiver, half) of each message; empty once this rank has posted them.
         open: number of messages whose other side has not been posted.
         end_s: end of the messages that have started, the latest.

@@ -17,7 +17,7 @@ class Blame:
 
     Attributes:
         rank: number of the rank in its replica.
-        index: of the action in the rank's list; the length of the list if an action is missing at its end.
+        index: index of the action in the rank's list; the length of the list if an action is missing at its end.
         why: what is wrong with the action, or what it waits for.
     """
 

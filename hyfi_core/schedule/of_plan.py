@@ -20,7 +20,7 @@ class PlanSchedules:
 
     Args:
         plan: with every cell as a rank.
-        placement: of its stages.
+        placement: which ranks hold which stage.
     """
 
     def __init__(self, plan: ParallelPlan, placement: Placement) -> None:

@@ -23,7 +23,7 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradien
 _OTHER = {"REDUCE": "#009e73", "SEND": "#999999"}
 _REST = "#cc79a7"
 _LEFT_PX, _TOP_PX, _RIGHT_PX, _BOTTOM_PX = 70, 56, 20, 30
-_ROW_PX, _BOX_PX, _STRIP_PX = 40, 24, 6
+_ROW_PX, _BOX_PX, _STRIP_PX, _DIGIT_PX = 40, 24, 6, 7
 
 
 def draw(events: Iterable[TraceEvent], title: str, width_px: int = 1200) -> str:
@@ -32,7 +32,7 @@ def draw(events: Iterable[TraceEvent], title: str, width_px: int = 1200) -> str:
     Args:
         events: simulated or measured.
         title: printed above.
-        width_px: of the whole picture.
+        width_px: width of the whole picture.
 
     Raises:
         ValueError: there is no event.
@@ -72,7 +72,7 @@ def _event(event: TraceEvent, x: float, px_per_s: float) -> str:
         return _rect(x, y + _BOX_PX + 2, width, _STRIP_PX, _colour(event), hint)
     label = _label(event)
     box = _rect(x, y, width, _BOX_PX, _colour(event), hint)
-    return box + _text(x + width / 2, y + _BOX_PX / 2 + 4, label) if 7 * len(label) <= width else box
+    return box + _text(x + width / 2, y + _BOX_PX / 2 + 4, label) if _DIGIT_PX * len(label) <= width else box
 
 
 def _action(event: TraceEvent) -> Action | None:

@@ -28,11 +28,11 @@ class Costs:
     Messages take no time by default.
 
     Attributes:
-        forward_s: of one forward of a stage, on all its ranks at once.
-        backward_s: of one backward, whole or both of its parts.
-        weight_s: of its second part, W; at most ``backward_s``. None: half of it.
-        message_s: of one message that a stage sends, from the moment at which both sides have been posted.
-        reduce_s: of the reduction of a stage's gradients.
+        forward_s: one forward of a stage, on all its ranks at once.
+        backward_s: one backward, whole or both of its parts.
+        weight_s: its second part, W; at most ``backward_s``. None: half of it.
+        message_s: one message that a stage sends, from the moment at which both sides have been posted.
+        reduce_s: the reduction of a stage's gradients.
         edge_s: (from, to) of stages -> duration of a message in either direction, instead of ``message_s``.
     """
 
@@ -101,7 +101,7 @@ def simulate(
         placement: which ranks hold which stage.
         edges: as for ``lower``.
         mirror: as for ``lower``.
-        microbatches: of both directions together; None: those in the schedule.
+        microbatches: number of both directions together; None: those in the schedule.
         costs: durations; by default 1 for a forward, 2 for a backward (1 for each part), 0 for the rest.
         one_stream: whether all messages of a rank go through one stream, each after the previous one.
 

@@ -38,7 +38,7 @@ def to_chrome(events: Iterable[TraceEvent], names: Mapping[int, str] | None = No
     Source: "Trace Event Format", complete ("X") and metadata ("M") events, microseconds.
 
     Args:
-        events: of all ranks; kinds other than gang actions, ``update`` and ``data`` are communication.
+        events: events of all ranks; kinds other than gang actions, ``update`` and ``data`` are communication.
         names: rank -> name of its process; by default ``rank 3``.
     """
     # If two events start at the same time, the longer one comes first: viewers nest the shorter one into it.

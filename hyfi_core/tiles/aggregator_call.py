@@ -30,7 +30,7 @@ class AggregatorCall:
     Attributes:
         aggregator: the user's module.
         autocast: dtype of autocast.
-        device: of the module.
+        device: device of the module.
         takes_coords: whether its forward has a parameter ``coords``.
         batched: whether it takes ``(1, N, D)`` instead of ``(N, D)``.
     """
@@ -49,7 +49,7 @@ class AggregatorCall:
         Args:
             features: ``(N, D)``.
             coords: ``(N, 2)``, None if unknown.
-            key: of random numbers; None: they are torch's own.
+            key: key of random numbers; None: they are torch's own.
 
         Raises:
             RequestError: it needs coordinates that are unknown, or does not return logits of one slide.
@@ -72,7 +72,7 @@ class AggregatorCall:
 
         Args:
             features: length of a feature vector.
-            dtype: of features.
+            dtype: dtype of features.
         """
         n, peaks = _MEASURED, []
         for size in (n, 2 * n, 4 * n):
@@ -113,9 +113,9 @@ def aggregator_call(
     Args:
         aggregator: the user's module.
         autocast: dtype of autocast.
-        device: of the module.
+        device: device of the module.
         features: length of a feature vector.
-        dtype: of features.
+        dtype: dtype of features.
 
     Raises:
         RequestError: it takes neither ``(N, D)`` nor ``(1, N, D)``, or both with different results.

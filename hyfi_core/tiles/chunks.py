@@ -19,7 +19,7 @@ class TileChunk:
     """Consecutive tiles of one slide, which are encoded together.
 
     Attributes:
-        slide: its number in the batch of this replica.
+        slide: number of the slide in the batch of this replica.
         start: the first tile.
         stop: the tile after the last.
     """
@@ -44,7 +44,7 @@ class SlideParts:
 
     Attributes:
         tiles: number of tiles of each slide.
-        ranks: that share them.
+        ranks: number of ranks that share them.
         first_slide: number of this replica's first slide in the whole step, over all replicas.
     """
 

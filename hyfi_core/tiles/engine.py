@@ -55,7 +55,7 @@ class TilesEngine(EngineState):
 
     Attributes:
         plan: the plan.
-        device: of the model.
+        device: device of the model.
         kept: (chunks whose activations were kept, all chunks) of this rank in the last step.
         random: the key of random numbers, the same on all ranks.
         read_wait_s: seconds that this rank has waited for tiles, in all steps so far.
@@ -152,7 +152,7 @@ class TilesEngine(EngineState):
         Args:
             tiles: a source for each slide of this replica's batch; other replicas may have more or fewer slides. Each
                 rank reads its own tiles of each slide.
-            labels: of these B slides, ``(B, …)``.
+            labels: labels of these B slides, ``(B, …)``.
 
         Returns:
             The loss of the slides of all replicas together, the same on every rank.

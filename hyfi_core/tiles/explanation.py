@@ -46,7 +46,7 @@ def explained(
     """Return the explanation of a slide (collective).
 
     Args:
-        call: of the aggregator, in evaluation mode.
+        call: calls the aggregator, which is in evaluation mode.
         bag: features of all tiles ``(N, D)``, on every rank.
         coords: ``(N, 2)``, None if unknown.
         result: (logits, attention) of the slide.

@@ -21,8 +21,8 @@ class SlideFeatures:
         slide: number of the slide in the batch.
         comm: the ranks that share it.
         width: length of a feature vector.
-        dtype: of features.
-        device: of features.
+        dtype: dtype of features.
+        device: device of features.
     """
 
     def __init__(

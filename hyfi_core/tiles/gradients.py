@@ -23,7 +23,7 @@ class TileGradients:
         model: encoder and aggregator.
         trained: names of the parameters that get gradients, the same on all ranks.
         groups: the plan's groups.
-        dtype: of gradients in messages, None for their own.
+        dtype: dtype of gradients in messages; None: their own.
     """
 
     def __init__(self, model: nn.Module, trained: Sequence[str], groups: Groups, dtype: torch.dtype | None) -> None:

@@ -26,11 +26,11 @@ class HeadGradients:
     """Results of the aggregator and the loss.
 
     Attributes:
-        loss: of the whole batch, float64 without dims, the same on all ranks.
+        loss: loss of the whole batch, float64 without dims, the same on all ranks.
         features: cotangents of the features of this replica's slides, None where there are none.
         trained: names of the parameters that got gradients, the same on all ranks.
         counted: gradients that this rank adds to the sum over all ranks; other ranks leave out what this one counts.
-        attention: of each slide of this replica, as the aggregator returns it; empty if it returns none.
+        attention: attention of each slide of this replica, as the aggregator returns it; empty if it returns none.
         attended_tiles: the number of tiles of each slide of ``attention``.
     """
 
@@ -49,9 +49,9 @@ class BagHead:
     Attributes:
         call: calls the aggregator.
         model: encoder and aggregator.
-        loss: of (logits, labels) of the whole batch.
+        loss: function of (logits, labels) of the whole batch.
         groups: the plan's groups.
-        batches: slides of each replica.
+        batches: number of slides of each replica.
     """
 
     call: AggregatorCall
@@ -71,10 +71,10 @@ class BagHead:
         """Return loss and gradients (collective over all ranks).
 
         Args:
-            features: of all slides of this replica.
-            slides: for their coordinates.
-            labels: of this replica's slides.
-            key: of the replica's first slide.
+            features: features of all slides of this replica.
+            slides: the slides, for their coordinates.
+            labels: labels of this replica's slides.
+            key: key of random numbers of the replica's first slide.
             trains_encoder: whether gradients of the features are needed.
 
         Raises:
@@ -118,7 +118,7 @@ class BagHead:
         Args:
             own: logits of this replica's slides, (B, …), without graph.
             own_labels: their labels, on the same device.
-            parameters: of the model; the loss function may use some itself, without the logits.
+            parameters: parameters of the model; the loss function may use some itself, without the logits.
 
         Returns:
             The loss, float64 without dims; the cotangent of ``own``; for each parameter, the gradient of its use in the

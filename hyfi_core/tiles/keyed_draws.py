@@ -53,9 +53,9 @@ class DrawKey:
     """What the random numbers of a call depend on, besides tile and operator.
 
     Attributes:
-        seed: of the run.
-        step: of training.
-        slide: its number in the whole step.
+        seed: seed of the run.
+        step: number of the training step.
+        slide: number of the slide in the whole step, over all replicas.
     """
 
     seed: int
@@ -73,7 +73,7 @@ class KeyedDraws(TorchDispatchMode):
         single: the shapes drawn in a call for a single tile, in order; None for such a call itself.
 
     Attributes:
-        shapes: drawn so far.
+        shapes: shapes of the numbers drawn so far, in order.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class KeepingRoom:
     Sums of tensors would not do: the allocator holds more.
 
     Attributes:
-        needs: of the step.
+        needs: memory that the step needs.
         memory_bytes: limit of this process, or of the GPU's memory; None: no limit.
         device: where the encoder runs.
     """
@@ -94,7 +94,7 @@ def chunk_size(facts: EncoderFacts, memory_bytes: int | None, requested: int | N
     """Return the number of tiles of a chunk; independent of free memory, so that a resumed run computes the same.
 
     Args:
-        facts: of the encoder.
+        facts: facts of the encoder.
         memory_bytes: the plan's limit.
         requested: the user's number of tiles; None: as many as fit, at most ``LARGEST_CHUNK``.
     """
@@ -110,11 +110,11 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
     """Return how many chunks of this rank keep their activations.
 
     Args:
-        needs: of the step.
+        needs: memory that the step needs.
         memory_bytes: limit of this process, or of the GPU's memory; None: half of what is free.
         device: where the encoder runs.
         sharers: ranks that share the free memory.
-        chunks: of this rank.
+        chunks: number of chunks of this rank.
 
     Raises:
         RequestError: not even one chunk at a time fits.
@@ -143,7 +143,7 @@ def read_bytes(like: Like, input_dtype: torch.dtype, ahead: int) -> int:
 
     Args:
         like: shape and dtype of a tile as it is read.
-        input_dtype: of the encoder's input.
+        input_dtype: dtype of the encoder's input.
         ahead: chunks that are read ahead.
     """
     shape, dtype = like

@@ -48,7 +48,7 @@ def parallelize_tiles(
         aggregator: ``(N, D)`` to ``(K,)``, or ``(1, N, D)`` to ``(1, K)``; if its forward has a parameter ``coords``,
             it is given ``(N, 2)``, in level-0 pixels. It may return (logits, attention).
         plan: ``ParallelPlan(tiles=…, replicas=…, memory_bytes=…)``; ``plan.ranks`` must be ``comm.size``.
-        comm: from ``hyfi_core.init()``, or a group of its ranks.
+        comm: communicator of ``hyfi_core.init()``, or a group of its ranks.
         loss: any function of (logits ``(B, K)``, labels) of all slides of all replicas that returns a scalar.
         optimizer: creates an optimizer for a list of parameters; needed for ``update``.
         output: picks the features out of what the encoder returns.

@@ -36,8 +36,8 @@ class ChunkReader(Protocol):
         """Yield chunks with their tiles, in order.
 
         Args:
-            slides: of the batch.
-            chunks: of this rank.
+            slides: slides of the batch.
+            chunks: chunks of this rank.
             like: shape and dtype of a tile.
             waited: called with the seconds for which a chunk was not ready when it was needed.
             last: whether this is the last call of ``read`` in this step.
@@ -81,8 +81,8 @@ def read_ahead(
     A slide that keeps memory between reads frees it when another slide is read, and at the end.
 
     Args:
-        slides: of the batch.
-        chunks: of this rank; those without tiles are not read.
+        slides: slides of the batch.
+        chunks: chunks of this rank; those without tiles are not read.
         like: (shape, dtype) of a tile.
         waited: called with the seconds for which a chunk was not ready when it was needed.
 

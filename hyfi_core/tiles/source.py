@@ -43,7 +43,7 @@ class TensorTiles:
     Args:
         tiles: ``(N, 3, T, T)``, not copied.
         coords: ``(N, 2)`` in level-0 pixels.
-        name: for messages.
+        name: name for messages.
     """
 
     def __init__(self, tiles: torch.Tensor, coords: Any = None, name: str = "") -> None:
@@ -109,8 +109,8 @@ def gather_lengths(comm: Communicator, slides: Sequence[TileSource], ranks: int)
 
     Args:
         comm: ranks of whole replicas.
-        slides: of this rank's replica.
-        ranks: of a replica.
+        slides: slides of this rank's replica.
+        ranks: number of ranks of a replica.
 
     Raises:
         RequestError: on every rank: the ranks of a replica have different slides.

@@ -48,7 +48,7 @@ def attention_of_tiles(attention: torch.Tensor, count: int | None = None) -> tor
     """Return attention ``(N,)`` that sums to 1, float32 or float64; heads or classes in other dims are averaged.
 
     Args:
-        attention: of one slide, as the aggregator returns it.
+        attention: attention of one slide, as the aggregator returns it.
         count: N, which one of its dims must be; None: its longest dim is that of tiles.
     """
     flat = attention.detach().to(torch.promote_types(attention.dtype, torch.float32))

@@ -64,7 +64,7 @@ class CheckPart:
         """Return the command line that runs this part.
 
         Args:
-            options: of the child program.
+            options: options of the child program.
 
         Raises:
             RequestError: it needs mpiexec, and there is none.

@@ -44,9 +44,9 @@ def run_parts(
     """Run all parts; each has its share of the time that is left, so that later parts get what earlier ones spare.
 
     Args:
-        parts: in order; those that may run together come first.
+        parts: the parts in order; those that may run together come first.
         gpus: number of GPUs here; a part that needs more is not run. 0: the check runs on the processor.
-        seconds: for all parts.
+        seconds: time for all parts.
         options: options of the child program; ``--seconds`` with its time is added.
         logs: folder for everything that the parts print; made if it does not exist.
         report: called with each result.
@@ -147,7 +147,7 @@ def _output(
     Args:
         command: program and arguments.
         limit_s: time limit.
-        environment: of the program.
+        environment: environment variables of the program.
         log: file for standard error; standard output is added at the end.
     """
     output_log = log.with_suffix(".out")

@@ -28,8 +28,8 @@ class EncoderCall:
         encoder: the user's module.
         output: picks the features out of what it returns; None: it returns them.
         autocast: dtype of autocast.
-        device: of the module.
-        dtype: of tiles.
+        device: device of the module.
+        dtype: dtype of tiles as the encoder takes them.
         exact: whether batch norms in training mode take their statistics over all tiles of a slide; else they use and
             keep their running statistics.
     """
@@ -71,8 +71,8 @@ class EncoderCall:
 
         Args:
             tiles: ``(n, 3, T, T)`` as the encoder takes them.
-            key: of random numbers.
-            numbers: of these tiles in their slide.
+            key: key of random numbers.
+            numbers: numbers of these tiles in their slide.
             single: the shapes of random numbers that a call for one tile draws, in order; empty: it draws none; None:
                 not known yet.
             group: with exact norms (the ranks that share the slide, its number of tiles); None in evaluation mode.

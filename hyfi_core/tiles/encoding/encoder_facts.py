@@ -59,8 +59,8 @@ class EncoderFacts:
 
     Attributes:
         features: length of a feature vector.
-        dtype: of features.
-        shapes: of the random numbers that a call for one tile draws.
+        dtype: dtype of features.
+        shapes: shapes of the random numbers that a call for one tile draws, in order.
         alone: whether each tile must be encoded in a call of its own, because of how random numbers are laid out.
         trained: names of the encoder's parameters that get gradients.
         kept: bytes of a chunk's activations.
@@ -90,9 +90,9 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
     """Try an encoder; its buffers are as before.
 
     Args:
-        call: of the encoder; its batch norms are tried with running statistics.
+        call: calls the encoder; its batch norms are tried with running statistics.
         tile_shape: ``(3, T, T)``.
-        key: of random numbers.
+        key: key of random numbers.
         backward: whether a backward is tried, too.
 
     Raises:
@@ -151,11 +151,11 @@ def _trial(
     """Run forward and, if trained, backward for some tiles; return their features, and the bytes that both took.
 
     Args:
-        call: of the encoder.
+        call: calls the encoder.
         tiles: ``(n, C, h, w)``.
-        key: of random numbers.
-        numbers: of these tiles in their slide, on which their random numbers depend.
-        shapes: of all numbers that a call for one tile draws; empty if not known yet.
+        key: key of random numbers.
+        numbers: numbers of these tiles in their slide, on which their random numbers depend.
+        shapes: shapes of the random numbers that a call for one tile draws; empty if not known yet.
         train: whether gradients are computed.
     """
     named = {name: p for name, p in call.encoder.named_parameters() if p.requires_grad}
@@ -198,13 +198,13 @@ def _check_buffers(call: EncoderCall, before: dict[str, torch.Tensor]) -> None:
 def _must_be_alone(
     call: EncoderCall, tiles: torch.Tensor, key: DrawKey, shapes: tuple[DrawnShape, ...], one: _Trial, several: _Trial
 ) -> bool:
-    """Return whether tiles must be encoded one by one, because random numbers depend on the others of a call.
+    """Return whether tiles must be encoded one by one, because random numbers depend on the other tiles of a call.
 
     Args:
-        call: of the encoder.
-        tiles: of the trials ``(n, 3, T, T)``.
-        key: of random numbers.
-        shapes: of all numbers that a call for one tile draws.
+        call: calls the encoder.
+        tiles: tiles of the trials, ``(n, 3, T, T)``.
+        key: key of random numbers.
+        shapes: shapes of the random numbers that a call for one tile draws.
         one: the trial of the last tile alone.
         several: the trial of all tiles.
 

@@ -122,8 +122,8 @@ class EncoderPass:
         """Drive all chunks backward, the last first.
 
         Args:
-            graphs: from ``forward``; emptied.
-            cotangents: of the features of all slides.
+            graphs: kept features with their graphs, from ``forward``; set to None one by one.
+            cotangents: cotangents of the features of all slides.
             gradients: reduces the encoder's gradients over ranks while the last chunk is driven backward.
             room: prepared for each chunk that is computed again; None: all fit.
         """

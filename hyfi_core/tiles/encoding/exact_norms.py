@@ -28,8 +28,8 @@ def exact_norms(encoder: nn.Module, comm: Communicator, tiles: int, own: int) ->
     Args:
         encoder: the context replaces the ``forward`` of its norms.
         comm: the ranks that share the slide.
-        tiles: of the slide.
-        own: tiles of this rank.
+        tiles: number of tiles of the slide.
+        own: number of them on this rank.
     """
     norms = [(n, m) for n, m in encoder.named_modules() if isinstance(m, _BatchNorm) and m.training]
     for name, module in norms:

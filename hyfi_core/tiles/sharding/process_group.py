@@ -31,7 +31,7 @@ class _RankProcess(NamedTuple):
 
     Attributes:
         host: name of its node.
-        process_id: on that node.
+        process_id: id of the process on that node.
         group_sizes: key of ``_MADE`` -> number of ranks of that group.
         in_use: whether ``torch.distributed`` is initialised.
     """
@@ -47,7 +47,7 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
 
     Args:
         comm: the ranks.
-        device: of the weights.
+        device: device of the weights.
 
     Raises:
         RequestError: on every rank: this backend's ranks cannot have one.

@@ -67,7 +67,7 @@ class ShardedTileGradients(TileGradients):
         model: encoder and aggregator.
         trained: names of the parameters that get gradients.
         groups: the plan's groups.
-        dtype: of gradients in messages between replicas, None for their own.
+        dtype: dtype of gradients in messages between replicas; None: their own.
         copies: the ranks of all replicas that have the same parts.
     """
 
@@ -112,7 +112,7 @@ def clip_shards(
     """Scale gradients down to a norm over the whole model (collective), as ``runtime.gradients.clip``.
 
     Args:
-        parameters: of this rank. Squares of shards are summed over ranks; those of whole gradients count once.
+        parameters: parameters of this rank; squares of shards are summed over ranks, whole gradients count once.
         max_norm: largest norm.
         everyone: all ranks.
         replicas: number of replicas, which hold the same gradients.

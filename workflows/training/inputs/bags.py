@@ -154,7 +154,7 @@ class BagInputs(RunInputs):
             )
 
     def batches(self, roles: Roles, engine: TrainingEngine, start: int) -> Batches:
-        """Return the slides of this trainer's replica."""
+        """Return the batches of this trainer's replica, whose tiles loaders send if there are any."""
         assert isinstance(engine, TilesEngine) and roles.trainers is not None
         replica = roles.trainers.rank // self.job.plan.ranks_per_replica
         loaders, feed = roles.loaders_of.get(roles.world.rank, ()), None

@@ -132,7 +132,7 @@ class TileInputs(BagInputs):
         }
 
     def warnings(self, engine: TrainingEngine) -> list[str]:
-        """Return warnings: slides, vectors computed anew, sharding without effect, random weights, batch norm."""
+        """Return warnings about slides, recomputed vectors, sharding without effect, random weights and batch norm."""
         encoder = self.job.config.model.encoder
         assert encoder is not None
         assert self._loaded is not None, "the model is made before warnings"
