@@ -1,6 +1,6 @@
 """Stores, manifests, labels, training images and loaders; knows arrays and cases, not slide file formats.
 
-To read a store from Python, `open_store` is all that is needed:
+Read a store from Python with `open_store`:
 
 >>> import data
 >>> slide = data.open_store("store", "slide-0000")

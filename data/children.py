@@ -20,23 +20,23 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 def import_safely() -> None:
     """Keep the current folder off the module search path of all processes that this one starts.
 
-    Else a ``secrets.py`` or ``data.py`` in the folder of a user's slides would be imported, and executed, by each.
+    Otherwise each of them would import and execute a ``secrets.py`` or ``data.py`` in the folder of a user's slides.
     """
     os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def open_closed_streams() -> None:
-    """Open standard input, output and error on the null device where they are closed, for child processes, too.
+    """Open closed standard streams (input, output, error) on the null device, for this process and its children.
 
-    Otherwise the next opened file gets that descriptor, and output of libraries is written into the file.
+    Otherwise the next opened file would get a stream's descriptor, and libraries would print into that file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # POSIX: `open` gives the lowest free descriptor, so in this order 0, 1 and 2.
+            # POSIX: `open` returns the lowest free descriptor: 0, 1 and 2 in this order.
             number = os.open(os.devnull, os.O_RDWR)
-            # Python opens files for this process alone: in its children, the streams would be closed again.
+            # By default, descriptors that Python opens are closed in child processes.
             os.set_inheritable(number, True)
-            # As Python's own stderr: names of files that are not UTF-8 must not make a print fail.
+            # "backslashreplace", as Python's own stderr: file names that are not UTF-8 must not make a print fail.
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace"))
 
 
@@ -48,11 +48,14 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment with its module search path, without launcher variables other than limits."""
+    """Return the environment for a child process: this one's, with its module search path, without launcher variables.
+
+    Variables that limit the memory or cores of a Slurm job stay.
+    """
     variables = {
         name: value
         for name, value in os.environ.items()
         if name in SLURM_LIMITS or not (name.startswith(_LAUNCHER_PREFIXES) or name in _RANK_VARIABLES)
     }
-    # An empty entry means the current folder of whoever reads it; children may run in another, so it is written out.
+    # An empty entry means the current folder; children may run in another one, so write it out.
     return variables | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}

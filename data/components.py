@@ -25,13 +25,13 @@ from hyfi_core.plan.box import Box
 Places = npt.NDArray[np.int64]
 
 _BAND_PX = 2**18
-"""Pixels of a mask that are compared at a time, whole rows."""
+"""Pixels of a mask that are compared at a time, in whole rows."""
 _PAINTED_PX = 2**18
 """Pixels that are painted at a time."""
 
 
 def label(mask: Mask, corners: bool = False) -> npt.NDArray[np.int32]:
-    """Label connected components; returns ``(h, w)``: 0 outside the mask, components from 1 by their first pixel.
+    """Return ``(h, w)``: the number of each pixel's component, from 1 in the order of first pixels; 0 outside the mask.
 
     Args:
         mask: ``(h, w)``.
@@ -60,13 +60,16 @@ def without_small(mask: Mask, largest_px: int, corners: bool = False) -> Mask:
 
 
 def fill_small_holes(mask: Mask, largest_px: int) -> None:
-    """Set holes of at most ``largest_px`` pixels, except those that reach the border.
+    """Set holes of at most ``largest_px`` pixels, except those that reach the border of the mask.
+
+    The pixels of a hole are connected by edges. A small hole also reaches the border through small holes that it
+    touches by a corner.
 
     Args:
         mask: ``(h, w)``, changed in place.
-        largest_px: Largest hole to fill; the pixels of a hole are connected by edges.
+        largest_px: Largest hole to fill.
     """
-    # Only holes that are small are joined by corners: the glass around the tissue would join nearly all of them.
+    # Join only small holes by corners: the glass around the tissue would join nearly all of them.
     runs = Runs.from_mask(~mask)
     holes = runs.select(runs.sizes(runs.components(corners=False)) <= largest_px)
     components = holes.components(corners=True)
@@ -77,7 +80,7 @@ def fill_small_holes(mask: Mask, largest_px: int) -> None:
 
 
 def joined_to(seeds: Mask, mask: Mask) -> Mask:
-    """Return the 8-connected components of ``mask`` that contain a pixel of ``seeds``, which lie all in ``mask``."""
+    """Return the 8-connected components of ``mask`` that contain a pixel of ``seeds``, a subset of ``mask``."""
     runs = Runs.from_mask(mask)
     components = runs.components(corners=True)
     with_seed = np.zeros(len(components), bool)
@@ -105,9 +108,9 @@ class Runs:
     def from_mask(cls, mask: Mask) -> Runs:
         """Find the runs of ``mask`` ``(h, w)``."""
         height, width = mask.shape
-        # So that a mask without rows has something to concatenate.
+        # The empty array is for masks without rows: `concatenate` needs at least one.
         positions = [np.empty(0, np.int64)]
-        # In bands, as `changes` is as large as what it covers.
+        # In bands, because `changes` is as large as the pixels that it covers.
         step = max(1, _BAND_PX // max(1, width))
         for top in range(0, height, step):
             band = mask[top : top + step]
@@ -117,7 +120,7 @@ class Runs:
             np.not_equal(band[:, 1:], band[:, :-1], out=changes[:, 1:-1])
             positions.append(np.flatnonzero(changes) + top * (width + 1))
         places = np.concatenate(positions)
-        # Column `width` is unset, so each row has an even number of changes: starts and ends take turns.
+        # Column `width` is unset, so each row has an even number of changes: start, end, start, end …
         return cls((height, width), places[0::2], places[1::2])
 
     @property
@@ -139,8 +142,8 @@ class Runs:
         from scipy.sparse.csgraph import connected_components
 
         row = self.shape[1] + 1
-        # The neighbours of a run in the next row are consecutive: runs first[i] to end[i] (exclusive). Runs that touch
-        # by a corner have an end equal to a start: the sides of the two searches count or skip them.
+        # Run i touches consecutive runs of the next row: first[i] … end[i] − 1. Runs that touch by a corner have an end
+        # equal to a start, so the sides ("left", "right") of the two searches include or exclude them.
         first = np.searchsorted(self.ends, self.starts + row, "left" if corners else "right")
         end = np.searchsorted(self.starts, self.ends + row, "right" if corners else "left")
         count = end - first
@@ -160,10 +163,10 @@ class Runs:
         """Return the smallest box around each component, by component number."""
         count = int(components.max(initial=-1)) + 1
         bounds = np.zeros((count, 4), np.int64)  # y0, y1, x0, x1
-        # Where the minima start; the maxima start at 0.
+        # Initial values of the minima; those of the maxima are 0.
         bounds[:, 0], bounds[:, 2] = self.shape
         row, column = np.divmod(self.starts, self.shape[1] + 1)
-        # `ufunc.at`: several runs have the same component, and an assignment by index would keep the last only.
+        # `ufunc.at`, because several runs have the same component: an assignment by index would keep only the last.
         np.minimum.at(bounds[:, 0], components, row)
         np.maximum.at(bounds[:, 1], components, row + 1)
         np.minimum.at(bounds[:, 2], components, column)
@@ -172,28 +175,33 @@ class Runs:
 
     def containing(self, inner: Runs) -> Places:
         """Return, for each run of ``inner``, the index of the run of this mask that contains it; there must be one."""
-        # "right", as a run that starts where the inner one does contains it, too.
+        # "right": a run that starts where the inner run starts contains it, too.
         return np.searchsorted(self.starts, inner.starts, "right") - 1
 
     def paint(self, image: npt.NDArray[Any], value: Any) -> None:
-        """Set the runs' pixels of ``image``, contiguous and of the mask's shape, to one value or ``(n,)`` values."""
-        # A view only because the image is contiguous: `reshape` would copy another one, and the copy would be painted.
+        """Set the pixels of the runs in ``image``.
+
+        Args:
+            image: A contiguous array of the mask's shape, changed in place.
+            value: One value, or ``(n,)``: a value for each run.
+        """
+        # `reshape` returns a view because the image is contiguous; otherwise this would paint a copy.
         flat, values = image.reshape(-1), np.broadcast_to(value, self.starts.shape)
         for run in self._portions():
             starts, lengths = self.starts[run], self.ends[run] - self.starts[run]
             behind = np.cumsum(lengths)
-            # Added to a pixel's number among those painted, `shift` gives its index in the image. The quotient is the
-            # row: positions of runs count one pixel more in each row than the image has.
+            # Number all pixels of these runs 0, 1, 2 …: number + `shift` of its run is the pixel's index in the image.
+            # Subtract the row (the quotient), because rows of positions are one pixel longer than those of the image.
             shift = starts - starts // (self.shape[1] + 1) - (behind - lengths)
             flat[np.arange(behind[-1]) + np.repeat(shift, lengths)] = np.repeat(values[run], lengths)
 
     def _portions(self) -> Iterator[slice]:
-        """Yield slices of runs with about ``_PAINTED_PX`` pixels together, which bounds the memory of `paint`."""
+        """Yield slices of runs with at most ``_PAINTED_PX`` pixels in total, or one run, to bound `paint`'s memory."""
         behind = np.cumsum(self.ends - self.starts)
         start = 0
         while start < len(behind):
             painted = behind[start - 1] if start else 0
-            # At least one run, however long: a run cannot be divided, and the loop must go on.
+            # At least one run, however long.
             stop = max(start + 1, int(np.searchsorted(behind, painted + _PAINTED_PX, "right")))
             yield slice(start, stop)
             start = stop

@@ -18,10 +18,10 @@ def usable_cores() -> int:
 
 
 def ranks_with_these_cores(comm: Communicator) -> int:
-    """Return the number of ranks that may use the same cores as this one, itself included (collective)."""
+    """Return the number of ranks, this one included, that may use the same cores of the same host (collective)."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     mine = [socket.gethostname(), cores]
-    # Rank 0 has the list and broadcasts it: `count` counts the ranks with this one's host and cores, itself included.
+    # Rank 0 gathers the hosts and cores of all ranks and broadcasts the list, in which each rank counts its own.
     return int(comm.broadcast_object(comm.gather_objects(mine)).count(mine))
 
 

@@ -17,11 +17,11 @@ from hyfi_core.errors import RequestError
 
 KEYS = ("slide_id", "case_id")
 _OPTIONAL = (*KEYS, "source_mpp", "objective", "scene")
-"""Columns that tables may lack: another spelling of one would be ignored in silence, so `read_table` refuses it."""
+"""Optional columns. A misspelled one, such as `Case ID`, would be ignored in silence, so `read_table` refuses it."""
 _SEPARATORS = ",;\t|"
 _NUMBER = re.compile(r"[+-]?([0-9]+([.,][0-9]*)?|[.,][0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 _FORMULA = re.compile(r"'*[=@+\t\r\n-]")
-"""What a spreadsheet may run, also with apostrophes in front; reading the value removes one of them."""
+"""Cells that a spreadsheet may run as a formula, also with apostrophes in front; reading removes one apostrophe."""
 _OTHER_FILES = {
     b"PK\x03\x04": "a spreadsheet (a workbook of Excel or LibreOffice)",
     b"\xd0\xcf\x11\xe0": "a workbook of Excel",
@@ -77,17 +77,16 @@ class Table:
 def read_table(path: Path | Table, subject: str, used: Sequence[str] = (), *, id_column: str | None = None) -> Table:
     """Read a CSV in UTF-8 or, with a byte order mark, UTF-16; its first line names the columns.
 
-    The separator is a comma, a semicolon, a tab or a bar, or what a first line ``sep=…`` says. Cells are stripped, and
-    names of columns are without invisible characters, in composed Unicode. Empty lines are skipped, and so are the
-    empty cells without a column that spreadsheets write at the end of lines, and a first column without a name that
-    numbers the rows, as pandas and R write it. ``="007"`` is the text ``007``; apostrophes that `write_table` adds are
-    removed.
+    The separator is a comma, a semicolon, a tab or a bar, or that of a first line ``sep=…``. Cells are stripped; column
+    names lose invisible characters and are normalised to NFC. Skipped are empty lines, empty cells without a column at
+    the end of a line (spreadsheets write them), and a first column without a name that numbers the rows (pandas and R
+    write it). ``="007"`` is the text ``007``; apostrophes that `write_table` adds are removed.
 
     Args:
-        path: The file; or a table that was read before, which is returned as it is.
+        path: The file; a table that was read before is returned unchanged.
         subject: Purpose of the file, for messages ("labels", "splits", "manifest").
-        used: Columns that the user named, which may be spelled in any way.
-        id_column: The column with the names of the slides; the result calls it ``slide_id``. None: the file does so.
+        used: Columns that the user named, so their spelling is not questioned.
+        id_column: The column with the names of the slides, which becomes ``slide_id``. None: none is renamed.
 
     Raises:
         RequestError: The file is missing, not text or not CSV, has no rows, has two columns of the same name, has a
@@ -110,7 +109,7 @@ def read_table(path: Path | Table, subject: str, used: Sequence[str] = (), *, id
 
 
 def _with_ids(table: Table, id_column: str) -> Table:
-    """Return a table whose column ``id_column`` is ``slide_id``."""
+    """Return a table in which the column ``id_column`` is renamed to ``slide_id``."""
     table.require(id_column, "the names of the slides: --id-column, data.id_column")
     if KEYS[0] in table.columns:
         raise RequestError(
@@ -186,7 +185,7 @@ def _text_of(path: Path, subject: str) -> str:
 
 
 def _without_hint(text: str) -> tuple[str, int, str]:
-    """Return the text without a first line ``sep=…``, the number of lines removed, and the separator of cells."""
+    """Return (text without a first line ``sep=…``, number of removed lines, separator of cells)."""
     hint = re.match(r'"?sep=(.)"?[,;\t]*(?:\r\n|\r|\n)', text, re.IGNORECASE)
     if hint:
         return text[hint.end() :], 1, hint[1]
@@ -197,8 +196,8 @@ def _without_hint(text: str) -> tuple[str, int, str]:
 
 
 def _value(cell: str) -> str:
-    """Return the value of a cell: stripped, without what keeps spreadsheets from reading it as a formula or number."""
-    # Spreadsheets keep the zeros of 007 only in a formula of this form; a number would lose them.
+    """Return the value of a cell: stripped, ``007`` of ``="007"``, without the apostrophe of `guarded`."""
+    # Spreadsheets keep the zeros of 007 only in a formula of this form.
     text = re.fullmatch(r'="([^"]*)"', cell.strip())
     return text[1].strip() if text else unguarded(cell).strip()
 
@@ -210,7 +209,7 @@ def _counts_rows(values: Sequence[str]) -> bool:
 
 
 def _refuse_row_names(path: Path, columns: Sequence[str], lines: Sequence[tuple[int, Sequence[str]]]) -> None:
-    """Refuse rows that all have one value more than the header: R writes names of rows without a name for them."""
+    """Refuse a table of R with names of rows: every row has one value more than the header, the first counting rows."""
     longer = all(len(values) == len(columns) + 1 and values[-1] for _, values in lines)
     if len(lines) > 1 and longer and _counts_rows([values[0] for _, values in lines]):
         raise RequestError(
@@ -222,7 +221,7 @@ def _refuse_row_names(path: Path, columns: Sequence[str], lines: Sequence[tuple[
 
 def _row(path: Path, line: int, columns: list[str], values: list[str]) -> dict[str, str]:
     """Return one line's values by column name."""
-    # Shorter lines have empty cells at their end, and longer ones must have only empty cells there.
+    # Pad short lines with empty cells; cells of a long line that have no column must be empty.
     padded = values + [""] * (len(columns) - len(values))
     names = columns + [""] * (len(values) - len(columns))
     for number, (name, value) in enumerate(zip(names, padded, strict=True)):
@@ -257,7 +256,7 @@ def csv_bytes(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> b
 def _line(values: Sequence[object]) -> str:
     """Return one line of a CSV, with its line end."""
     text = io.StringIO(newline="")
-    # The writer quotes cells that contain a character of the terminator: with this one, lone CR and LF alike.
+    # The writer quotes cells that contain a character of its line terminator: with CRLF, lone CR and lone LF, too.
     csv.writer(text, lineterminator="\r\n").writerow([guarded(value) for value in values])
     return text.getvalue().removesuffix("\r\n") + "\n"
 
@@ -266,17 +265,17 @@ def guarded(value: object) -> object:
     """Return a value as `csv_bytes` writes it into a cell."""
     if not isinstance(value, str):
         return "" if value is None else value
-    # Also what starts with an apostrophe before a formula: else `unguarded` would remove one that was the user's.
+    # _FORMULA also matches apostrophes before a formula: otherwise `unguarded` would remove one that the user wrote.
     return f"'{value}" if _FORMULA.match(value) and not _NUMBER.fullmatch(value) else value
 
 
 def unguarded(value: str) -> str:
-    """Return the value that `guarded` was given."""
+    """Return the text whose `guarded` form is ``value``."""
     return value[1:] if value.startswith("'") and _FORMULA.match(value) else value
 
 
 def read_own(data: bytes) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and rows that `csv_bytes` wrote; missing values are empty.
+    """Return (columns, rows by column name) of a CSV that `csv_bytes` made; missing values are ``""``.
 
     Raises:
         csv.Error: It is not a CSV.
@@ -290,7 +289,7 @@ def read_own(data: bytes) -> tuple[list[str], list[dict[str, str]]]:
 
 def natural_key(text: str) -> tuple[int, float, list[tuple[int, int, str]], str]:
     """Return a sort key under which ``2 < 10``, ``-1 < 0.5`` and ``grade2 < grade10``; numbers come before words."""
-    # Tuples of one shape: Python cannot order an int and a str.
+    # Numbers and words as tuples of one shape: Python cannot order an int and a str.
     parts = [(0, int(p), "") if p.isdecimal() else (1, 0, p.casefold()) for p in re.split(r"([0-9]+)", text) if p]
     try:
         number = float(text)

@@ -29,25 +29,25 @@ _USUAL_FILES = 1024
 
 def temporary_path(path: Path) -> Path:
     """Return this process's temporary name for ``path``: ``.name.tmp-<host>-<pid>`` in the same folder."""
-    # In the same folder: `rename` is atomic within one file system only. Host and pid tell whose leftover it is.
+    # In the same folder: `rename` is atomic only within a file system. Host and pid name the process that left it.
     return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder that only this user may enter; one of this user that others may enter is closed to them.
+    """Make a folder that only this user may enter; if this user's folder exists, close it to others.
 
-    Names in the system's temporary folder are predictable: another user could create the folder first, or a link of
-    this name, to read what is written there.
+    Names in the system's temporary folder are predictable: another user could create the folder, or a link of this
+    name, first and then read what is written there.
 
     Raises:
         PermissionError: It belongs to another user, or is a link.
         OSError: It cannot be made.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # `mkdir` neither follows a link nor accepts an existing folder, so what it makes is ours; `exist_ok` would accept.
+    # Without `exist_ok`, `mkdir` neither follows a link nor accepts an existing folder: a folder that it makes is ours.
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    # Not stat: behind a link there may be a folder of this user that others can reach by another name.
+    # `lstat`, because a link may lead to a folder of this user that others can reach by another name.
     status = folder.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(errno.EACCES, "it belongs to another user, or is a link; remove it", str(folder))
@@ -57,7 +57,7 @@ def private_folder(folder: Path) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data``: readers see the old content or the new, even after a crash."""
-    # An object appears when its request is complete: the storage replaces it atomically itself.
+    # Object storage replaces an object atomically, when its upload is complete.
     if is_remote(path):
         path.write_bytes(data)
         return
@@ -75,12 +75,12 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         with naming(path):
             yield temporary
-        # The content is on the disk before it gets its name: after a power cut, a file of that name is never empty.
-        # The folder is synced last, because the renaming is an entry of the folder.
+        # Sync the content before it gets its name: after a power cut, a file of that name is never empty. Sync the
+        # folder last, because its entry is what the renaming changes.
         sync_file(temporary)
         temporary.replace(path)
         sync_file(path.parent)
-    # KeyboardInterrupt, too: else each interruption would leave a file.
+    # Also KeyboardInterrupt: otherwise each interruption would leave a file.
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -102,18 +102,18 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def in_utf8(text: str) -> str:
-    r"""Return a text with escapes (`\udcfc`) for bytes of file names that are not UTF-8: browsers refuse them."""
+    r"""Return a text in which bytes of file names that are not UTF-8 are escaped (`\udcfc`): browsers refuse them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def json_in_utf8(value: object) -> str:
-    """Return compact JSON with the texts of `in_utf8`: scripts of pages cannot make an address of half a character.
+    """Return compact JSON whose texts are those of `in_utf8`; a page's script cannot put a lone surrogate into a URL.
 
     Raises:
         ValueError: A number is NaN or infinite, which JSON does not have.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # In JSON a backslash is two.
+    # The backslash of `in_utf8`, which JSON writes as two.
     return re.sub("[\ud800-\udfff]", lambda half: f"\\\\u{ord(half[0]):04x}", text)
 
 
@@ -123,13 +123,13 @@ def json_bytes(value: dict[str, Any]) -> bytes:
 
 
 def sync_tree(folder: Path, only: str | None = None) -> None:
-    """Sync a folder and everything below it to disk; with ``only``, all folders, but just the files of this name."""
+    """Sync a folder and everything below it to disk; with ``only``, the folders and the files of this name."""
     folders = list(os.walk(folder))
     files = [Path(path) / name for path, _, names in folders for name in names if only in (None, name)]
     # In parallel: a disk serves many waiting writers at once.
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(sync_file, files))
-        # Folders after files: once an entry is on the disk, so is what it names.
+        # Folders after files: an entry on the disk must not name a file that is not there yet.
         list(pool.map(sync_file, [Path(path) for path, _, _ in folders]))
 
 
@@ -141,9 +141,9 @@ def publish_directory(prepared: Path, final: Path) -> None:
 
 
 def upload_directory(prepared: Path, final: Path, last: str = "zarr.json", without: Collection[str] = ()) -> None:
-    """Copy a directory to object storage; readers see it when its file ``last`` is there, which is written last.
+    """Copy a directory to object storage; it appears to readers when its file ``last`` is written, at the end.
 
-    An older version disappears first, and so do the files of an interrupted copy. Memory: four files.
+    First it removes an older version and the files of an interrupted copy. Memory: four files at a time.
 
     Args:
         prepared: The finished directory.
@@ -155,9 +155,9 @@ def upload_directory(prepared: Path, final: Path, last: str = "zarr.json", witho
         OSError: The object storage cannot be written, or files have not arrived as they were sent.
     """
     names = [name for name in files_below(prepared) if name != last and name not in without]
-    # Before anything else: a reader must not take the new files for those of the old version.
+    # First of all, so that a reader of the old version does not get new files.
     (final / last).unlink(missing_ok=True)
-    # Files that only the old version or an interrupted copy had: a listing would take them for the new one's.
+    # Also removes files that the new version does not have; a listing would show them as its files.
     remove_tree(final)
 
     def copy(name: str) -> None:
@@ -166,24 +166,23 @@ def upload_directory(prepared: Path, final: Path, last: str = "zarr.json", witho
     with ThreadPoolExecutor(_UPLOADS_AT_A_TIME, "upload") as pool:
         list(pool.map(copy, names))
     sent = {name: (prepared / name).stat().st_size for name in names}
-    # A last look, by one listing: only what has arrived may be announced by `last`.
+    # Check the sizes, by one listing, before `last` announces the files.
     if sizes_of(final, sent) != sent:
         raise OSError(errno.EIO, "files are missing or incomplete after the upload", str(final))
     copy(last)
 
 
 def remove_leftovers(final: Path) -> None:
-    """Remove what ended processes of this host left beside ``final``; restore a version that a crash left renamed."""
+    """Remove temporary files beside ``final`` of ended processes on this host; restore a version left renamed."""
     host = socket.gethostname()
     for kind in ("tmp", "old"):
         prefix = f".{final.name}.{kind}-{host}-"
         for path in list(final.parent.glob(f"{glob.escape(prefix)}*")):
             pid = path.name.removeprefix(prefix)
-            # A leftover with this process's own id is an earlier process's: in containers, every first process has the
-            # same id.
+            # A leftover with this process's own id is that of an earlier process: in containers, ids recur.
             if pid.isdigit() and int(pid) != os.getpid() and is_running(int(pid)):
                 continue
-            # The crash came between the two renames of `swap_directory`: the old version is the only one.
+            # The process ended between the two renames of `swap_directory`: the old version is the only one.
             if kind == "old" and not final.exists():
                 path.rename(final)
             else:
@@ -191,7 +190,7 @@ def remove_leftovers(final: Path) -> None:
 
 
 def restore_replaced(folder: Path) -> None:
-    """Give directories in ``folder`` their names again, which ended processes of this host were about to replace."""
+    """Restore directories in ``folder`` that ended processes of this host had renamed to replace them."""
     ending = re.compile(rf"\.(.+)\.old-{re.escape(socket.gethostname())}-[0-9]+")
     for path in [] if is_remote(folder) else list(folder.glob(".*.old-*")):
         name = ending.fullmatch(path.name)
@@ -200,13 +199,13 @@ def restore_replaced(folder: Path) -> None:
 
 
 def reason_of(error: OSError) -> str:
-    """Return the system's words for an error; of too many open files also the limit, and what raises it."""
+    """Return the system's text for an error; for too many open files, also the limit and how to raise it."""
     reason = error.strerror or str(error)
     if error.errno != errno.EMFILE:
         return reason
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = max(_USUAL_FILES, 4 * limit)
-    # Up to the hard limit, users raise it themselves.
+    # Users can raise it up to the hard limit.
     if hard_limit != resource.RLIM_INFINITY:
         more = min(more, hard_limit)
     advice = f"raise it by `ulimit -n {more}` before the command" if more > limit else "an administrator can raise it"
@@ -224,7 +223,7 @@ def sha256_of(path: Path) -> str:
 def is_running(pid: int) -> bool:
     """Whether a process with this id, of any user, runs on this host."""
     try:
-        # Signal 0 is delivered to nobody; the kernel only checks that the process exists and may be signalled.
+        # Signal 0 only checks that the process exists and may be signalled.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
@@ -235,9 +234,9 @@ def is_running(pid: int) -> bool:
 
 
 def as_on_disk(path: Path) -> Path:
-    """Return the existing path that differs from ``path`` in the Unicode form of names only: macOS writes another form.
+    """Return the existing path that equals ``path`` but for the Unicode form of its names: macOS writes another form.
 
-    Returns ``path`` itself if it exists, or if not exactly one file is like it.
+    Returns ``path`` itself if it exists, or if none or several are equal to it.
     """
     if str(path).isascii() or os.path.lexists(path) or path.parent == path:
         return path

@@ -17,7 +17,7 @@ class Backoff:
         self._next_s = first_s
 
     def pause(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Sleep; the next pause is twice as long. ``sleep``: called with the seconds; may return early."""
+        """Sleep, and double the next pause; ``sleep`` is called with the seconds and may return early."""
         ACTIVITY.idle_s = time.monotonic()
         sleep(self._next_s)
         self._next_s = min(self._max_s, self._next_s * 2)

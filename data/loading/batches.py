@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class BatchLayout:
     """Division of the stream into batches.
 
-    A turn is one batch of every replica. It has one round or more; in each round every replica takes its share::
+    A turn is one batch of every replica. It has one or more rounds; in each round every replica takes its share::
 
         number   0 1 | 2 3 | 4 5 | 6 7 | 8 9        shares = (2, 2), rounds = 1
         replica   0  |  1  |  0  |  1  |  0
@@ -20,7 +20,7 @@ class BatchLayout:
         replica  0 0 1 | 0 0 1 | 0 0 1 |
         turn           0       |       1
 
-    Which samples a round and a turn have depends only on the sum of the shares.
+    Which samples belong to a round or a turn depends only on the sum of the shares.
 
     Attributes:
         shares: Number of samples that each replica takes in a round, at least one.

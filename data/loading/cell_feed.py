@@ -23,7 +23,7 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.input_part import InputPart
 
 _LEAST_AHEAD = 2
-"""Boxes on their way, so that one is decoded while another is read."""
+"""Least number of boxes requested ahead: one is decoded while another is read."""
 
 
 class CellFeed:
@@ -35,9 +35,9 @@ class CellFeed:
     Args:
         comm: Communicator of all ranks.
         loaders: Ranks of the loaders that serve this trainer.
-        spec: What it needs; ``parts`` are the boxes that its cells read, in the order of reading.
-        prefetch: Most turns requested ahead.
-        ahead_bytes: Most bytes requested and not read yet, at least two boxes; None: what ``prefetch`` allows.
+        spec: What the trainer needs; ``parts`` are the boxes that its cells read, in the order of reading.
+        prefetch: Largest number of turns requested ahead.
+        ahead_bytes: Most bytes requested and not read yet, at least two boxes; None: only ``prefetch`` limits them.
         device: Device of the images.
         watch: Called while waiting, for signals; may raise.
     """
@@ -59,13 +59,13 @@ class CellFeed:
         self._ahead = self._parts_ahead(prefetch, ahead_bytes)
         self._open: dict[tuple[int, InputPart], tuple[int, PartBuffers]] = {}  # requested, and not read yet
         self._read: set[InputPart] = set()  # of the current turn
-        # One turn before the first: requests go ahead of it at once, and `batch` then finds the first to be the next.
+        # The turn before the first: `batch` expects the next one, and requests of the first turn are sent right now.
         self._turn, self._next = spec.turns[0] - 1, (spec.turns[0], 0)  # (turn, index of the part) to request next
         samples = max((part.stop - part.first for part in self._parts), default=0)
         hello = {
             "parts": [],  # each request names its box
             "replica": spec.replica,
-            # One more: a box that is read out of order is requested beside those ahead.
+            # One more, for a box that is read out of order.
             "ahead": (self._ahead + 1) * samples,
             "box_bytes": max((part_bytes(part.box) for part in self._parts), default=0),
         }
@@ -83,7 +83,7 @@ class CellFeed:
             raise ValueError(f"turn {turn} was requested, but turn {self._turn + 1} is next: turns are read in order")
         self._turn = turn
         self._read.clear()
-        # What earlier turns requested and did not read is dropped; the link keeps its memory until it has arrived.
+        # Drop boxes that earlier turns requested and did not read; the link keeps their memory until they arrive.
         self._open = {key: opened for key, opened in self._open.items() if key[0] >= turn}
         self._request_ahead()
         return self
@@ -92,17 +92,17 @@ class CellFeed:
         """Return ``(stop − first, 3, h, w)`` uint8: a box of this turn's samples ``[first, stop)``.
 
         Raises:
-            ValueError: It is none of the trainer's parts.
+            ValueError: The box of these samples is not one of the trainer's parts.
         """
         start_s, part = time.perf_counter(), InputPart(box, first, stop)
         if part not in self._spec.parts:
             raise ValueError(not_sent(part, self._spec.parts))
         if box.empty:
             return torch.empty((stop - first, BANDS, *box.shape), dtype=torch.uint8, device=self._device)
-        # Read again, or beyond those requested ahead.
+        # Not requested ahead: it is read again, or out of order.
         if (self._turn, part) not in self._open:
             self._request(self._turn, part)
-        # Before the wait: the loader prepares the next box while this one is on its way.
+        # Request the next boxes before waiting: loaders prepare them while this one is on its way.
         number, buffers = self._open.pop((self._turn, part))
         self._read.add(part)
         self._request_ahead()
@@ -113,17 +113,17 @@ class CellFeed:
         return buffers.read(box, first, stop)
 
     def close(self, stopped: bool) -> None:
-        """Say goodbye to the loaders, receive what was requested, and then their reports."""
+        """End the link: receive all requested boxes, then the loaders' reports; ``stopped``: as for ``Feed.close``."""
         self._link.close(stopped)
 
     def _parts_ahead(self, prefetch: int, ahead_bytes: int | None) -> int:
         """Return how many boxes may be requested and not read yet."""
         most = prefetch * len(self._parts)
-        largest = max(((part.stop - part.first) * part_bytes(part.box) for part in self._parts), default=0)
-        if ahead_bytes is None or not largest:
+        largest_bytes = max(((part.stop - part.first) * part_bytes(part.box) for part in self._parts), default=0)
+        if ahead_bytes is None or not largest_bytes:
             return most
-        # Counted in the largest: a bound, whichever boxes these are.
-        return min(most, max(_LEAST_AHEAD, ahead_bytes // largest))
+        # As if all boxes were as large as the largest.
+        return min(most, max(_LEAST_AHEAD, ahead_bytes // largest_bytes))
 
     def _request_ahead(self) -> None:
         """Request the boxes that are read next."""
@@ -131,13 +131,13 @@ class CellFeed:
             turn, at = self._next
             part = self._parts[at]
             self._next = (turn, at + 1) if at + 1 < len(self._parts) else (turn + 1, 0)
-            # Read out of order before its request was due: not again.
+            # Do not request a box that was read out of order before its request was due.
             read = turn == self._turn and part in self._read
             if turn >= self._turn and not read and (turn, part) not in self._open:
                 self._request(turn, part)
 
     def _request(self, turn: int, part: InputPart) -> None:
-        """Request a box of all samples of a turn, each from the loader that has it."""
+        """Request a box of a turn's samples, each sample from the loader that serves it."""
         buffers, layout = PartBuffers((part,), self._device, self._stream), self._spec.layout
         numbers_of: dict[int, list[int]] = {}
         receives = []

@@ -13,10 +13,10 @@ BANDS = 3
 
 
 class Samples(Protocol):
-    """Images whose reading and augmentation are separate; :class:`data.samples.dataset.SlideDataset` implements it.
+    """Images that are read and augmented in two steps; :class:`data.samples.dataset.SlideDataset` implements it.
 
-    ``vary(i, epoch, read_plain(i, source(i, box, epoch)))`` returns the pixels of ``box`` of the augmented image. Child
-    processes get a pickled copy.
+    ``vary(i, epoch, read_plain(i, source(i, box, epoch)))`` returns the pixels of ``box`` of augmented image ``i``. It
+    must be picklable, for child processes.
     """
 
     def source(self, index: int, box: Box, epoch: int | None) -> Box:
@@ -34,7 +34,7 @@ class Samples(Protocol):
 
 @runtime_checkable
 class SamplesInto(Samples, Protocol):
-    """Images that are decoded where they are needed, without a copy."""
+    """Images that can be decoded directly into an array, without a copy."""
 
     def read_plain_into(self, index: int, box: Box, out: Pixels) -> None:
         """Fill ``out``, ``(3, h, w)`` uint8, with what `read_plain` returns."""
@@ -46,15 +46,15 @@ class Lease:
     """One sample, or a box of it, to prepare, and where its pixels go.
 
     Attributes:
-        name: Names it in the pool.
+        name: Identifies the lease in the pool.
         epoch: Key of the augmentation.
         index: Index in the dataset.
         boxes: Parts of the augmented image, written one after the other.
         slot_offset: First byte of its slot.
         source: Box of the original image from which all parts are made.
         cache_offset: First byte of its entry in the cache; None: it is not cached.
-        cached: Whether the cache has its pixels already.
-        counted: Whether it counts as a sample; of one that is prepared box by box, one box does.
+        cached: Whether the cache already has its pixels.
+        counted: Whether it counts as a sample; if a sample is prepared box by box, one of its leases counts.
     """
 
     name: Hashable
@@ -85,13 +85,13 @@ def decode(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> int:
     """
     original, read_bytes = _original(samples, lease, slots, cache)
     augmented = samples.vary(lease.index, lease.epoch, original)
-    # `augmented` begins where the hull of all parts begins, as `source` was made for that box.
+    # `augmented` is the hull of all parts, because `source` was computed for that box.
     extent = hull(lease.boxes)
     start = lease.slot_offset
     for box in lease.boxes:
         part = _part(slots, start, box)
         rows, columns = box.relative_to(extent).slices()
-        # A single part without augmentation was decoded right here, see `_original`; copying it onto itself takes time.
+        # `_original` may have decoded a single part right here; skip copying it onto itself.
         if not _is_same(augmented, part):
             part[...] = augmented[:, rows, columns]
         start += part.size
@@ -104,21 +104,21 @@ def part_bytes(box: Box) -> int:
 
 
 def _part(slots: Pixels, start: int, box: Box) -> Pixels:
-    """Return the memory of a part that begins at a byte of the slots."""
+    """Return ``(3, h, w)``: the memory of a part that begins at byte ``start`` of the slots."""
     return slots[start : start + part_bytes(box)].reshape(BANDS, *box.shape)
 
 
 def _is_same(pixels: Pixels, part: Pixels) -> bool:
-    """Whether pixels are in their place already: the same memory in the same order."""
-    # The address, as `is` fails for two views of one memory; strides, as a transposed view starts at the same byte.
+    """Whether two arrays are views of the same memory, with the same shape and strides."""
+    # Not `is`: two views are different objects. Compare strides, too: a transposed view starts at the same address.
     place, target = pixels.__array_interface__["data"], part.__array_interface__["data"]
     return place == target and pixels.shape == part.shape and pixels.strides == part.strides
 
 
 def _original(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> tuple[Pixels, int]:
-    """Return the original image, from the cache if it is there, and the number of bytes read."""
+    """Return (box ``lease.source`` of the original image, bytes read: 0 if the cache had it)."""
     if lease.cache_offset is None:
-        # One part whose shape augmentation keeps: read into the slot, and `vary` finds the pixels where they belong.
+        # One part whose shape augmentation keeps: read directly into the slot.
         if isinstance(samples, SamplesInto) and [box.shape for box in lease.boxes] == [lease.source.shape]:
             part = _part(slots, lease.slot_offset, lease.boxes[0])
             samples.read_plain_into(lease.index, lease.source, part)
@@ -126,7 +126,7 @@ def _original(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> t
         original = samples.read_plain(lease.index, lease.source)
         return original, original.size
     size = part_bytes(lease.source)
-    # Read into the cache, not into the slot: later epochs vary the same original differently.
+    # Read into the cache, not into the slot: later epochs augment the same original differently.
     entry = cache[lease.cache_offset : lease.cache_offset + size].reshape(BANDS, *lease.source.shape)
     if lease.cached:
         return entry, 0

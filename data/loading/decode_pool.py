@@ -59,7 +59,7 @@ class Leases:
         """Give the first waiting lease to a worker; return None if there is none."""
         if not self._waiting:
             return None
-        # By worker and in the order of issue, because `requeue` puts them back in that order.
+        # A dict keeps the order of issue, in which `requeue` puts the leases back.
         lease = self._waiting.popleft()
         self._held.setdefault(worker, {})[lease.name] = lease
         return lease
@@ -71,12 +71,12 @@ class Leases:
         return lease
 
     def requeue(self, worker: int) -> None:
-        """Put the leases of a dead worker first in the queue, in their order.
+        """Put the leases of a dead worker at the front of the queue, in their order.
 
         Raises:
-            RuntimeError: ``MAX_DEATHS_OF_A_SAMPLE`` workers died at this sample.
+            RuntimeError: ``MAX_DEATHS_OF_A_SAMPLE`` workers died at one of these samples.
         """
-        # Each goes in front of the one before, so the last is put back first.
+        # From the last to the first, because each is put in front.
         for lease in reversed(self._held.pop(worker, {}).values()):
             self._deaths[lease.name] += 1
             if self._deaths[lease.name] >= MAX_DEATHS_OF_A_SAMPLE:
@@ -119,17 +119,17 @@ class DecodePool:
     Args:
         samples: Reads and augments images.
         workers: Number of workers.
-        slots: Most samples being prepared or not yet released.
+        slots: Largest number of samples that are being prepared, or ready and not yet released.
         slot_bytes: Most bytes of the parts of one sample.
         entry_bytes: Most bytes of one original image in the cache.
         cache_bytes: Size of the cache of original images for later epochs; 0: no cache.
         start: Starts a worker.
-        at_a_time: Samples that a worker prepares at a time, where reading is mostly waiting.
+        at_a_time: Samples that a worker prepares at a time; more than one where reading is mostly waiting.
 
     Attributes:
         counts: Statistics so far.
         image_bytes: Most bytes of the images that a worker prepares at a time.
-        most_busy: Most workers that can prepare samples at a time, as there are no more slots.
+        most_busy: Largest number of workers that can be busy at a time: more would have no slots.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class DecodePool:
         self._memory = Memory(samples, slots * slot_bytes, cache_bytes)
         self._cache = SampleCache(cache_bytes, entry_bytes)
         self._leases = Leases()
-        # Reversed, so that `pop` gives the first slots first: pages of slots that are never used are never allocated.
+        # Reversed, so that `pop` returns the first slots first: memory of slots that are never used is not allocated.
         self._free_slots = [slot * slot_bytes for slot in reversed(range(slots))]
         self._in_slots: dict[Hashable, Lease] = {}  # by name: being prepared, or ready and not released
         self._ready: set[Hashable] = set()
@@ -191,7 +191,7 @@ class DecodePool:
         """Queue a sample; there must be a free slot.
 
         Args:
-            name: Names it in `parts` and `release`.
+            name: Identifies it in `parts` and `release`.
             epoch: Key of its augmentation.
             index: Index in the dataset.
             boxes: Parts of the augmented image; not empty.
@@ -226,7 +226,7 @@ class DecodePool:
         self._free_slots.append(self._in_slots.pop(name).slot_offset)
 
     def collect(self) -> bool:
-        """Handle answers, replace dead workers and give leases to idle ones; never blocks.
+        """Handle answers, replace dead workers and give leases to idle workers; never blocks.
 
         Returns:
             Whether anything happened.
@@ -241,13 +241,13 @@ class DecodePool:
             try:
                 # `poll` first: `recv` would block, and a loader that blocks neither sends nor receives.
                 answer = worker.connection.recv() if worker.connection.poll() else None
-            # The worker's end of the socket is closed, that is: its process has ended.
+            # The worker's end of the socket is closed: its process has ended.
             except (EOFError, OSError):
                 self._replace(worker_id)
                 happened = True
             if answer is not None:
                 self._handle(worker_id, answer)
-            # One lease a worker and round: the first worker must not take all while others are idle.
+            # One lease for each worker in a round: the first worker must not take all while others are idle.
             happened |= self._issue(worker_id) or answer is not None
         return happened
 
@@ -262,7 +262,7 @@ class DecodePool:
         self._memory.close()
 
     def _handle(self, worker_id: int, answer: Answer) -> None:
-        """Take an answer of a worker: a lease that is done or has failed, or that it is ready."""
+        """Handle a worker's answer: a lease is done, a lease has failed, or the worker has started."""
         if isinstance(answer, LeaseFailed):
             answer.error.add_note(f"In a decoding worker:\n{answer.text}")
             raise answer.error
@@ -271,7 +271,7 @@ class DecodePool:
             self._finish(worker_id, answer)
         else:
             self._starting.discard(worker_id)
-            # Ready at last: before, it would hold leases for the second in which it imports, while others are idle.
+            # Only now it gets leases: while it starts (about a second), other workers may be idle.
             self._room[worker_id] = self._at_a_time
 
     def _finish(self, worker_id: int, answer: LeaseDone) -> None:
@@ -290,8 +290,8 @@ class DecodePool:
         self.counts.shared_bytes += answer.shared_bytes
 
     def _issue(self, worker_id: int) -> bool:
-        """Give a worker with room the next lease; return whether there was one."""
-        # Asked for room first: `issue` takes the lease from the queue.
+        """Give a worker the next lease if it has room; return whether it got one."""
+        # Check the room first: `issue` takes the lease from the queue.
         lease = self._leases.issue(worker_id) if self._room[worker_id] else None
         if lease is not None:
             self._room[worker_id] -= 1
@@ -300,7 +300,7 @@ class DecodePool:
         return lease is not None
 
     def _replace(self, worker_id: int) -> None:
-        """Start a worker in the place of one that has ended or answers no more; its leases are given out again.
+        """Replace a worker that has ended, or whose connection has, by a new one; put its leases back into the queue.
 
         Raises:
             RuntimeError: Workers keep dying.
@@ -313,7 +313,7 @@ class DecodePool:
             raise RuntimeError(
                 "decoding processes keep dying before they finish a sample; see their output above for the cause"
             )
-        # Before the new worker takes this id, under which the dead one's leases are held.
+        # Before the new worker gets this id, by which the leases of the dead worker are stored.
         self._leases.requeue(worker_id)
         self._room[worker_id] = 0
         self._starting.add(worker_id)

@@ -40,7 +40,7 @@ from data.samples.dataset import MOST_AT_A_TIME
 from data.store.node_cache import node_cache
 from hyfi_core.comm.activity import ACTIVITY
 
-# Not ``-m``: pickled classes must be found under this module's name, not under ``__main__``.
+# Not ``-m``: pickled classes must be those of this module, not of ``__main__``.
 _PROGRAM = "from data.loading.decode_worker import main; main()"
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -100,7 +100,7 @@ class Worker(Protocol):
             patience_s: Seconds in which it may end by itself first.
 
         Returns:
-            Whether it ended by itself with an error, as another worker probably would, too.
+            Whether it ended by itself with an error; another worker would probably do so, too.
         """
         ...
 
@@ -142,7 +142,7 @@ class SharedBytes:
 
 
 class Memory:
-    """What workers share: the memory of slots and cache, and the samples.
+    """What all workers share: the memory of slots and cache, and the samples.
 
     Args:
         samples: Reads and augments images; child processes get a pickled copy.
@@ -158,7 +158,7 @@ class Memory:
     @cached_property
     def pickled(self) -> SharedBytes:
         """The pickled samples, made on first use."""
-        # In shared memory: once for all workers, instead of a pipe's copy for each, and for each that is replaced.
+        # In shared memory: one copy for all workers, instead of one through a pipe for each worker.
         return SharedBytes.from_bytes(pickle.dumps(self.samples))
 
     def close(self) -> None:
@@ -173,19 +173,19 @@ StartWorker = Callable[[Memory], Worker]
 
 
 def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels) -> None:
-    """Decode leases until the connection is closed; all that the supervisor has sent are decoded at the same time."""
+    """Decode leases until the connection is closed, all leases that the supervisor has sent at the same time."""
     sending, reported = threading.Lock(), _node_bytes()
 
-    # Runs in the pool's threads: what it raises would vanish in a future that nobody asks, so all is in the reply.
+    # Runs in threads of a pool. It replies with any error: nobody reads the future, so a raised error would be lost.
     def answer(lease: Lease) -> None:
         nonlocal reported
         reply: Answer
         try:
             reply = LeaseDone(lease.name, decode(samples, lease, slots, cache))
-        # Also what is no Exception, such as SystemExit, or a panic of a library in Rust: nobody else would answer.
+        # BaseException: also SystemExit, or a panic of a library in Rust.
         except BaseException as error:
             reply = LeaseFailed(_portable(error), traceback.format_exc())
-        # One thread at a time: a message is not mixed with another, and bytes are counted in one answer only.
+        # One thread at a time: messages do not mix, and bytes count in one answer only.
         with sending, contextlib.suppress(OSError):
             if isinstance(reply, LeaseDone):
                 (stored, shared), reported = reported, _node_bytes()
@@ -195,7 +195,7 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
     with ThreadPoolExecutor(MOST_AT_A_TIME, "decode") as threads, contextlib.suppress(EOFError, OSError):
         connection.send(WorkerReady())
         while True:
-            # `recv` only here, `send` under the lock: a connection allows one thread on each side.
+            # A connection allows one thread that receives (this one) and one that sends (under the lock).
             threads.submit(answer, connection.recv())
 
 
@@ -209,7 +209,7 @@ class ChildWorker:
     """A worker in a child process."""
 
     def __init__(self, memory: Memory) -> None:
-        # A socket pair, whose two ends work in both directions and see the other's death as end of file.
+        # A socket pair: both ends send and receive, and see the other's death as end of file.
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         shared = (memory.pickled, memory.slots, memory.cache)
@@ -223,7 +223,7 @@ class ChildWorker:
             env=child_environment() | {"OMP_NUM_THREADS": "1"},
             process_group=0,  # the parent handles Ctrl-C and the signals of launchers
         )
-        # Else our own copy would keep the socket open, and the worker's death would go unnoticed.
+        # Otherwise our own copy would keep the socket open after the worker's death.
         theirs.close()
         ACTIVITY.helpers.add(self._process.pid)
 
@@ -246,18 +246,21 @@ class ChildWorker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        # Negative: killed by a signal, for want of memory for instance; another worker may succeed.
+        # A negative code is a signal, such as that of the out-of-memory killer; another worker may succeed.
         return code > 0
 
 
 def _portable(error: BaseException) -> Exception:
-    """Return the error; if it cannot be pickled, or is no Exception, which would end the loader, one with its text."""
+    """Return an error that can be sent: itself, or a RuntimeError with its text.
+
+    The latter if it cannot be pickled, or is no Exception (a SystemExit would end the loader).
+    """
     if isinstance(error, Exception):
-        # There and back: exceptions whose __init__ takes other arguments than `args` can be pickled, but not unpickled.
+        # Unpickle, too: an exception whose __init__ takes other arguments than `args` can be pickled only.
         with contextlib.suppress(Exception):
             pickle.loads(pickle.dumps(error))
             return error
-    # As in a traceback: also of an error whose own text cannot be made.
+    # `format_exception_only` works even if the error's own `__str__` fails.
     return RuntimeError("".join(traceback.format_exception_only(error)).strip())
 
 
@@ -270,8 +273,12 @@ def _mapped(mapping: str) -> Pixels:
 
 
 def main() -> None:
-    """Run a worker process; arguments: parent's id, connection's descriptor, ``descriptor:size`` of each memory."""
-    # First of all: a signal between the start and here would end the worker with a traceback.
+    """Run a worker process.
+
+    Arguments of its command line: the parent's process id, the descriptor of the connection, and ``descriptor:size`` of
+    the pickled samples, the slots and the cache.
+    """
+    # First of all: a signal before this would end the worker with a traceback.
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     parent, descriptor = int(sys.argv[1]), int(sys.argv[2])

@@ -36,12 +36,12 @@ class _Chain:
     """Operators in a row.
 
     Attributes:
-        names: of the operators.
-        seconds: of forward and backward.
-        sources: numbers of the chains whose values it uses.
-        users: numbers of the chains that use its values; filled by ``_sorted``.
+        names: the operators, in order.
+        seconds: time of their forward and backward.
+        sources: indices of the chains whose values it uses.
+        users: indices of the chains that use its values; filled by ``_sorted``.
         sent_bytes: bytes of the results of its last operator, which other chains or the stage's result use.
-        is_result: whether the stage returns one of them.
+        is_result: whether the stage returns one of these results.
         level: largest number of chains before it on any path.
     """
 
@@ -57,14 +57,16 @@ class _Chain:
 def divide_stage(
     program: Program, outputs: tuple[Any, ...], exits: tuple[str, ...], planes: int, grid: tuple[int, int]
 ) -> tuple[Program, Branches]:
-    """Return a stage whose sums are computed where their terms are, and its division among planes.
+    """Divide a stage among planes; return (the stage, its division).
+
+    In the returned stage, a plane adds those terms of a sum that it computes itself: it sends one map, not several.
 
     Ranks and forecasts must divide alike, so the machine is the default one.
 
     Args:
         program: the stage, as it would be lowered without planes.
-        outputs: as for ``lower``.
-        exits: likewise.
+        outputs: leaves of the model's output that the stage returns.
+        exits: values that other stages need.
         planes: number of planes.
         grid: rows and columns of a plane's ranks.
     """
@@ -82,13 +84,13 @@ def pack_branches(
 ) -> Branches:
     """Return the division of a stage's operators that takes the least time; it may divide nothing.
 
-    If the latency of messages outweighs every division, the best one without latencies is returned, because the ranks
-    of other planes have nothing else to do.
+    If the latency of messages outweighs the gain of every division, it returns the best division without latencies: the
+    ranks of the other planes have nothing else to do.
 
     Args:
         program: the stage, as it will be lowered.
-        outputs: as for ``lower``.
-        exits: likewise.
+        outputs: leaves of the model's output that the stage returns.
+        exits: values that other stages need.
         planes: number of planes.
         grid: rows and columns of a plane's ranks, which divide all maps.
         machine: the machine model; None: the reference machine.
@@ -99,7 +101,7 @@ def pack_branches(
     operators = lowered_operators(program, outputs, exits)
     free, chains = _chains(program, operators, {*refs_in(outputs), *exits}, prod(grid), machine)
     link = machine.link(planes * prod(grid))
-    # With latencies first; without them only if nothing would be divided.
+    # First with latencies; a second search without them only if the first divides nothing.
     for latency_s in (machine.message_s + link.latency_s, 0.0):
         regions, plane_of = _RegionSearch(chains, planes, latency_s, link.bytes_per_s).best()
         if plane_of:
@@ -112,15 +114,15 @@ def pack_branches(
 def _chains(
     program: Program, operators: Sequence[Operator], results: set[str], ranks: int, machine: MachineModel
 ) -> tuple[list[str], list[_Chain]]:
-    """Return the operators that use no computed value, and all others as chains.
+    """Return (operators that use no computed value, chains of all others).
 
     In a chain, each operator is the only user of the one before it. Chains are sorted by level.
 
     Args:
         program: the stage.
-        operators: of the stage, as they will be lowered.
+        operators: the stage's operators, as they will be lowered.
         results: values that leave the stage.
-        ranks: of a plane, which divide all maps.
+        ranks: number of ranks of a plane, which divide all maps.
         machine: the machine model.
     """
     costs = {op.name: cost for op, cost in zip(program.operators, operator_costs(program, machine), strict=True)}
@@ -138,7 +140,7 @@ def _chains(
             continue
         sources = {maker[name] for name in op.inputs if name in maker}
         number = next(iter(sources)) if len(sources) == 1 else -1
-        # The only user of a single source: the chain goes on, and what it passes on is not sent.
+        # The only user of a single source continues its chain; the value between them stays in the plane.
         if number >= 0 and users[chains[number].names[-1]] == {op.name}:
             chains[number].names.append(op.name)
             chains[number].seconds += seconds
@@ -180,26 +182,27 @@ def _sorted(chains: list[_Chain]) -> list[_Chain]:
 
 
 class _RegionSearch:
-    """The search for regions.
+    """The search for the regions with the least total time, by dynamic programming over the chains.
 
     Args:
         chains: sorted, so that each is behind those whose values it uses.
         planes: number of planes.
-        latency_s: of an exchange.
-        bytes_per_s: of the link between planes.
+        latency_s: latency of a message between planes.
+        bytes_per_s: bandwidth of the link between planes.
     """
 
     def __init__(self, chains: Sequence[_Chain], planes: int, latency_s: float, bytes_per_s: float) -> None:
         self._chains, self._planes = chains, planes
         self._latency_s, self._bytes_per_s = latency_s, bytes_per_s
         never = len(chains) + 1
-        # Results are used behind all chains, so that no region keeps them to itself.
+        # Results of the stage count as used after all chains: every plane needs them, so their owner sends them.
         self._last_user = [never if c.is_result else max(c.users, default=-1) for c in chains]
 
     def best(self) -> tuple[list[range], dict[int, int]]:
-        """Return the regions, and chain -> plane for those that only one plane computes."""
+        """Return (regions as ranges of chains, chain -> plane for the chains that only one plane computes)."""
         count = len(self._chains)
-        least = [0.0, *[float("inf")] * count]
+        least = [0.0, *[float("inf")] * count]  # seconds of the first n chains
+        # For the first n chains: where their last region starts, and the planes of its chains.
         steps: list[tuple[int, dict[int, int]]] = [(0, {})] * (count + 1)
         for start in range(count):
             alone = least[start] + self._chains[start].seconds
@@ -213,7 +216,7 @@ class _RegionSearch:
                     seconds, owners = self._packed(groups, stop)
                     if least[start] + seconds < least[stop]:
                         least[stop], steps[stop] = least[start] + seconds, (start, owners)
-        # Back from the end, along the best step to each place.
+        # From the last chain back, region by region.
         regions, plane_of, at = list[range](), dict[int, int](), count
         while at:
             start, owners = steps[at]
@@ -223,13 +226,18 @@ class _RegionSearch:
         return regions[::-1], plane_of
 
     def _joined(self, groups: Sequence[set[int]], chain: int) -> list[set[int]]:
-        """Return the groups with one more chain, which joins those whose values it uses."""
+        """Return the groups after adding a chain: the groups whose values it uses and the chain become one group."""
         sources = self._chains[chain].sources
         near = [group for group in groups if not group.isdisjoint(sources)]
         return [*(group for group in groups if group not in near), set().union({chain}, *near)]
 
     def _packed(self, groups: Sequence[set[int]], stop: int) -> tuple[float, dict[int, int]]:
-        """Return the time of a divided region that ends before the chain ``stop``, and the plane of each chain."""
+        """Pack groups of chains onto planes; return (seconds of this divided region, chain -> plane).
+
+        Args:
+            groups: all chains of the region; groups use no values of each other.
+            stop: the first chain after the region.
+        """
         chains = self._chains
         loads, sent = [0.0] * self._planes, [0] * self._planes
         owners: dict[int, int] = {}

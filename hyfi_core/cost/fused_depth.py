@@ -32,7 +32,7 @@ def fused_runs(
     fused_halo: int | str = "auto",
     machine: MachineModel | None = None,
 ) -> FusedRuns:
-    """Return the fused runs for ``plan.fused_halo``.
+    """Return the fused runs of a rank's program for a value of ``plan.fused_halo``.
 
     A number n: fused runs of at most n windows along any path; with 1, every operator has its own exchange. "auto": the
     cheapest of the lengths 1, 2, 3, 4 and 6, the shorter of equals, by this rule::
@@ -47,13 +47,13 @@ def fused_runs(
     Args:
         program: the captured model.
         target: the rank to lower for.
-        outputs: as for ``lower``.
-        exits: likewise.
-        fused_halo: of the plan.
+        outputs: leaves of the output; None for all that the model returns.
+        exits: values that other stages need.
+        fused_halo: ``plan.fused_halo``.
         machine: the machine model; None: the reference machine.
 
     Raises:
-        RequestError: as of ``lower``.
+        RequestError: ``lower`` refuses the program.
     """
     return runs_and_trial(program, target, outputs, exits, fused_halo, machine or reference_machine())[0]
 
@@ -67,19 +67,19 @@ def runs_and_trial(
     machine: MachineModel,
     layouts: Unfused | None = None,
 ) -> tuple[FusedRuns, RankProgram | None]:
-    """Return the fused runs of ``fused_runs``, and the program lowered without any if that was done to choose them.
+    """Return (the result of ``fused_runs``, the program lowered without fused runs; None if the choice needs none).
 
     Args:
         program: the captured model.
         target: the rank to lower for.
-        outputs: as for ``lower``.
-        exits: likewise.
-        fused_halo: of the plan.
+        outputs: leaves of the output; None for all that the model returns.
+        exits: values that other stages need.
+        fused_halo: ``plan.fused_halo``.
         machine: the machine model.
-        layouts: how the program's values are split without fused runs; None: it is lowered to see.
+        layouts: how the program's values are split without fused runs; None: the program is lowered to see.
 
     Raises:
-        RequestError: as of ``lower``.
+        RequestError: ``lower`` refuses the program.
     """
     if fused_halo == 1 or target.grid == (1, 1):
         return FusedRuns(), None
@@ -90,7 +90,7 @@ def runs_and_trial(
     sketch = sketch_of(program, operators, layouts.splits, layouts.fusible, exits)
     if fused_halo != "auto":
         return margins_of(sketch, int(fused_halo)).runs(sketch), trial
-    # Without fused runs, each operator has an exchange of its own, also of the same value.
+    # Without fused runs, each operator has its own exchange, even if several operators need the same value.
     best, least = None, cost(sketch, unfused(sketch), shares=False, machine=machine)
     for depth in DEPTHS:
         candidate = margins_of(sketch, depth)
@@ -115,11 +115,11 @@ class Unfused(Protocol):
 
 
 def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: MachineModel | None = None) -> float:
-    """Return the seconds of a step that depend on the fused runs, by the rule of ``fused_runs``.
+    """Return the seconds of a step that the fused runs change, by the formula of ``fused_runs``.
 
     Args:
-        sketch: the program.
-        margins: the exchanges and the computed boxes.
+        sketch: the layouts of the program's values, and its operators.
+        margins: the exchanges, and the boxes that each rank computes.
         shares: whether operators that need the same value share one exchange.
         machine: the machine model; None: the reference machine.
     """
@@ -148,18 +148,18 @@ def _most_added(parts: Boxes, boxes: Boxes) -> int:
 
 
 def _exchange_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) -> float:
-    """Return the time of an exchange: that of the rank whose messages take the longest.
+    """Return the seconds of an exchange: of the rank whose messages take the longest.
 
     Args:
         sketch: has the layouts.
         value: the map that is exchanged.
-        need: the box that each rank needs of it.
+        need: the box of the map that each rank needs.
         machine: the machine model.
     """
     parts = sketch.layouts[value].parts
     if not parts.same_grid_as(need):
         return _exchange_by_rank_s(sketch, value, need, machine)
-    # Boxes are products of intervals, so a rank's owners and pixels are those of its row times those of its column.
+    # Boxes are products of intervals: a rank receives from (owners along y) x (owners along x) ranks; pixels alike.
     slowest_s = 0.0
     for y, x in product(_axis_needs(parts.rows, need.rows), _axis_needs(parts.columns, need.columns)):
         owns_some = y.own_px > 0 and x.own_px > 0
@@ -170,7 +170,7 @@ def _exchange_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) 
 
 
 def _exchange_by_rank_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) -> float:
-    """Return the time of an exchange like ``_exchange_s``, but from the transfer of each rank: the grids may differ."""
+    """As ``_exchange_s``, but slower and for grids that may differ: from the transfer of each rank."""
     layout = sketch.layouts[value]
     slowest_s = 0.0
     for rank in range(len(layout.parts)):
@@ -182,12 +182,12 @@ def _exchange_by_rank_s(sketch: Sketch, value: str, need: Boxes, machine: Machin
 
 @dataclass(frozen=True, slots=True)
 class _AxisNeed:
-    """What a row of ranks needs along y, or a column along x.
+    """The interval that a row of ranks needs along y, or a column along x.
 
     Attributes:
-        owners: number of rows that own some of it.
-        px: positions within the map.
-        own_px: positions that it owns itself.
+        owners: number of rows (or columns) that own some of it.
+        px: length of the interval, within the map.
+        own_px: length of its part that the row itself owns.
     """
 
     owners: int
@@ -197,7 +197,7 @@ class _AxisNeed:
 
 @lru_cache(maxsize=4096)  # networks repeat their blocks
 def _axis_needs(parts: tuple[Interval, ...], need: tuple[Interval, ...]) -> frozenset[_AxisNeed]:
-    """Return the different needs of all rows of ranks, or of all columns; most need the same.
+    """Return the distinct needs of all rows of ranks, or of all columns; most rows need the same.
 
     Args:
         parts: the interval that each row owns.

@@ -64,7 +64,7 @@ class UpdateCost:
     Attributes:
         tensor_s: overhead of one tensor of weights.
         bytes_per_s: bytes of weights that are updated in a second.
-        watch_s: for each tensor of the whole model: every rank looks for changes that the engine did not make.
+        watch_s: for each tensor of the whole model: every rank checks whether anything but the engine changed it.
     """
 
     tensor_s: float
@@ -78,8 +78,8 @@ class SharedCores:
 
     Attributes:
         count: cores of a node; ranks that compute at the same time have equal parts of them.
-        turn_s: time for which an exchange waits for the turns of other ranks.
-        waiting: part of a core that a waiting rank takes, relative to one that computes.
+        turn_s: time for which an exchange waits until other ranks have had the core.
+        waiting: fraction of a core that a waiting rank uses, relative to a rank that computes.
     """
 
     count: int
@@ -149,42 +149,42 @@ class MachineModel:
     host_bytes_per_s: float | None = None
 
     def with_tf32(self) -> MachineModel:
-        """Return the machine as it computes float32 if operands may be rounded to TF32; itself without tensor cores."""
+        """Return the machine with the rates of float32 if operands may be rounded to TF32; unchanged without TF32."""
         if "tf32" not in self.peak_flops_per_s:
             return self
         peaks = {**self.peak_flops_per_s, "float32": self.peak_flops_per_s["tf32"]}
         return replace(self, peak_flops_per_s=peaks, scalar_efficiency={})
 
     def shared(self, ranks: int) -> bool:
-        """Whether this many ranks must share cores."""
+        """Whether ``ranks`` ranks are more than the cores of their nodes."""
         nodes = -(-ranks // self.devices_per_node)
         return self.cores is not None and nodes * self.cores.count < ranks
 
     def turns_s(self, ranks: int) -> float:
-        """Return how long an exchange waits for turns; ``on_shared_cores`` stretches it to ``SharedCores.turn_s``."""
+        """Return the seconds that an exchange waits for other ranks on its core; ``on_shared_cores`` scales them up."""
         if self.cores is None or not self.shared(ranks):
             return 0.0
         return self.cores.turn_s * self.cores.count / min(ranks, self.devices_per_node)
 
     def call_s(self, kind: str, backward: bool = False) -> float:
-        """Return the overhead of an operator of a kind, or of a gradient of its backward."""
+        """Return the seconds of overhead of an operator's forward, or of one gradient of its backward."""
         return self.overhead_s.get(kind, (self.kernel_s, self.kernel_s))[backward]
 
     def weights_s(self, weight_bytes: float, kind: str, backward: bool = False, crowded: bool = False) -> float:
-        """Return the time in which a library rearranges this many bytes of weights; see ``weight_bytes_per_s``."""
+        """Return the seconds in which kernels rearrange weights; 0 for kinds without ``weight_bytes_per_s``."""
         if kind not in self.weight_bytes_per_s:
             return 0.0
         return (self.crowding.memory if crowded else 1.0) * weight_bytes / self.weight_bytes_per_s[kind][backward]
 
     def update_s(self, tensors: int, weight_bytes: float, crowded: bool = False) -> float:
-        """Return the time of the optimizer's update of this many tensors of weights."""
+        """Return the seconds of the optimizer's update of ``tensors`` weights with ``weight_bytes`` in total."""
         slower = self.crowding.memory if crowded else 1.0
         if self.update is None:
             return slower * UPDATE_PASSES * weight_bytes / self.memory_bytes_per_s
         return tensors * self.update.tensor_s + slower * weight_bytes / self.update.bytes_per_s
 
     def watch_s(self, tensors: int) -> float:
-        """Return what every rank does in a step for the tensors of weights of the whole model; see ``UpdateCost``."""
+        """Return the seconds per step in which a rank checks ``tensors`` weights for changes; see ``UpdateCost``."""
         return 0.0 if self.update is None else tensors * self.update.watch_s
 
     def operator_s(
@@ -206,16 +206,16 @@ class MachineModel:
             dtype: of the computation.
             backward: whether it is the operator's backward.
             crowded: whether all devices of its node compute.
-            channels: the fewest on either side of a convolution; 0: enough of them.
+            channels: the smaller of a convolution's input and output channels; 0: so many that it does not matter.
         """
         scalar = self.scalar_efficiency if dtype in SCALAR_DTYPES else {}
         efficiency = scalar.get(kind, self.efficiency[kind])[backward]
         if channels and kind in self.half_channels:
-            # Half of it with ``half_channels``, nearly all with many.
+            # n / (n + half): half of the efficiency with ``half_channels``, nearly all of it with many channels.
             efficiency *= channels / (channels + self.half_channels[kind][backward])
         compute, memory = (self.crowding.compute, self.crowding.memory) if crowded else (1.0, 1.0)
         if kind in PRODUCTS:
-            # Products read and write maps, too: at the rate of operators that do nothing else.
+            # Products also read and write maps, at the rate of elementwise operators.
             moved_s = memory * touched_bytes / (self.efficiency["elementwise"][backward] * self.memory_bytes_per_s)
             return max(compute * flops / (efficiency * self.peak_flops_per_s[dtype]), moved_s)
         return memory * touched_bytes / (efficiency * self.memory_bytes_per_s)
@@ -229,8 +229,8 @@ class MachineModel:
 
         Args:
             moved_bytes: bytes that each rank moves.
-            ranks: that move as many at the same time; those of a node share its disk.
-            to_disk: whether to the disk; else to the memory of the host.
+            ranks: number of ranks that do so at the same time; those of a node share its disk.
+            to_disk: True: to the disk; False: to the memory of the host.
         """
         return 2 * self.move_s(moved_bytes, ranks, to_disk)
 
@@ -250,7 +250,7 @@ class MachineModel:
         return self.node if ranks <= self.devices_per_node else self.network
 
     def messages_s(self, messages: float, received_bytes: float, link: DeviceLink | None = None) -> float:
-        """Return the time to receive messages with these bytes in total over a link; None: that within a node."""
+        """Return the time to receive messages with ``received_bytes`` in total; link None: that within a node."""
         link = link or self.node
         return messages * (self.message_s + link.latency_s) + received_bytes / link.bytes_per_s
 
@@ -275,15 +275,15 @@ class MachineModel:
         Args:
             nodes: number of nodes.
             length_bytes: size of the tensor.
-            together: devices of each node for which its rank stands, and which use the network at no other time.
+            together: number of devices of each node whose tensors that rank has summed; they use the network only so.
         """
-        # One rank has the network for itself while the others of its node wait, up to what a rail carries.
+        # While the others of its node wait, one rank has the bandwidth of all, up to what a rail carries.
         rate = min(self.rail_bytes_per_s or self.network.bytes_per_s, together * self.network.bytes_per_s)
         waited_s = self.kernel_s + 2 * math.ceil(math.log2(nodes)) * self.network.latency_s  # scatter, gather
         return waited_s + 2 * (nodes - 1) / nodes * length_bytes / rate
 
     def to_yaml(self) -> str:
-        """Return the file that ``load_machine`` reads."""
+        """Return the text of a file that ``load_machine`` reads."""
         tree = asdict(self)
         tree["efficiency"] = {kind: list(pair) for kind, pair in self.efficiency.items()}
         tree["peak_flops_per_s"] = dict(self.peak_flops_per_s)

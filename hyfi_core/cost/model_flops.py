@@ -20,8 +20,8 @@ def training_flops(program: Program, trained: Collection[str]) -> float:
     """Return the operations of convolutions and matrix products in one forward and backward of a micro-batch.
 
     A multiply-add counts as two, as in ``torch.utils.flop_counter``. Each gradient of a product (of a map, of the
-    weights) counts as much as its forward. What parallel training adds, halos and activations computed twice, is not
-    counted: these are the operations of the model, not of the machine.
+    weights) counts as much as its forward. Operations that parallel training adds do not count: halos and activations
+    that are computed twice.
 
     Args:
         program: the captured model.
@@ -33,10 +33,10 @@ def training_flops(program: Program, trained: Collection[str]) -> float:
 
 
 def _gradients(program: Program, op: Operator, active: frozenset[str]) -> int:
-    """Return how often a product is computed: once forward, once for each factor's gradient in backward."""
+    """Return how many products an operator takes in a step: one forward, one for the gradient of each factor."""
     if not any(name in active for name in op.outputs):
         return 1
-    carried = [name for name in op.inputs if name in active]  # a value times itself is there twice
+    carried = [name for name in op.inputs if name in active]  # x twice in x · x
     weights = any(name in program.parameters for name in carried)
     maps = sum(name not in program.parameters for name in carried)
     # A product has two factors.
@@ -59,7 +59,7 @@ def _forward(program: Program, op: Operator) -> float:
 
 
 def _without_data(program: Program, value: Any) -> Any:
-    """Return an argument of an operator with tensors on the meta device in the place of values."""
+    """Return an operator's argument, nested or not, with each value replaced by a tensor on the meta device."""
     if isinstance(value, Ref):
         info = program.values[value.name]
         return torch.empty(info.shape, dtype=info.dtype, device="meta")

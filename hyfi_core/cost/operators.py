@@ -23,16 +23,17 @@ class OperatorCost:
 
     Attributes:
         kind: one of ``KINDS``, or ``view`` if nothing is computed.
-        dtype: of the computation.
-        flops: of its forward; 0 if it is bound by memory.
+        dtype: the dtype of the computation.
+        flops: operations of its forward; 0 if it is bound by memory.
         touched_bytes: bytes that it reads and writes.
         output_bytes: bytes of its results.
-        gradients: number of gradients in its backward (of the map, of weights), each as costly as the forward.
-        seconds: time of its forward on the given machine.
+        gradients: number of gradients in its backward: of the map, of weights.
+        seconds: time of its forward on the machine that ``operator_costs`` was called with.
         weight_bytes: bytes of its weights, which are not divided with the map.
-        forks: cotangents of its results that are added to others, because several operators use them.
-        channels: of a convolution, the fewest on either side, if they are few enough to matter; else 0.
-        of_weights: the part of its backward that a backward in two parts does last; see ``lowering.weights_apart``.
+        forks: number of additions of cotangents of its results: n operators that use a result make n - 1.
+        channels: the smaller of a convolution's input and output channels; 0: so many that it does not matter.
+        of_weights: fraction of its backward that is left to the second part, if backwards have two parts; see
+            ``lowering.weights_apart``.
     """
 
     kind: str
@@ -54,7 +55,7 @@ class OperatorCost:
             machine: the machine model.
             fraction: size of the part, relative to the map.
             crowded: whether all devices of a node compute.
-            kind: kind to use instead of the operator's.
+            kind: kind of operator to use instead of ``self.kind``.
         """
         if self.kind == "view":
             return 0.0
@@ -67,22 +68,23 @@ class OperatorCost:
         """Return the seconds of the backward on a part of the map; see ``forward_s``."""
         if self.kind == "view" or not self.gradients:
             return 0.0
-        # A product computes each gradient by a kernel of its own, as large as the forward; others all in one pass.
+        # A product computes each gradient by its own kernel, as large as the forward; others compute all in one pass.
         count = self.gradients if self.kind in PRODUCTS else 1
         work = count * self.flops * fraction, count * self.touched_bytes * fraction
         name = kind or self.kind
         seconds = machine.operator_s(*work, name, self.dtype, True, crowded, self.channels)
         weights_s = machine.weights_s(self.weight_bytes, name, backward=True, crowded=crowded)
-        # Two cotangents are read and their sum is written: three times the result.
+        # Adding two cotangents reads both and writes their sum: three times the bytes of the result.
         added_s = machine.call_s("elementwise", backward=True) + machine.operator_s(
             0.0, 3 * self.output_bytes * fraction, "elementwise", self.dtype, backward=True, crowded=crowded
         )
-        forks = self.forks if machine.overhead_s else 0  # else in efficiencies, which were fitted to whole steps
+        # Without ``overhead_s``, efficiencies were fitted to whole steps, and contain these additions.
+        forks = self.forks if machine.overhead_s else 0
         return count * machine.call_s(name, backward=True) + seconds + weights_s + forks * added_s
 
 
 KnownCosts = dict[Hashable, OperatorCost]
-"""All of an operator that its cost depends on -> the cost."""
+"""Everything that the cost of an operator depends on -> its cost."""
 
 
 def operator_costs(
@@ -100,9 +102,8 @@ def operator_costs(
         machine: the machine model; None: the reference machine.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
         active: values that carry gradients; None: all between parameters and the program's outputs.
-        known: costs of the same model's operators on the same machine and with the same dtype, to which these are
-            added; None: nothing is known.
-        sent: values that other stages use, once for each: the cotangent that comes back is added to others.
+        known: cache of costs of the same model, machine and dtype; costs computed here are added.
+        sent: values that other stages use, listed once for each such stage: each returns a cotangent, which is added.
     """
     machine = machine or reference_machine()
     if active is None:
@@ -113,9 +114,9 @@ def operator_costs(
     known = {} if known is None else known
     costs = []
     for op in program.operators:
-        # -1: without a cotangent.
+        # -1 stands for a value without a cotangent.
         used = tuple(users.get(name, 0) if name in active else -1 for name in op.outputs if name is not None)
-        # All that differs between stages of one model: which values are used there, and carry gradients.
+        # An operator's cost differs between stages by which of its values are used and carry gradients.
         key = op.name, op.outputs, op.inputs, used, tuple(name in active for name in op.inputs)
         if key not in known:
             known[key] = _cost(program, op, machine, active, dtype, users)
@@ -155,9 +156,9 @@ def _cost(
     flops = _flops(program, op, outputs[0]) if kind in PRODUCTS else 0.0
     own = str(program.values[outputs[0]].dtype).removeprefix("torch.") if outputs else "float32"
     computed = dtype if dtype is not None and kind in PRODUCTS else own
-    # A machine has no rate for them: they are moved, not multiplied.
+    # Machines have no rate for integers and booleans, which are moved, not multiplied.
     if computed not in machine.peak_flops_per_s:
-        computed = "float32"  # integers and booleans
+        computed = "float32"
     carried = {name for name in inputs if name in active}
     maps, weights = carried - set(program.parameters), carried & set(program.parameters)
     gradients = bool(maps) + bool(weights) if any(name in active for name in outputs) else 0
@@ -166,7 +167,7 @@ def _cost(
     # Of n users, n - 1 add their cotangent to another one.
     forks = sum(max(0, users.get(name, 0) - 1) for name in outputs if name in active)
     weight_bytes = sum(value_bytes(program, name) for name in inputs if name in program.parameters)
-    # A bias has one dim: its gradient comes with the map's.
+    # A bias has one dim; its gradient is computed with that of the map.
     apart = gradients and kind in PRODUCTS and any(len(program.values[name].shape) > 1 for name in weights)
     return OperatorCost(
         kind=kind,
@@ -184,7 +185,7 @@ def _cost(
 
 
 def _kind(program: Program, op: Operator) -> str:
-    """Return the kind by whose rates it is priced: one of ``KINDS``, or ``view``."""
+    """Return the kind of an operator whose rates give its cost: one of ``KINDS``, or ``view``."""
     kind = facts_of(op).kind
     if kind in ("convolution", "transposed_convolution"):
         channels = program.values[op.args[0].name].shape[1]
@@ -198,7 +199,7 @@ def _kind(program: Program, op: Operator) -> str:
 
 
 def _channels(program: Program, op: Operator, kind: str) -> int:
-    """Return the fewest channels on either side of a convolution; of a thin one, those of its output."""
+    """Return the smaller of a convolution's input and output channels; of a thin one, its output channels."""
     if kind not in ("convolution", "pointwise_convolution", "thin_convolution"):
         return 0
     inputs, outputs = (program.values[name].shape[1] for name in (op.args[0].name, op.first_output))
@@ -206,9 +207,10 @@ def _channels(program: Program, op: Operator, kind: str) -> int:
 
 
 def _flops(program: Program, op: Operator, output: str) -> float:
-    """Return 2 x outputs x products per output; of a transposed convolution, inputs stand for outputs.
+    """Return the operations of a product: 2 x numbers in its output x multiply-adds for each of them.
 
-    By arithmetic alone: planning asks thousands of times. ``model_flops`` counts any product, once for a run.
+    A transposed convolution has 2 x numbers in its input x multiply-adds for each of them. Plain arithmetic, because
+    planning calls this thousands of times; ``model_flops`` counts any product by calling it.
     """
     kind = facts_of(op).kind
     factor = program.values[op.args[-1 if kind == "matmul" else 1].name].shape  # addmm has its two factors last

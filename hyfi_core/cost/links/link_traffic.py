@@ -30,12 +30,13 @@ _Pairs = dict[tuple[int, int], float]
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """Bytes of a step.
+    """Bytes that ranks send to each other in a step.
 
     Attributes:
-        plan: of the step.
-        pairs: two ranks of a replica, the lower first -> bytes between them, in both directions.
-        reduced: ranks of a replica -> bytes of the gradients that they, in all replicas, reduce together.
+        plan: the plan of the step.
+        pairs: two ranks of a replica, the lower first -> bytes between them, both ways together.
+        reduced: ranks of a replica -> bytes of the gradients that these ranks reduce, with the same ranks of all other
+            replicas.
     """
 
     plan: ParallelPlan
@@ -43,7 +44,7 @@ class LinkTraffic:
     reduced: Mapping[frozenset[int], float]
 
     def between_nodes(self, nodes: Sequence[Hashable]) -> float:
-        """Return the bytes that leave a node in a step; reductions are in two levels.
+        """Return the bytes that leave a node in a step; gradients are summed within each node first.
 
         Args:
             nodes: the node of each rank of the plan.
@@ -59,12 +60,12 @@ class LinkTraffic:
 
 
 def link_traffic(program: Program, plan: ParallelPlan, lowered_plans: LoweredPlans | None = None) -> LinkTraffic:
-    """Return the bytes of a step of a plan.
+    """Return the bytes that ranks send to each other in a step of a plan.
 
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts and without cells.
-        lowered_plans: as for ``lowered_stages``.
+        lowered_plans: stages that were lowered before; those lowered here are added.
 
     Raises:
         RequestError: the plan does not work for this model.
@@ -76,7 +77,7 @@ def link_traffic(program: Program, plan: ParallelPlan, lowered_plans: LoweredPla
     placement = Placement.of(plan)
     pairs: _Pairs = {}
     for direction in range(plan.directions):
-        # Each direction has its share of the micro-batches.
+        # Directions divide the micro-batches.
         rounds = plan.microbatches // plan.directions
         for stage, divided in enumerate(stages.divided):
             group = placement.group(stage, direction)
@@ -95,14 +96,14 @@ def link_traffic(program: Program, plan: ParallelPlan, lowered_plans: LoweredPla
 
 
 def _add(pairs: _Pairs, a: int, b: int, sent_bytes: float) -> None:
-    """Add bytes that two ranks send to each other; none from a rank to itself."""
+    """Add the bytes that two ranks send to each other to ``pairs``; nothing if they are the same rank."""
     if a != b and sent_bytes:
         key = min(a, b), max(a, b)
         pairs[key] = pairs.get(key, 0.0) + sent_bytes
 
 
 def _add_halos(pairs: _Pairs, ranked: RankProgram, grid: tuple[int, int], group: Sequence[int], rounds: int) -> None:
-    """Add the bytes of all halos of a stage in a step to those of each pair of ranks.
+    """Add the bytes of all halos of a stage in a step to ``pairs``.
 
     Args:
         pairs: pair of ranks -> bytes.
@@ -124,13 +125,13 @@ def _add_halos(pairs: _Pairs, ranked: RankProgram, grid: tuple[int, int], group:
 def _add_exchanges(
     pairs: _Pairs, exchanges: Sequence[PlaneExchange], group: Sequence[int], size: int, rounds: int
 ) -> None:
-    """Add the bytes of the values that planes exchange to those of each pair of ranks.
+    """Add the bytes of the values that planes exchange in a step to ``pairs``.
 
     Args:
         pairs: pair of ranks -> bytes.
-        exchanges: of one stage.
-        group: ranks of the stage, within a plane.
-        size: ranks of a plane.
+        exchanges: the exchanges of one stage.
+        group: ranks of the stage in plane 0.
+        size: number of ranks of a plane.
         rounds: micro-batches of one direction in a step.
     """
     for exchange in exchanges:
@@ -141,13 +142,15 @@ def _add_exchanges(
 
 
 def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dict[tuple[int, int], float]:
-    """Return (rows, columns) from a rank to a peer -> bytes that the rank receives from there in a forward.
+    """Return the bytes that a rank receives in a forward from each peer: `{(-1, 0): 4096}` are from the rank above.
 
     Args:
         ranked: the stage, lowered for the rank in the middle of the grid.
         middle: (row, column) of this rank.
-        columns: of the grid.
+        columns: number of columns of the grid.
     """
+    # Three estimates of the same, by the peer's offset (rows, columns): what the middle rank receives; what it sends,
+    # which another rank receives from the opposite side; and corners, from the sides of its halos.
     received: dict[tuple[int, int], float] = {}
     sent: dict[tuple[int, int], float] = {}
     across: dict[tuple[int, int], float] = {}
@@ -173,18 +176,16 @@ def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dic
             if (-1, 0) in above and (0, -1) in beside:
                 corner_px = above[-1, 0].height * beside[0, -1].width
                 across[corner] = across.get(corner, 0.0) + pixel_bytes * corner_px
-    # Of two rows, the middle one has no neighbour below: what it sends up is what the other row receives from below. Of
-    # 2 × 2, it has no peer across its own diagonal: such a corner has the rows and columns of its halos.
+    # The first that knows an offset counts: received, then sent, then corners. In a grid of two rows, the middle rank
+    # has no neighbour below, but what it sends up is what the other row receives from below. In a grid of 2 × 2, it has
+    # no peer at two of the four corners, so these are computed from the height and width of its halos.
     return across | sent | received
 
 
 def _reduced(
     program: Program, plan: ParallelPlan, placement: Placement, stages: LoweredStages, pairs: _Pairs
 ) -> dict[frozenset[int], float]:
-    """Return ranks of a replica -> bytes of the gradients that they reduce; add those that a mirror sends to ``pairs``.
-
-    A mirror sends point to point.
-    """
+    """Return ``LinkTraffic.reduced``, and add what mirrors send point to point to ``pairs``."""
     scale = 0.5 if plan.reduce_dtype == "bfloat16" else 1.0  # of the bytes of a weight, which is float32
     owners: dict[str, list[int]] = {}
     for stage, (piece, _, _) in enumerate(stages.each):

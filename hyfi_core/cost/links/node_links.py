@@ -26,7 +26,7 @@ Messages = Sequence[tuple[int, float]]
 
 
 class NodeLinks:
-    """Times of a plan's messages, by the nodes on which its ranks lie.
+    """Times of a plan's messages: within a node or between nodes, with ranks in blocks on nodes.
 
     Args:
         plan: how the ranks are used.
@@ -42,7 +42,9 @@ class NodeLinks:
         self._replica_begins = tuple(sorted({first % per_node for first in replicas}))
 
     def halo_s(self, stage: int, received: Mapping[PeerOffset, float]) -> tuple[tuple[float, float], ...]:
-        """Return (overhead of the messages, time of the bytes) of an exchange, for all kinds of ranks of a stage.
+        """Return (overhead of the messages, time of the bytes), both in seconds, of a halo exchange.
+
+        One pair for each kind of rank: ranks are alike if the messages of the same peers leave their node.
 
         Args:
             stage: whose ranks exchange.
@@ -53,11 +55,11 @@ class NodeLinks:
         return tuple({self._messages_s(zip(kind, received.values(), strict=True)) for kind in kinds})
 
     def edge_s(self, edge: tuple[int, int], incoming: Sequence[Messages]) -> float:
-        """Return the time in which values from one stage arrive at the rank of another that waits the longest.
+        """Return the seconds until the slowest rank of a stage has received the values of another stage.
 
         Args:
-            edge: (from, to) of stages.
-            incoming: what each rank of the later stage receives.
+            edge: (sending stage, receiving stage).
+            incoming: what each rank of the receiving stage receives; with cells, each cell of each rank.
         """
         slowest_s, per_node = 0.0, self._machine.devices_per_node
         for direction, begin in product(range(self._plan.directions), self._begins):
@@ -68,12 +70,12 @@ class NodeLinks:
         return slowest_s
 
     def _between(self, edge: tuple[int, int], direction: int, incoming: Sequence[Messages]) -> dict[int, Messages]:
-        """Return rank -> (sender, bytes) of what it receives for all of its cells, one message for each cell and peer.
+        """Return receiving rank -> (sending rank, bytes) of its messages, one for each of its cells and each peer.
 
         Args:
-            edge: (from, to) of stages.
-            direction: whose ranks are meant.
-            incoming: what each rank of the later stage receives; with cells, each cell.
+            edge: (sending stage, receiving stage).
+            direction: of the pipeline whose ranks are returned.
+            incoming: as for ``edge_s``; senders are positions in the sending stage.
         """
         cells = self._plan.cell_grid or (1, 1)
         fine, incoming_by_rank = self._placement.by_cells(cells), dict[int, list[tuple[int, float]]]()
@@ -101,7 +103,7 @@ class NodeLinks:
         return self._machine.network if network else self._machine.node
 
     def _crossings(self, stage: int, peers: tuple[PeerOffset, ...]) -> frozenset[Crossings]:
-        """Return which messages leave their node, once for all ranks of a stage that are alike."""
+        """Return the distinct ``Crossings`` of the ranks of a stage."""
         grid, per_node = self._placement.grids[stage], self._machine.devices_per_node
         kinds: frozenset[Crossings] = frozenset()
         for direction in range(self._plan.directions):
@@ -111,10 +113,10 @@ class NodeLinks:
         return kinds
 
     def _messages_s(self, messages: Iterable[tuple[bool | None, float]]) -> tuple[float, float]:
-        """Return (overhead of the messages, time of the bytes); both links carry bytes at the same time.
+        """Return (overhead of the messages, time of the bytes), in seconds; both links carry bytes at the same time.
 
         Args:
-            messages: (whether it leaves the node, bytes) of each; None: there is no such message.
+            messages: (whether the message leaves the node, its bytes); with None there is no such message.
         """
         machine, overhead_s, wire_s = self._machine, 0.0, [0.0, 0.0]  # within the node, and over the network
         for network, length in messages:
@@ -129,14 +131,14 @@ class NodeLinks:
 def _crossings(
     grid: tuple[int, int], begins: tuple[int, ...], per_node: int, backwards: bool, peers: tuple[PeerOffset, ...]
 ) -> frozenset[Crossings]:
-    """Return which messages leave their node, once for all ranks of a grid that are alike.
+    """Return the distinct ``Crossings`` of the ranks of a grid.
 
     Args:
         grid: rows and columns of ranks.
-        begins: devices of a node that may have the first rank of the grid; replicas begin at different ones.
+        begins: where on its node the first rank of the grid may be; it differs between replicas.
         per_node: devices of a node.
-        backwards: whether ranks count down along the grid, as in the second direction.
-        peers: where the peers of a rank are, relative to it.
+        backwards: whether rank numbers fall along the grid, as in the second direction.
+        peers: offsets from a rank to its peers.
     """
     (rows, columns), step = grid, -1 if backwards else 1
 

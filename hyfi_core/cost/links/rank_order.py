@@ -27,10 +27,10 @@ def in_blocks(nodes: Sequence[Hashable]) -> bool:
 
 
 def rank_order(traffic: LinkTraffic, nodes: Sequence[Hashable]) -> tuple[int, ...]:
-    """Return the rank for each place of a plan.
+    """Return the rank for each place of a plan: `(0, 2, 1, 3)` puts rank 2 at place 1.
 
-    If ranks are in blocks, their order stays as it is. Otherwise it is the order, of some that keep nodes together, in
-    which the fewest bytes leave a node; never more than without it.
+    Ranks in blocks keep their order. Others get the order in which the fewest bytes leave a node, of a few orders that
+    keep the ranks of a node together, and their present order.
 
     Args:
         traffic: bytes between the places.
@@ -43,15 +43,15 @@ def rank_order(traffic: LinkTraffic, nodes: Sequence[Hashable]) -> tuple[int, ..
     orders = {same: None} | {
         _in_places(ranks, places): None for ranks in _chains(plan, nodes) for places in _places(plan, nodes)
     }
-    # The order as it is comes first, so that it wins among equals.
+    # The present order comes first: it wins among equals.
     return min(orders, key=lambda order: traffic.between_nodes([nodes[rank] for rank in order]))
 
 
 def _chains(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]]:
     """Yield two orders of the ranks, both node by node.
 
-    The first order takes all ranks of each node. The second takes as many of each node as fill whole replicas, and then
-    those that are left of each node.
+    The first takes all ranks of a node, then those of the next. The second first takes from each node the ranks that
+    fill whole replicas, and at the end the remaining ranks, again node by node.
     """
     by_node: dict[Hashable, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -67,7 +67,7 @@ def _places(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]
     """Yield the places of a plan in the order in which nodes fill them: by rows, or by tiles of a grid."""
     together = max(Counter(nodes).values())
     for high in range(1, together + 1):
-        # Tiles of a node's size: neighbours along both axes share it.
+        # Tiles with as many ranks as a node: neighbours along both axes are on the same node.
         if together % high == 0:
             places: list[int] = []
             for _ in range(plan.replicas * plan.branches):
@@ -78,7 +78,10 @@ def _places(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]
 
 
 def _tiled(grid: tuple[int, int], tile: tuple[int, int]) -> list[int]:
-    """Return the positions of a grid tile by tile; row-major if tiles do not divide it."""
+    """Return the positions of a grid tile by tile: `[0, 1, 4, 5, 2, 3, 6, 7]` for 2 x 4 in tiles of 2 x 2.
+
+    They stay row-major if the tiles do not divide the grid.
+    """
     (rows, columns), (high, wide) = grid, tile
     positions = [(y, x) for y in range(rows) for x in range(columns)]
     if rows % high == 0 and columns % wide == 0:

@@ -25,8 +25,8 @@ class GradientHolders:
     """The ranks that reduce the gradients of a stage.
 
     Attributes:
-        nodes: number of nodes on which they are.
-        together: the most of them on one node.
+        nodes: number of nodes with such ranks.
+        together: the largest number of such ranks on one node.
     """
 
     nodes: int
@@ -43,12 +43,12 @@ class GradientHolders:
         return cls(len(counts), max(counts.values()))
 
     def exposed_s(self, gradients: Iterable[tuple[float, float]], backward_s: float, machine: MachineModel) -> float:
-        """Return the time from the end of the backward to the end of the reductions.
+        """Return the seconds by which reductions lengthen a step: what the backward does not hide.
 
         On CPUs, reducing within a node is never hidden: the cores that compute also copy and add.
 
         Args:
-            gradients: (time at which they are complete, bytes), in order.
+            gradients: (time at which a gradient is complete, its bytes), in order of time.
             backward_s: time at which the backward ends.
             machine: the machine model.
         """
@@ -67,18 +67,21 @@ class GradientHolders:
                 bucket_bytes = 0.0
         if machine.device != "cpu":
             return max(0.0, end_s - backward_s)
-        # Copying and adding take the time of those who compute, wherever they fall.
+        # Copying and adding take time of the computing cores, even before the backward ends.
         return max(self._on_cores_s(sum(length for _, length in in_order), machine), end_s - backward_s)
 
     def _on_cores_s(self, length: float, machine: MachineModel) -> float:
-        """Return the time that reducing gradients of this length takes within nodes, which is computing on CPUs."""
+        """Return the seconds that CPU cores spend on reducing ``length`` bytes of gradients within nodes."""
         if self.together == 1:
             return 0.0
         levels = self._levels_s(length, machine)
         return levels[0] + sum(levels[2:])
 
     def _levels_s(self, length: float, machine: MachineModel) -> tuple[float, ...]:
-        """Return the time of one bucket within nodes, between them, and back."""
+        """Return the seconds of a bucket of ``length`` bytes on each level: (within nodes, between nodes, back).
+
+        One level only if all ranks are on one node, or each is on its own.
+        """
         if self.nodes == 1:
             return (machine.all_reduce_s(self.together, length),)
         across_s = machine.leaders_s(self.nodes, length, self.together)

@@ -90,7 +90,14 @@ def _parse(tree: Any, source: str) -> MachineModel:
 
 
 def _pairs(tree: Mapping[str, Any], key: str, kinds: Iterable[str], source: str) -> Mapping[str, tuple[float, float]]:
-    """Return the (forward, backward) of each of these kinds in a section; none if there are none."""
+    """Return kind -> (forward, backward) of a section; empty without the section.
+
+    Args:
+        tree: the parsed file.
+        key: the section's name.
+        kinds: the kinds that the section must have.
+        source: names the file in messages.
+    """
     if key in tree:
         section = _section(tree, key, source)
         for kind in sorted(set(section) - set(KINDS)):
@@ -152,5 +159,5 @@ def _crowding(tree: Mapping[str, Any], source: str) -> Crowding:
 
 @functools.cache
 def reference_machine() -> MachineModel:
-    """Return the machine by which choices are made that are the same on all machines; read once."""
+    """Return the machine model for choices that must be the same on all machines."""
     return load_machine("cpu")

@@ -56,20 +56,21 @@ BORDERS = 1.25
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """Memory of one rank of a stage in training, in parts; ``rank_peaks`` puts them together.
+    """Memory of one rank of a stage in training, in parts; ``rank_peaks`` adds them up.
 
     Attributes:
         state_bytes: weights, gradients and optimizer state of the stage.
         saved_bytes: what one micro-batch keeps for backward.
         working_bytes: inputs and outputs of the largest operator.
-        waiting_bytes: of a micro-batch that waits for its backward; with recomputation, only what the stage takes.
-        first_bytes: what the first backward of a step holds at its peak: saved maps, cotangents, gradients so far.
-        later_bytes: the same of a later backward, with all gradients.
+        waiting_bytes: what a micro-batch keeps while it waits for its backward: with recomputation, only the inputs of
+            the stage; else ``saved_bytes``.
+        first_bytes: peak of the first backward of a step: saved maps, cotangents, gradients so far.
+        later_bytes: peak of a later backward, with all gradients.
         start_bytes: all weights, which a rank holds at start, before it releases those of other stages.
         largest_weight_bytes: the largest weight.
-        operators: their number.
-        gradients_stay: whether gradients are in memory between steps, too: in the buckets of their reduction.
-        between_bytes: of a micro-batch between the two parts of its backward.
+        operators: number of operators.
+        gradients_stay: whether gradients stay in memory between steps, in the buckets of their reduction.
+        between_bytes: what a micro-batch keeps between the two parts of its backward.
     """
 
     state_bytes: int
@@ -91,14 +92,14 @@ class MemoryForecast:
 
     @property
     def written_bytes(self) -> int:
-        """What a checkpoint has of the stage: weights and optimizer state."""
+        """Weights and optimizer state of the stage: what a checkpoint contains, and a rank always holds."""
         return self.weight_bytes * STATE_COPIES
 
     def backward_bytes(self, gradients: bool, way: PeakOrLeast) -> int:
         """Return what a micro-batch holds while its backward runs, gradients included.
 
         Args:
-            gradients: whether there are any before.
+            gradients: whether gradients of earlier micro-batches exist.
             way: whether to count the peak or the least, see ``PeakOrLeast``.
         """
         if way == "peak":
@@ -106,18 +107,18 @@ class MemoryForecast:
         return self.saved_bytes + gradients * self.weight_bytes
 
     def spilled_bytes(self, cells: int) -> int:
-        """Return the least for this many cells, with all spilled that can be; see `hyfi_core.cells.budget`."""
+        """Return the least memory of a rank that spills all it can, with this number of cells; see ``cells.budget``."""
         working = int(BORDERS * self.working_bytes / cells)
         records = LIBRARY_BYTES + cells * self.operators * STEP_BYTES[True]
         return self.state_bytes + records + (PAGES + WORKSPACE) * working + WEIGHT_COPIES * self.largest_weight_bytes
 
 
 def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], way: PeakOrLeast = "peak") -> int:
-    """Return the most that a rank has in a step; of forecasts with arrays, an array.
+    """Return the largest number of bytes that a rank holds in a step; an array if the forecasts have arrays.
 
     Args:
-        forecasts: the forecast of each stage that it holds.
-        moments: what the rank does when it may hold the most; places in them are those of ``forecasts``.
+        forecasts: the forecast of each stage that the rank holds.
+        moments: what the rank does when it may hold the most, stage by stage in the order of ``forecasts``.
         way: whether to count the peak or the least, see ``PeakOrLeast``.
     """
     # During the update no maps are left, but the optimizer's temporary tensors of one weight.
@@ -140,12 +141,12 @@ def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], w
 
 
 def max_of(sizes: Iterable[int]) -> int:
-    """Return the largest number; if any of them are arrays, an array with the largest at each place."""
+    """Return the largest number; with arrays, the maximum element by element."""
     return reduce(lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b), sizes)
 
 
 def rank_peaks(plan: ParallelPlan, stages: Sequence[MemoryForecast], way: PeakOrLeast = "peak") -> tuple[int, ...]:
-    """Return the memory of each rank of a plane of a replica, in addition to the process: at start or in a step.
+    """Return the peak bytes of each rank of a plane, at start or in a step, in addition to the process itself.
 
     Args:
         plan: with as many stages; without cells.
@@ -154,11 +155,11 @@ def rank_peaks(plan: ParallelPlan, stages: Sequence[MemoryForecast], way: PeakOr
     """
     placement, moments = Placement.of(plan), fullest_moments(plan)
     # Ranks that hold the same stages have the same peak; at start, a rank has the whole model.
-    of_hosted = {
+    peak_of = {
         hosted: max(stages[0].start_bytes, held_bytes([stages[stage] for stage, _ in hosted], fullest, way))
         for hosted, fullest in moments.items()
     }
-    return tuple(of_hosted[placement.hosted(rank)] for rank in range(placement.size))
+    return tuple(peak_of[placement.hosted(rank)] for rank in range(placement.size))
 
 
 def enough_gb(needed_bytes: int) -> str:
@@ -169,21 +170,21 @@ def enough_gb(needed_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StageMaps:
-    """Bytes of a stage that do not depend on grids, schedule and recomputation.
+    """Bytes of a stage that do not depend on grids, schedule and recomputation; maps are those of one micro-batch.
 
     Attributes:
-        weights: of the stage.
-        all_weights: of all stages.
-        largest_weight: of its parameters.
-        saved: what backward needs again, of one micro-batch.
-        taken: what it receives from other stages, and the image.
+        weights: all weights of the stage.
+        all_weights: the weights of all stages.
+        largest_weight: the largest weight of the stage.
+        saved: what its forward keeps for backward.
+        taken: its inputs: values of other stages, or the image.
         working: what the largest operator reads and writes.
-        operators: their number.
-        first: what it holds while its first backward runs, without weights and moments.
-        later: the same while a later backward runs.
-        between: what a micro-batch keeps between the two parts of a backward.
+        operators: number of operators, not bytes.
+        first: peak of its first backward of a step, without weights and moments.
+        later: peak of a later backward, without weights and moments.
+        between: what it keeps between the two parts of a backward.
         first_in_two: as ``first``, of a backward in two parts.
-        later_in_two: likewise.
+        later_in_two: as ``later``, of a backward in two parts.
     """
 
     weights: int
@@ -201,13 +202,13 @@ class StageMaps:
 
     @classmethod
     def of(cls, program: Program, pieces: Sequence[Stage]) -> list[StageMaps]:
-        """Return the bytes of each stage of a captured model; ``pieces``: its stages."""
+        """Return the bytes of each stage of a captured model, which ``pieces`` are."""
         lifetimes = Lifetimes(program)
         return [cls._of_stage(program, piece, lifetimes) for piece in pieces]
 
     @classmethod
     def _of_stage(cls, program: Program, piece: Stage, lifetimes: Lifetimes) -> StageMaps:
-        """Return the numbers of a stage; ``program``, the whole model, has the shapes of its values."""
+        """Return the bytes of the stage ``piece`` of the model ``program``, in the order of the attributes."""
         operators = piece.program.operators
         weights = [value_bytes(program, name) for name in piece.program.parameters]
         entering = {name for names in piece.entries.values() for name in names}
@@ -235,13 +236,10 @@ def forecast_memory(
 ) -> tuple[MemoryForecast, ...]:
     """Return the memory forecast of a rank of each stage: maps are divided among its ranks, weights are not.
 
-    ``first`` and ``later``: the peak in the first backward of a step, and in a later one, which finds all gradients
-    there; ``in_two``: of backwards in two parts, between which a micro-batch waits.
-
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts.
-        stages: of the plan, if they are known.
+        stages: the bytes of each stage; None: they are computed.
     """
     assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
     if stages is None:

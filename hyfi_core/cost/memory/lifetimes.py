@@ -41,7 +41,7 @@ _BLOCK = 16
 
 
 class Held(NamedTuple):
-    """Bytes at one time: of maps on all ranks together, and of weights on each of them."""
+    """Bytes that a stage holds at one moment: maps, on all ranks together, and weights, on each rank."""
 
     maps: int
     weights: int
@@ -49,12 +49,12 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that the operators of a stage hold, for any number of ranks.
+    """The most that a stage holds while its operators run backward, for any number of ranks.
 
     Attributes:
-        points: what some operators hold; none holds less of both than another.
+        points: what the stage holds while an operator runs: only points that may be the most on some number of ranks.
         throughout: bytes of maps that are there in addition, whichever operator runs.
-        second: of the second part of a backward; None: it has one part.
+        second: peak of the second part of a backward; None: the backward has one part.
     """
 
     points: tuple[Held, ...]
@@ -65,7 +65,7 @@ class Peak:
     def of(cls, points: Iterable[Held], throughout: int = 0) -> Peak:
         """Return the peak of operators, from what each of them holds."""
         frontier: list[Held] = []
-        # By falling bytes of maps: only a point with more bytes of weights can be the most on many ranks.
+        # By falling bytes of maps: a point with fewer bytes of maps counts only if it has more bytes of weights.
         for point in sorted(set(points), reverse=True):
             if not frontier or point.weights > frontier[-1].weights:
                 frontier.append(point)
@@ -82,12 +82,12 @@ class Lifetime:
     """What one operator adds to the memory of its stage.
 
     Attributes:
-        kept: what it keeps from forward to backward -> bytes; what several operators keep has one name.
-        makes: bytes of maps that its backward makes: cotangents of inputs, and temporary ones.
-        reorders: bytes of weights and gradients that are there while its backward runs, in addition to those that stay.
+        kept: value -> bytes that the operator keeps from forward to backward; a value that several keep has one name.
+        makes: bytes of maps that its backward makes: cotangents of inputs, and temporary maps.
+        reorders: bytes of temporary copies of weights and gradients while its backward runs.
         gradients: bytes of the weights that no later operator uses: their gradients do not exist before its backward.
-        between: what it keeps between the two parts of a backward: the maps that it takes, and its result's cotangent.
-        first_reorders: as ``reorders``, in the first of two parts, which makes no gradients of weights that are apart.
+        between: value -> bytes that it keeps between the two parts of a backward: input maps, cotangent of its result.
+        first_reorders: as ``reorders``, in the first of two parts, which leaves the gradients of weights to the second.
     """
 
     kept: Mapping[str, int]
@@ -99,7 +99,7 @@ class Lifetime:
 
     @property
     def gradients_apart(self) -> int:
-        """Those of ``gradients`` that the second part of a backward makes."""
+        """Bytes of the gradients that the second part of a backward makes; 0 if the first part makes all."""
         return self.gradients if self.between else 0
 
 
@@ -140,10 +140,10 @@ class Lifetimes:
         return Lifetime(self._kept(op), self._makes(op), reorders, gradients, between, of_kernel)
 
     def _between(self, op: Operator) -> dict[str, int]:
-        """Return what an operator keeps between the two parts of a backward -> bytes.
+        """Return value -> bytes that an operator keeps between the two parts of a backward.
 
-        The second part makes the gradients of weights in products: of the inputs and the result's cotangent. Other
-        operators have all gradients after the first part, and keep nothing.
+        A product keeps its inputs and its result's cotangent, from which the second part makes the gradients of
+        weights. Other operators have all gradients after the first part, and keep nothing.
         """
         parameters, values = self._program.parameters, self._program.values
         if not facts_of(op).product or not any(n in parameters and len(values[n].shape) > 1 for n in op.inputs):
@@ -162,13 +162,13 @@ class Lifetimes:
     def of_stage(
         self, operators: Sequence[Operator], leaving: Collection[str], entering: int, in_two: bool = False
     ) -> tuple[Peak, Peak]:
-        """Return the peaks of the (first, any later) backward of a stage.
+        """Return the peaks of a stage's (first backward of a step, later backwards).
 
         Args:
-            operators: of the stage, in forward order.
-            leaving: values that other stages use, or the caller of the model.
+            operators: the operators of the stage, in forward order.
+            leaving: values that other stages or the caller of the model use.
             entering: bytes of the values of other stages that carry gradients.
-            in_two: whether backwards have two parts: then the most that either holds.
+            in_two: whether backwards have two parts; a peak is then the larger of both.
         """
         names = {name for op in operators for name in op.inputs if name in self._program.parameters}
         weights = missing = sum(value_bytes(self._program, name) for name in names)
@@ -177,28 +177,33 @@ class Lifetimes:
             return self._in_two(held, weights, entering)
         first, later = list[Held](), list[Held]()
         for maps, adds in held:
-            # What is left are the gradients of later operators, whose backward has run before.
+            # The gradients of later operators remain: their backward has run before.
             missing -= adds.gradients
             first.append(Held(maps, missing + adds.reorders))
             later.append(Held(maps, weights + adds.reorders))
         return Peak.of(first, entering), Peak.of(later, entering)
 
     def _in_two(self, held: Sequence[tuple[int, Lifetime]], weights: int, entering: int) -> tuple[Peak, Peak]:
-        """Return the peaks of ``of_stage`` of backwards in two parts; other first parts may come before a second one.
+        """Return the peaks of ``of_stage`` for backwards in two parts.
+
+        First parts of other micro-batches may run between the two parts.
 
         Args:
-            held: bytes of maps while each operator runs backward in one part, and what it adds.
+            held: (bytes of maps while an operator runs backward in one part, what the operator adds), for each.
             weights: bytes of all weights of the stage.
-            entering: as for ``of_stage``.
+            entering: bytes of the values of other stages that carry gradients.
         """
-        between: dict[str, int] = {}  # what this operator and those before it in the list keep between the two parts
-        new_gradients = 0  # bytes of gradients that their second parts make: missing before, in the first backward
+        # Of this operator and those before it in the list: what they keep between the two parts, and the bytes of the
+        # gradients that their second parts make, which do not exist before the first backward.
+        between: dict[str, int] = {}
+        new_gradients = 0
         first_parts, second_parts = list[Held](), list[tuple[int, int, int]]()
         for maps, adds in held:
             between |= adds.between
             new_gradients += adds.gradients_apart
             between_bytes = sum(between.values())
-            # In addition to what all operators keep between the parts, less what this and earlier ones do.
+            # ``throughout`` counts what all operators keep between the parts. While this one runs, it and the earlier
+            # operators do not keep that yet: subtract it here.
             first_parts.append(Held(max(0, maps - between_bytes), adds.first_reorders))
             second_parts.append((between_bytes, new_gradients, adds.reorders if adds.between else 0))
         throughout = entering + sum(between.values())
@@ -217,7 +222,7 @@ class Lifetimes:
         )
 
     def _held(self, operators: Sequence[Operator], leaving: Collection[str]) -> Iterator[tuple[int, Lifetime]]:
-        """Yield the bytes of maps while each operator runs backward, and what it adds."""
+        """Yield (bytes of all maps while it runs backward, what it adds) for each operator, in forward order."""
         last = {name: at for at, op in enumerate(operators) for name in op.inputs}
         saved, cotangents, maps = dict[str, int](), dict[str, int](), 0
         for at, op in enumerate(operators):
@@ -225,7 +230,7 @@ class Lifetimes:
             maps += sum(size for name, size in adds.kept.items() if name not in saved)
             saved |= adds.kept
             for name in self.carried(op.outputs):
-                # It exists from the backward of its last user on; of values that leave, from the beginning.
+                # A cotangent exists from the backward of the value's last user on; from the start if the value leaves.
                 if name in leaving or last.get(name, at) > at:
                     cotangents[name] = value_bytes(self._program, name)
                     maps += cotangents[name]
@@ -243,7 +248,7 @@ class Lifetimes:
         return sizes | self._converted(op)
 
     def _converted(self, op: Operator) -> dict[str, int]:
-        """Return the copies of weights in the dtype of autocast: each micro-batch has them from forward to backward."""
+        """Return copy -> bytes of weights in autocast's dtype, which a micro-batch keeps from forward to backward."""
         if not facts_of(op).product:
             return {}
         values = self._program.values
@@ -253,14 +258,14 @@ class Lifetimes:
         return {f"{name} as {dtype}": prod(values[name].shape) * dtype.itemsize for name in narrower}
 
     def _kept_values(self, op: Operator) -> set[str]:
-        """Return the values that its backward needs; parameters, buffers and constants are there anyway."""
+        """Return the values that an operator keeps for backward, without parameters, buffers and constants."""
         keeps = facts_of(op).keeps
         if keeps == "nothing":
             return set()
         outputs = {name for name in op.outputs if name is not None}
         inputs = {name for name in op.inputs if name in self._program.values}
         if keeps == "other factors":
-            # A factor is kept for the gradient of another one; in x · x, each is the other's.
+            # A factor is kept for the gradient of another factor, and x in x · x.
             active = Counter(name for name in op.inputs if name in self.active)
             inputs = {name for name in inputs if active.keys() - {name} or active[name] > 1}
         if keeps == "outputs":
@@ -268,7 +273,7 @@ class Lifetimes:
         return (inputs | outputs if keeps == "inputs and outputs" else inputs) - self._fixed
 
     def _memory_of(self, name: str) -> str:
-        """Return the value whose memory a view uses; of others the value itself."""
+        """Return the value whose memory a value uses: another one if it is a view, else itself."""
         while name in self._viewed:
             name = self._viewed[name]
         return name
@@ -283,9 +288,9 @@ class Lifetimes:
         return 2 * cotangent_bytes if facts.kind == "norm" else cotangent_bytes
 
     def _reorders(self, op: Operator) -> int:
-        """Return the bytes of copies of the new gradients of a product's weights, before they are added to the old.
+        """Return the bytes of the temporary gradients of a product's weights, before they are added to the old ones.
 
-        For each weight:
+        For each weight::
 
             always                                the new gradient
             narrower result (autocast)            and the gradient in the result's dtype, from which it is converted
@@ -306,16 +311,16 @@ class Lifetimes:
         return total
 
     def _kernel_item(self, op: Operator) -> int:
-        """Return the bytes of a number of a product's weights as its kernels take them: in the dtype of its result."""
+        """Return the bytes of one number in a product's kernels: they compute in the dtype of its result."""
         return self._program.values[op.first_output].dtype.itemsize
 
     def _kernels_bytes(self, op: Operator) -> int:
-        """Return the bytes of the kernels of a convolution in the order that its backward needs."""
+        """Return the bytes of the copies of a convolution's weights in the memory order that its backward needs."""
         weights = (name for name in op.inputs if name in self._program.parameters)
         return sum(self._blocked_bytes(op, name) for name in weights if prod(self._program.values[name].shape[2:]) > 1)
 
     def _blocked_bytes(self, op: Operator, weight: str) -> int:
-        """Return the bytes of a kernel whose groups are padded to whole blocks of channels."""
+        """Return the bytes of a convolution's weight after padding each group to whole blocks of channels."""
         out_channels, in_channels, *window = self._program.values[weight].shape
         item = min(self._kernel_item(op), self._program.values[weight].dtype.itemsize)
         groups = max(1, self._program.values[op.inputs[0]].shape[1] // in_channels)

@@ -40,12 +40,12 @@ _OPERATOR_BYTES = 75_000
 
 
 def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return what each rank of a plane keeps, in addition to what it needs.
+    """Return the bytes that each rank of a plane keeps in addition to what it needs, see above.
 
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts, and with cells resolved.
-        maps_bytes: of each rank of a plane, what it needs for maps.
+        maps_bytes: bytes of maps that each rank of a plane needs.
     """
     pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
     placement, lifetimes = Placement.of(plan), Lifetimes(program)
@@ -67,7 +67,7 @@ def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) 
 
 
 def _is_one_pass(plan: ParallelPlan, hosted: Sequence[int]) -> bool:
-    """Whether a rank computes one forward and backward of all stages in a step, and its gradients are in buckets."""
+    """Whether a step is one forward and backward on a rank with all stages, and its gradients are in buckets."""
     hosts_all = len({*hosted}) == plan.stages and plan.microbatches == plan.directions
     return hosts_all and plan.ranks > 1 and plan.branches == 1 and plan.cell_grid is None
 
@@ -83,10 +83,10 @@ class _KeptMaps(NamedTuple):
     """What a stage keeps on one rank, in bytes.
 
     Attributes:
-        maps: of all micro-batches in flight.
-        in_heap: those of them that are not mapped for themselves.
-        gaps: after maps.
-        gaps_of_weights: after one copy of the weights.
+        maps: maps of all micro-batches in flight.
+        in_heap: the maps below ``HEAP_BLOCK_BYTES``, which the heap holds.
+        gaps: gaps between maps and the next huge page.
+        gaps_of_weights: the same for one copy of the weights.
     """
 
     maps: int
@@ -109,10 +109,11 @@ class _KeptMaps(NamedTuple):
 
 
 def _between_bytes(piece: Stage) -> int:
-    """Return the buffers of messages to and from other stages, which persist; each is of one micro-batch.
+    """Return the bytes of the buffers of messages to and from other stages, which are kept between steps.
 
-    Several values that leave together are packed, and the receive of their cotangents is posted before they have been
-    sent: two buffers. What arrives is copied out of its buffer, into which its cotangents are packed later: one.
+    Several values that leave together need two buffers: they are packed into one, and the receive of their cotangents
+    is posted before they have been sent. Values that arrive need one: they are copied out of it, and later their
+    cotangents are packed into it.
     """
     sent = sum((1 + (len(names) > 1)) * _bytes_of(piece, names) for names in piece.exits.values())
     return sent + sum(_bytes_of(piece, names) for names in piece.entries.values())

@@ -1,4 +1,4 @@
-"""Memory of every stage that a program can be cut into: of all pairs of places, in one pass over its operators.
+"""Memory of every stage that a program can be cut into: between all pairs of places, in one pass over its operators.
 
     places      0     1     2     3           a stage begins at one and ends at a later one
     operators   a b │ c d │ e f
@@ -33,7 +33,7 @@ from hyfi_core.cost.operators import value_bytes
 from hyfi_core.cost.search.cut_candidates import cut_candidates
 
 Table = NDArray[np.int64]
-"""Bytes of the stage from each place (row) to each other (column); of rows before columns only."""
+"""Bytes of the stage from place `row` to place `column`; 0 where `column` is not behind `row`."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class StageTable:
     Attributes:
         names: the module that ends at each place but the first and the last.
         places: positions between operators at which a stage may begin or end.
-        maps: as those of a stage, with a ``Table`` of all stages in each field.
-        copies: whether some operators depend on neither image nor weights, so that stages may have copies of them.
+        maps: as for one stage, but each field has a ``Table`` of all stages.
+        copies: whether some operators depend on neither image nor weights: several stages may compute these.
     """
 
     names: tuple[str, ...]
@@ -85,7 +85,7 @@ class StageTable:
             "saved": count.distinct([lifetime.kept for lifetime in adds]),
             "taken": _received_bytes(program, each, made_at, count),
             "working": count.largest([touched_bytes(program, op) if op else 0 for op in each]),
-            # End less beginning.
+            # Of the stage from place a to place b: position of b minus position of a.
             "operators": np.subtract.outer(places, places).T,
             "first": TablePeak(walk, first=True),
             "later": TablePeak(walk, first=False),
@@ -96,11 +96,7 @@ class StageTable:
         return cls(tuple(candidate.module for candidate in candidates), places, StageMaps(**maps), bool(free))
 
     def stages(self, cuts: Sequence[str]) -> list[StageMaps]:
-        """Return the bytes of the stages between cuts.
-
-        Args:
-            cuts: of ``names``, in order.
-        """
+        """Return the bytes of the stages between ``cuts``, which are some of ``names``, in order."""
         ends = [0, *(1 + self.names.index(cut) for cut in cuts), len(self.places) - 1]
         fields = {field.name: getattr(self.maps, field.name) for field in dataclass_fields(StageMaps)}
         return [
@@ -109,7 +105,7 @@ class StageTable:
 
 
 def _of_stage(table: Any, first: int, last: int) -> Any:
-    """Return the entry of the stage between two places; a number that all stages share as it is."""
+    """Return the entry of a table for the stage between two places; a number is the same for all stages."""
     if isinstance(table, TablePeak):
         return _StagePeak(table, first, last)
     return int(table[first, last]) if isinstance(table, np.ndarray) else table
@@ -117,15 +113,15 @@ def _of_stage(table: Any, first: int, last: int) -> Any:
 
 @dataclass(frozen=True)
 class _Walks:
-    """What each stage holds while each operator runs backward; see ``cost.memory.lifetimes``.
+    """What each stage holds while each operator runs backward, in bytes; see ``cost.memory.lifetimes``.
 
     Attributes:
         places: positions between operators at which a stage may begin or end.
-        weights: of each stage.
-        entering: of each stage, the values of others that carry gradients.
-        maps: of the stages from each place (row), while each operator (column) runs.
-        missing: likewise, gradients that the first backward has not made before.
-        reorders: while each operator runs.
+        weights: the weights of each stage.
+        entering: the values of other stages that carry gradients, for each stage.
+        maps: the maps of stages that begin at a place (row), while an operator (column) runs.
+        missing: the gradients that the first backward has not made yet; rows and columns as in ``maps``.
+        reorders: ``Lifetime.reorders`` of each operator.
     """
 
     places: tuple[int, ...]
@@ -141,8 +137,8 @@ class TablePeak:
 
     Args:
         walk: what all stages hold, operator by operator.
-        first: whether gradients are made by the backward itself.
-        second: of the second part of a backward; None: it has one part.
+        first: whether it is the first backward of a step: ``missing`` gradients do not exist yet.
+        second: the peak of the second part of a backward; None: it has one part.
     """
 
     def __init__(self, walk: _Walks, first: bool, second: TablePeak | None = None) -> None:
@@ -157,7 +153,7 @@ class TablePeak:
         return self._bytes_on[ranks]
 
     def _most(self, ranks: int) -> Table:
-        """Return the peak in bytes of the stage between any two places for cuts, on a grid of ``ranks``."""
+        """Return the peak of every stage on one of ``ranks`` ranks, without the second part of its backward."""
         walk = self._walk
         bytes_at = walk.maps // ranks + walk.reorders - (walk.missing if self._first else 0)
         parts = np.maximum.reduceat(bytes_at, walk.places[:-1], axis=1)
@@ -196,22 +192,24 @@ class _Counter(NamedTuple):
     sizes: Mapping[str, int]
 
     def distinct(self, used: Sequence[Iterable[str]], made_at: Mapping[str, int] | None = None) -> Table:
-        """Return the bytes of the values that operators of each stage use, each value once; see ``distinct_at``."""
+        """Return the bytes of all values that the operators of each stage use; arguments as for ``distinct_at``."""
         return np.pad(self.distinct_at(used, made_at), ((0, 0), (1, 0)))[:, self.places]
 
     def distinct_at(self, used: Sequence[Iterable[str]], made_at: Mapping[str, int] | None = None) -> Table:
-        """Return the bytes of the values that a stage from each place (row) has used up to each operator (column).
+        """Return the bytes of the values that operators from each place (row) up to each operator (column) use.
+
+        Each value counts once, however many operators use it.
 
         Args:
-            used: by each operator; each value counts once.
-            made_at: value -> the operator that makes it; if given, stages that contain this one do not count.
+            used: for each operator, the values that it uses.
+            made_at: value -> index of the operator that makes it; a stage does not count values that it makes itself.
         """
-        # The corners of rectangles: two cumulative sums fill them, in one pass for all stages.
+        # Write the corners of rectangles; two cumulative sums then fill all rectangles at once.
         changes = np.zeros((len(self.places) + 1, len(used)), dtype=np.int64)
         before = dict(made_at or {})
         for at, names in enumerate(used):
             for name in set(names):
-                # From the stages that begin after the last use on, up to those that begin at this operator.
+                # Rows of this use: stages that begin after the use before, and not after this operator.
                 changes[bisect_right(self.places, before.get(name, -1)), at] += self.sizes[name]
                 changes[bisect_right(self.places, at), at] -= self.sizes[name]
                 before[name] = at
@@ -219,7 +217,7 @@ class _Counter(NamedTuple):
         return table
 
     def largest(self, each: Sequence[int]) -> Table:
-        """Return the largest number of the operators of each stage."""
+        """Return the largest of the numbers ``each`` (one for each operator) within every stage."""
         count = len(self.places)
         table = np.zeros((count, count), dtype=np.int64)
         parts = [max(each[a:b], default=0) for a, b in zip(self.places, self.places[1:], strict=False)]
@@ -235,33 +233,32 @@ def _maps(
     lifetimes: Lifetimes,
     count: _Counter,
 ) -> Table:
-    """Return what stages from each place (row) hold of maps while each operator (column) runs backward."""
+    """Return the bytes of maps that a stage from each place (row) holds while each operator (column) runs backward."""
     last = {name: at for at, op in enumerate(each) if op for name in op.inputs}
-    # What leaves the model is used behind all operators.
+    # Outputs of the model count as used after all operators.
     last |= dict.fromkeys(refs_in(program.outputs), len(each))
     changes = np.zeros((len(count.places) + 1, len(each) + 1), dtype=np.int64)
     for at, op in enumerate(each):
         for name in lifetimes.carried(op.outputs) if op else ():
             ends, row = last.get(name, at), bisect_right(count.places, at)
-            # Stages that begin before the operator have its cotangent from there to its last use.
+            # Stages that begin before the operator hold the cotangent of its result from there to the last use.
             changes[0, at] += count.sizes[name]
             changes[0, ends] -= count.sizes[name]
             changes[row, at] -= count.sizes[name]
             changes[row, ends] += count.sizes[name]
     cotangents: Table = changes.cumsum(0).cumsum(1)[:-1, :-1]
-    cotangents += count.distinct_at([lifetime.kept for lifetime in adds])
-    cotangents += np.array([lifetime.makes for lifetime in adds], dtype=np.int64)
-    return cotangents
+    kept = count.distinct_at([lifetime.kept for lifetime in adds])
+    return cotangents + kept + np.array([lifetime.makes for lifetime in adds], dtype=np.int64)
 
 
 def _first_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> TablePeak:
-    """Return the peaks of backwards in two parts, as ``Lifetimes.of_stage``: before any second part has been done.
+    """Return the peaks of backwards in two parts before any second part has run; as ``Lifetimes.of_stage``.
 
     Args:
-        walk: of a backward in one part.
+        walk: what stages hold in a backward in one part.
         adds: what each operator adds.
-        kept: bytes between the two parts, of each stage.
-        by_each: the part of it by operators from each place (row) to each operator (column).
+        kept: bytes that each stage keeps between the two parts.
+        by_each: bytes of ``kept`` by the operators from each place (row) up to each operator (column).
     """
     apart = [lifetime.gradients_apart for lifetime in adds]
     sums = np.cumsum([0, *apart])[list(walk.places)]
@@ -295,14 +292,14 @@ def _second_part(walk: _Walks, adds: Sequence[Lifetime], by_each: Table) -> _Wal
 
 
 def _missing(places: Sequence[int], gradients: Sequence[int]) -> Table:
-    """Return the gradients of the operators from each place (row) to each operator (column)."""
+    """Return the bytes of the gradients of all operators from each place (row) up to each operator (column)."""
     sums = np.cumsum([0, *gradients])
     table: Table = np.maximum(0, sums[None, 1:] - sums[list(places), None])
     return table
 
 
 def _taken_by(program: Program, each: Sequence[Operator | None], values: Collection[str]) -> list[list[str]]:
-    """Return which of the given values each operator takes; the last also those that leave the model."""
+    """Return, for each operator, which of ``values`` it takes; outputs of the model count for the last operator."""
     used = [[name for name in op.inputs if name in values] if op else [] for op in each]
     used[-1] += [name for name in refs_in(program.outputs) if name in values]
     return used
@@ -311,6 +308,6 @@ def _taken_by(program: Program, each: Sequence[Operator | None], values: Collect
 def _received_bytes(
     program: Program, each: Sequence[Operator | None], made_at: Mapping[str, int], count: _Counter
 ) -> Table:
-    """Return the bytes that each stage receives from others; without any, those of the image."""
+    """Return the bytes that each stage receives from others; for a stage that receives none, those of the image."""
     received = count.distinct(_taken_by(program, each, made_at), made_at)
     return np.where(received > 0, received, count.sizes[program.image])

@@ -60,22 +60,22 @@ def _with_planes(
     share: float,
     studies: ModelStudies,
 ) -> PlanSearch:
-    """Return the result of a search, with the plans that have ``planes`` planes.
+    """Return the result of a search after adding plans with ``planes`` planes.
 
     Args:
         programs: captures the model.
         request: ranks, batch, machine and limits.
-        top: number of plans.
-        planes: their number.
-        search: the result without them.
-        share: the smallest fraction of a step that remains with these planes.
-        studies: of the model, by the search without planes.
+        top: number of plans to return.
+        planes: number of planes.
+        search: the result without these plans.
+        share: the smallest fraction of a step that remains with this number of planes.
+        studies: what the search without planes has computed.
     """
-    # A plan with planes has to be faster than the last of those that were found.
+    # A plan with planes has to be faster than the slowest plan of the result.
     slowest_s = search.plans[-1].step_s if len(search.plans) == top else math.inf
     fewer_ranks = replace(request, ranks=request.ranks // planes, spill=None)
     try:
-        # Planes save all but this share: a plan of fewer ranks may be slower by as much, and still win.
+        # Planes shorten a step to at least ``share``: without them, it may take 1 / share as long and still win.
         fewer = best_plans(programs, fewer_ranks, top, slowest_s / share, studies)
     except RequestError:  # none can be run
         return search
@@ -96,27 +96,25 @@ def _with_planes(
 
 
 def _remaining_share(programs: Programs, request: PlanRequest, planes: int, best: StepForecast) -> float | None:
-    """Return the fraction of the computation that remains with ``planes`` planes; None if they cannot pay.
-
-    Operators are divided over ranks, branches over planes.
+    """Return the fraction of a step's computation that remains with ``planes`` planes; None if they cannot pay.
 
     Args:
         programs: captures the model.
         request: ranks, batch, machine and limits.
-        planes: their number.
+        planes: number of planes.
         best: the forecast of the best plan without planes, which they would have to beat.
     """
-    # As in the best plan, for which the model has been captured: another capture takes seconds.
+    # Micro-batches of the best plan, for which the model has been captured: another capture takes seconds.
     images = request.batch // best.plan.replicas // best.plan.microbatches
     program, crowded = programs(images), request.ranks > 1 and request.machine.devices_per_node > 1
-    # Without the overhead of starting operators, which planes may save altogether.
+    # A lower bound: without the overhead of starting operators, which planes may save.
     bare: MachineModel = replace(request.machine, kernel_s=0.0)
     costs = zip(program.operators, operator_costs(program, request.machine, request.dtype), strict=True)
     seconds = {op.name: cost.forward_s(bare, 1.0, crowded) + cost.backward_s(bare, 1.0, crowded) for op, cost in costs}
     branches = pack_branches(program, program.outputs, (), planes)
     if not branches.owners:
         return None
-    least_s = whole_s = 0.0  # of a micro-batch on one rank: with the branches on planes, and without
+    least_s = whole_s = 0.0  # of a micro-batch on one rank for each plane, and on one rank for all
     for region in branches.regions:
         loads = [0.0] * planes
         for name in region:
@@ -125,7 +123,7 @@ def _remaining_share(programs: Programs, request: PlanRequest, planes: int, best
                 loads[plane] += seconds[name]
         least_s += max(loads)
     microbatches, ranks_per_plane = request.batch / images, request.ranks / planes
-    # Not even with exchanges that take no time.
+    # They do not pay even if exchanges between planes take no time.
     if microbatches * least_s / ranks_per_plane >= best.step_s:
         return None
     return least_s / whole_s

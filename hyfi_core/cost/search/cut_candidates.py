@@ -17,12 +17,12 @@ MOST_CANDIDATES = 300
 
 @dataclass(frozen=True, slots=True)
 class CutCandidate:
-    """A place to cut: after ``index`` operators, which is the end of this module.
+    """A place to cut: the end of a module.
 
     Attributes:
-        index: number of operators before it.
-        module: that ends there; of several, the outermost.
-        crossing_bytes: of the values that are made before and used after.
+        index: number of operators before the cut.
+        module: the module that ends here; of several, the outermost.
+        crossing_bytes: bytes of the values that are made before the cut and used after it.
     """
 
     index: int
@@ -40,7 +40,7 @@ def cut_candidates(program: Program) -> list[CutCandidate]:
         if index < len(program.operators) and (index not in ends or module.count(".") < ends[index].count(".")):
             ends[index] = module
     depth = max((module.count(".") for module in ends.values()), default=0)
-    # The innermost modules go first.
+    # If there are too many, drop the innermost modules first.
     while len(ends) > MOST_CANDIDATES and depth > 0:
         depth -= 1
         ends = {index: module for index, module in ends.items() if module.count(".") <= depth}
@@ -49,7 +49,7 @@ def cut_candidates(program: Program) -> list[CutCandidate]:
 
 
 def module_ends(program: Program) -> dict[str, int]:
-    """Return the number of operators up to the end of each module that computes something."""
+    """Return module -> number of operators up to its end, for each module that computes something."""
     end_of: dict[str, int] = {}
     for index, op in enumerate(program.operators):
         parts = op.module.split(".") if op.module else []
@@ -60,6 +60,7 @@ def module_ends(program: Program) -> dict[str, int]:
 
 def _crossing_bytes(program: Program) -> list[int]:
     """Return the bytes of all live values at each position between operators."""
+    # ``steps``: by how much the sum changes at each position.
     last_use = {name: index for index, op in enumerate(program.operators) for name in op.inputs}
     steps = [0] * (len(program.operators) + 2)
     for index, op in enumerate(program.operators):

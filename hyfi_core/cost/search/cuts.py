@@ -28,15 +28,15 @@ from hyfi_core.schedule.in_flight import microbatches_in_flight
 
 @dataclass(frozen=True)
 class _Measured:
-    """Where a program can be cut, and the sums of its operators up to each position, itself not included.
+    """Where a program can be cut, and cumulative sums over its operators: item n is the sum of the first n operators.
 
     Attributes:
         names: the module that ends at each place but the first and the last.
         places: positions between operators at which a stage may begin or end.
         crossing: bytes of the live values at each place.
-        seconds: modelled time of a forward on one rank.
-        made: bytes of results.
-        weights: bytes of parameters, each with the first operator that uses it.
+        seconds: sums of the modelled seconds of a forward on one rank.
+        made: sums of the bytes of results.
+        weights: sums of the bytes of parameters, each with the first operator that uses it.
     """
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class _Measured:
 
 
 MeasuredPrograms = dict[int, _Measured]
-"""Places and sums of programs by ``id``, so that many plans share them; the caller owns it and keeps the programs."""
+"""``id`` of a program -> its places and sums, which many plans share; the owner keeps the programs alive."""
 
 
 def with_cuts(
@@ -76,7 +76,7 @@ def with_cuts(
         plan: any; returned unchanged if its cuts are named.
         program: the captured model, of one micro-batch.
         machine: the machine model; None: the reference machine.
-        cache: of earlier calls with the same machine; this program is added.
+        cache: results of earlier calls with the same machine; that of this program is added.
 
     Raises:
         RequestError: the model has too few modules for the stages, or no cut fits into ``plan.memory_bytes``.
@@ -99,7 +99,7 @@ def with_cuts(
 
 
 class _Search:
-    """Dynamic programming: best[j] = smallest time of the slowest of the stages so far, if the last ends at place j."""
+    """Dynamic programming over stages: best[j] is the least time of the slowest stage so far, if it ends at place j."""
 
     def __init__(self, plan: ParallelPlan, measured: _Measured, machine: MachineModel) -> None:
         self._plan, self._machine = plan, machine
@@ -118,13 +118,13 @@ class _Search:
         best = [0.0 if end == 0 else float("inf") for end in range(places)]
         choices: list[list[int]] = []
         for stage in range(stages):
-            # By the place where this stage ends: ``best`` with it, and the place where it then begins.
+            # For each place where this stage may end: ``best`` including this stage, and where this stage then begins.
             row, choice = [float("inf")] * places, [0] * places
             for end in range(stage + 1, places - (stages - 1 - stage)):
-                for start in range(end - 1, stage - 1, -1):  # the stage grows
+                for start in range(end - 1, stage - 1, -1):  # from the shortest stage to the longest
                     own_s = self._stage_s(stage, start, end)
-                    # A longer stage takes longer. One without room is no reason to stop: if it recomputes, it may need
-                    # less with an earlier beginning, where fewer values cross.
+                    # A longer stage takes longer, so stop. But go on after a stage that does not fit (infinite): with
+                    # recomputation, it may need less if it begins earlier, where fewer values cross.
                     if row[end] <= own_s < float("inf"):
                         break
                     if max(best[start], own_s) < row[end]:
@@ -141,14 +141,14 @@ class _Search:
         return tuple(reversed(cuts))
 
     def _stage_s(self, stage: int, start: int, end: int) -> float:
-        """Return the time of a stage between two places, with the message at its end; infinite if it does not fit."""
+        """Return the seconds of a stage between two places and its message at the end; infinite if it does not fit."""
         if self._plan.memory_bytes is not None and self._stage_bytes(stage, start, end) > self._plan.memory_bytes:
             return float("inf")
         compute = self._between(self._seconds, start, end) / self._ranks[stage]
         return compute + self._crossing[end] / self._ranks[stage] / self._machine.node.bytes_per_s
 
     def _stage_bytes(self, stage: int, start: int, end: int) -> float:
-        """Return the memory of a rank: all copies of weights, activations of all micro-batches in flight."""
+        """Return the bytes of a rank of a stage: all copies of weights, activations of all micro-batches in flight."""
         activations = self._between(self._made, start, end) / self._ranks[stage]
         if self._plan.recomputes(stage):
             activations += self._crossing[start] / self._ranks[stage] * self._in_flight[stage]
@@ -157,7 +157,7 @@ class _Search:
         return (1 + STATE_COPIES) * self._between(self._weights, start, end) + activations
 
     def _between(self, sums: Sequence[float], start: int, end: int) -> float:
-        """Return the sum over the operators between two places, from the sums up to each operator."""
+        """Return the sum over the operators between two places; ``sums`` are cumulative."""
         return sums[self._places[end]] - sums[self._places[start]]
 
     def _no_room(self) -> str:
@@ -179,7 +179,7 @@ def _sums(items: Sequence[float]) -> list[float]:
 
 
 def _weight_bytes(program: Program) -> list[float]:
-    """Return the bytes of the parameters that each operator is the first to use."""
+    """Return, for each operator, the bytes of the parameters that no earlier operator uses."""
     counted: set[str] = set()
     sizes = []
     for op in program.operators:

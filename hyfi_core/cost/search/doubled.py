@@ -1,4 +1,4 @@
-"""The program for two images, from that for one, by asking each operator for the shape of its results.
+"""The program for two images, derived from that for one by running each operator on tensors without data.
 
     captured, 1 image     conv2d(x, weight)     x: 1 x 3 x 512 x 512     view(y, [1, 2048])     y: 1 x 2048 x 1 x 1
     derived, 2 images     conv2d(x, weight)     x: 2 x 3 x 512 x 512     view(y, [2, 2048])     y: 2 x 2048 x 1 x 1
@@ -18,7 +18,7 @@ import torch
 from hyfi_core.capture.program import Operator, Program, ValueInfo, substitute
 
 _RESHAPES = frozenset(("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.expand.default"))
-"""Operators that are given the sizes of their result, the batch's among them."""
+"""Operators with the sizes of their result as an argument; the batch size is one of these."""
 
 _CHOOSING = frozenset(
     f"aten.{name}"
@@ -39,7 +39,7 @@ _CHOOSING = frozenset(
 """Operators that take samples of a batch, or join batches, if their argument `dim` is 0."""
 
 _SIZES = frozenset(("size", "shape", "N", "repeats"))
-"""Names of arguments, of all other operators, that may be the size of the batch."""
+"""Names of arguments that may contain the batch size, for all other operators."""
 
 _TO_THE_END = 2**62
 
@@ -52,14 +52,14 @@ def doubled(single: Program) -> Program | None:
     """Return the program for two images as a capture would give it; None if that is not clear.
 
     Args:
-        single: for one image; its values have their dims in the same order as those for two.
+        single: the program for one image.
     """
     image, computed = single.values[single.image], {name for op in single.operators for name in op.outputs}
     if image.shape[0] != 1:
         return None
     shapes = {name: info.shape for name, info in single.values.items() if name not in computed}
     shapes[single.image] = (2, *image.shape[1:])
-    # Without memory, but with strides: a view is refused where a capture would copy.
+    # On the meta device, tensors have strides: a view fails here where a capture would have made a copy.
     values = {name: _empty(shape, single.values[name].dtype) for name, shape in shapes.items()}
     operators = []
     try:
@@ -82,7 +82,7 @@ def _for_two(op: Operator, values: Mapping[str, torch.Tensor], single: Mapping[s
         single: the same values, for one image.
 
     Raises:
-        _UnclearError: it depends on the batch in a way that one image does not show.
+        _UnclearError: the operator depends on the batch in a way that the program for one image does not show.
     """
     # Values that do not depend on the image, such as weights, have the same shape for two images.
     batched = [name for name in op.inputs if values[name].shape != single[name].shape]
@@ -95,7 +95,7 @@ def _for_two(op: Operator, values: Mapping[str, torch.Tensor], single: Mapping[s
     # A 1 may be the number of images, as in arange(batch).
     if not op.inputs and any(item == 1 for item in arguments.values() if type(item) is int):
         raise _UnclearError
-    # Along the batch, it takes some samples or joins batches: one image does not show which.
+    # Along dim 0, it chooses samples or joins batches: one image does not show which.
     if op.text in _CHOOSING and batched and not _chooses_all(arguments):
         # A negative dim counts from the end: for `stack`, from the end of the result, which has one dim more.
         dims = len(single[batched[0]].shape) + (op.text == "aten.stack.default")
@@ -111,7 +111,7 @@ def _chooses_all(arguments: Mapping[str, Any]) -> bool:
 
 
 def _arguments(op: Operator) -> dict[str, Any]:
-    """Return the arguments that an operator was given, by name."""
+    """Return name -> argument of an operator's call."""
     schema = getattr(op.target, "_schema", None)
     if schema is None:
         raise _UnclearError
@@ -121,10 +121,19 @@ def _arguments(op: Operator) -> dict[str, Any]:
 def _reshape(
     op: Operator, batched: list[str], values: Mapping[str, torch.Tensor], single: Mapping[str, ValueInfo]
 ) -> Operator:
-    """Return a change of shape with the batch first: in row-major order, the batch of its input stays in front."""
+    """Return a reshape for two images: the first of its sizes doubles.
+
+    In row-major order, the batch stays the first dim of the result if it is the first dim of the input.
+
+    Args:
+        op: one of ``_RESHAPES``, for one image.
+        batched: its inputs that depend on the batch.
+        values: the values computed so far, for two images.
+        single: the same values, for one image.
+    """
     sizes = op.args[1]
     if not batched:
-        if 1 in sizes[:1]:  # of the batch, perhaps
+        if 1 in sizes[:1]:  # this 1 may be the batch size
             raise _UnclearError
         return op
     before, after = single[batched[0]].shape, tuple(values[batched[0]].shape)
@@ -136,10 +145,10 @@ def _reshape(
 
 
 def _run(op: Operator, values: dict[str, torch.Tensor], single: Mapping[str, ValueInfo]) -> None:
-    """Add an operator's results.
+    """Run an operator on tensors without data and add its results to ``values``.
 
     Raises:
-        _UnclearError: the shape of one is neither that for one image, nor twice as long in one dim.
+        _UnclearError: a result's shape is neither that for one image, nor twice as long in one dim.
     """
     kwargs = {key: substitute(item, values) for key, item in op.kwargs.items()}
     if kwargs.get("device") is not None:
@@ -148,7 +157,7 @@ def _run(op: Operator, values: dict[str, torch.Tensor], single: Mapping[str, Val
     for name, result in zip(op.outputs, (results,) if isinstance(results, torch.Tensor) else results, strict=False):
         if name is None:
             continue
-        # One dim may double, the batch: more would be a product of batches.
+        # Only one dim may double, the batch.
         longer = [(a, b) for a, b in zip(single[name].shape, result.shape, strict=True) if a != b]
         if longer and (len(longer) > 1 or longer[0][1] != 2 * longer[0][0]):
             raise _UnclearError
@@ -157,5 +166,5 @@ def _run(op: Operator, values: dict[str, torch.Tensor], single: Mapping[str, Val
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor without memory; of one floating-point dtype, as those of autocast are mixed."""
+    """Return a tensor without data; float32 for all floating-point dtypes, because programs of autocast mix them."""
     return torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device="meta")

@@ -29,14 +29,14 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.schedule.in_flight import Moment, fullest_moments, microbatches_in_flight
 
 SecondsTable = NDArray[np.float64]
-"""Times of the stage from each place (row) to each other (column)."""
+"""Seconds of the stage from place `row` to place `column`."""
 CutRows = NDArray[np.int64]
-"""Cuts, a row for each choice: indices of places."""
+"""Choices of cuts, one for each row: the indices of the places where a plan is cut."""
 _Number = TypeVar("_Number", np.int64, np.float64)
 _MOST_ROWS = 5_000
-"""Most choices of cuts that are rated, before those near the best."""
+"""Largest number of choices that are rated in the coarse search."""
 _BESIDE = 1
-"""Number of cuts beside the fastest ones that are tried, too."""
+"""Number of choices beside the fastest one that are tried, too."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class StagesAnywhere:
     """Memory of each stage of a plan, wherever it begins and ends.
 
     Attributes:
-        plan: whose stages these are; its cuts do not matter.
+        plan: the plan of the stages; its cuts do not matter.
         names: the module that ends at each place but the first and the last.
-        stages: the forecast of each stage, a table in each field.
-        off: factor between the forecast and what is needed at most.
+        stages: the forecast of each stage; each field has a ``Table``, from any place to any other.
+        off: a rank needs at most this many times its forecast.
     """
 
     plan: ParallelPlan
@@ -62,15 +62,15 @@ class StagesAnywhere:
         Args:
             plan: its cuts do not matter.
             program: the captured model, of one micro-batch.
-            table: of the same program.
-            off: factor between the forecast and what is needed at most.
+            table: all stages of the same program.
+            off: a rank needs at most this many times its forecast.
         """
         anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
         return cls(plan, table.names, forecast_memory(program, anywhere, [table.maps] * plan.stages), off)
 
     @cached_property
     def bytes(self) -> tuple[Table, ...]:
-        """What a rank needs at most for each stage alone; in two directions, it may hold others besides."""
+        """For each stage, the bytes that a rank needs at most for it, without other stages on the same rank."""
         tables: dict[int, Table] = {}
         for hosted, moments in fullest_moments(self.plan).items():
             for at, (stage, _) in enumerate(hosted):
@@ -80,17 +80,17 @@ class StagesAnywhere:
                     if moment.running == at
                 }
                 needs = np.asarray(held_bytes([self.stages[stage]], own))
-                # In two directions two ranks hold the stage: with the least of both, no cuts that fit are ruled out.
+                # In two directions two ranks hold the stage: with the smaller need, no cuts that fit are ruled out.
                 tables[stage] = np.minimum(needs, tables.get(stage, needs))
         return tuple(self._most(tables[stage]) for stage in range(len(self.stages)))
 
     def least_bytes(self) -> int:
-        """Return the least that the rank with most needs, by the forecast; in two directions that or less."""
+        """Return the bytes of the largest rank with the best cuts, by the forecast; in two directions a lower bound."""
         least, _ = shortest([table.astype(np.float64) for table in self.bytes], np.maximum)
         return max(int(least), int(self.off * self.stages[0].start_bytes))
 
     def needed(self, rows: CutRows) -> Table:
-        """Return the bytes of the rank that needs most, for each choice of cuts, by the forecast."""
+        """Return, for each choice of cuts, the bytes of the rank that needs most, by the forecast."""
         ends = self.ends(rows)
         chosen = [_chosen(stage, ends[:, at], ends[:, at + 1]) for at, stage in enumerate(self.stages)]
         by_rank = (
@@ -100,7 +100,7 @@ class StagesAnywhere:
         return self._most(np.maximum(max_of(by_rank), self.stages[0].start_bytes))
 
     def most_held(self, each: NDArray[_Number]) -> NDArray[_Number]:
-        """Return the sum of ``each`` over the stages that a rank holds, of the rank with the largest sum.
+        """Return, for each choice of cuts, the largest sum of ``each`` over the stages that one rank holds.
 
         Args:
             each: a number for each stage (first axis) and each choice of cuts.
@@ -110,10 +110,10 @@ class StagesAnywhere:
         return sums
 
     def at(self, tables: Sequence[NDArray[_Number]], rows: CutRows) -> NDArray[_Number]:
-        """Return the numbers of all stages (first axis) for each choice of cuts (second axis).
+        """Return the entry of each stage's table (first axis) for each choice of cuts (second axis).
 
         Args:
-            tables: of each stage, a number from each place to each other.
+            tables: for each stage, a table from any place to any other.
             rows: the choices.
         """
         ends = self.ends(rows)
@@ -121,28 +121,28 @@ class StagesAnywhere:
         return numbers
 
     def _most(self, forecast: Table) -> Table:
-        """Return what is needed at most where this is forecast."""
+        """Return the bytes that a rank needs at most if this is its forecast."""
         return (self.off * forecast).astype(np.int64)
 
     def ends(self, rows: CutRows) -> CutRows:
-        """Return for each choice of cuts where its stages begin and end, one number more than there are stages."""
+        """Return each choice of cuts between the first and the last place: stage s is from ends[s] to ends[s + 1]."""
         return np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, len(self.names) + 1)))
 
 
 def _chosen(stage: MemoryForecast, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> MemoryForecast:
-    """Return the forecast of a stage for each choice of where it begins and ends."""
+    """Return the forecast of a stage with arrays: one number for each pair of ``begins`` and ``ends``."""
     tables: dict[str, Any] = {field.name: getattr(stage, field.name) for field in fields(stage)}
     tables |= {name: table[begins, ends] for name, table in tables.items() if isinstance(table, np.ndarray)}
     return MemoryForecast(**tables)
 
 
 def average_bytes(plan: ParallelPlan, program: Program, table: StageTable) -> int:
-    """Return what ranks need on average wherever the plan is cut, or less, by the forecast: all weights and maps once.
+    """Return a lower bound of the bytes that ranks need on average, by the forecast, wherever the plan is cut.
 
     Args:
         plan: any; its cuts do not matter.
         program: the captured model, of one micro-batch.
-        table: of the same program.
+        table: all stages of the same program.
     """
     anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
     # The whole model as it would be on the grid of each stage.
@@ -154,8 +154,8 @@ def average_bytes(plan: ParallelPlan, program: Program, table: StageTable) -> in
             waiting = min(waiting, whole.between_bytes)
         always_bytes.append(plan.directions * size * whole.written_bytes)
         saved_bytes.append(size * (whole.saved_bytes + (microbatches_in_flight(plan, stage) - 1) * waiting))
-    # Each part of the model is on some grid: the least of all grids. Of two stages on a rank, not both need to have
-    # most micro-batches in flight at the same time.
+    # Any part of the model may be on any grid, so take the minimum over grids. Maps count once, not for both
+    # directions: two stages of a rank need not have most of their micro-batches in flight at the same time.
     return (min(always_bytes) + min(saved_bytes)) // sum(sizes)
 
 
@@ -164,9 +164,9 @@ class FittingCuts:
     """A search for the fastest cuts that fit.
 
     Attributes:
-        stages: of the plan.
-        seconds: of each stage, forward and backward of a micro-batch, with the messages at its end.
-        room_bytes: that a rank has.
+        stages: the memory of the plan's stages.
+        seconds: for each stage, forward and backward of a micro-batch, with the messages at its end.
+        room_bytes: memory that a rank has for the plan.
     """
 
     stages: StagesAnywhere
@@ -174,16 +174,16 @@ class FittingCuts:
     room_bytes: int
 
     def fastest(self) -> tuple[tuple[str, ...] | None, int]:
-        """Return the modules after which to cut, and the bytes that the rank with most then needs, by the forecast.
+        """Return (modules after which to cut, bytes of the rank that then needs most, by the forecast).
 
-        Without cuts that fit, the first is None, and the second the least that was found.
+        If no cuts fit, it returns (None, the fewest bytes that the search has seen).
         """
         best = self._best
         rank_bytes = int(self.stages.needed(best[None])[0])
         return self._names(best) if rank_bytes <= self.room_bytes else None, rank_bytes
 
     def beside(self) -> tuple[tuple[str, ...], ...]:
-        """Return cuts that fit and have one cut a place beside those of ``fastest``; with halos they may be faster."""
+        """Return cuts that fit and differ from those of ``fastest`` by one place; with halos they may be faster."""
         best, cuts = self._best, self.stages.plan.stages - 1
         # Each cut one place later, and each one earlier.
         rows = best + np.concatenate([np.eye(cuts, dtype=np.int64), -np.eye(cuts, dtype=np.int64)])
@@ -193,7 +193,7 @@ class FittingCuts:
 
     @cached_property
     def _best(self) -> CutRows:
-        """The cuts that ``_order`` puts first: the fastest that fit, or those that exceed the room by least."""
+        """The cuts that ``_order`` puts first: the fastest that fit, else those that need the fewest bytes."""
         rows = self._by_stages() if self.stages.plan.directions == 1 else self._near_best()
         fastest: CutRows = rows[self._order(rows)[0]]
         return fastest
@@ -202,11 +202,11 @@ class FittingCuts:
         return tuple(self.stages.names[position - 1] for position in row)
 
     def _in_order(self, rows: CutRows) -> NDArray[np.bool_]:
-        """Return which rows are cuts in ascending order, each after at least one operator."""
+        """Return which rows are valid: cuts in ascending order, so that no stage is empty."""
         return np.asarray((np.diff(self.stages.ends(rows)) > 0).all(1))
 
     def _order(self, rows: CutRows) -> NDArray[np.intp]:
-        """Return the rows in order: those that fit first, or nearly do, then the faster ones; see ``least_step_s``."""
+        """Return the indices of rows, best first: by missing bytes, then by time, computed as in ``least_step_s``."""
         plan, each_s = self.stages.plan, self.stages.at(self.seconds, rows)
         rounds = plan.microbatches // plan.directions
         seconds = rounds * self.stages.most_held(each_s)
@@ -218,20 +218,23 @@ class FittingCuts:
         return np.lexsort((seconds, bytes_beyond))  # the last key counts first
 
     def _by_stages(self) -> CutRows:
-        """Return the cuts that fit and have the shortest slowest stage, and the shortest sum; else the smallest."""
+        """Return three choices that fit, for one direction; if none fits, the one that needs the fewest bytes.
+
+        The choices have the shortest slowest stage, the shortest sum among these, and the shortest sum of all.
+        """
         tables = zip(self.seconds, self.stages.bytes, strict=True)
         seconds = [np.where(stage_bytes <= self.room_bytes, table, np.inf) for table, stage_bytes in tables]
         slowest_s, row = shortest(seconds, np.maximum)
         if slowest_s == np.inf:
             return shortest([table.astype(np.float64) for table in self.stages.bytes], np.maximum)[1][None]
-        # Of the cuts whose slowest stage is the shortest, those with the shortest sum.
+        # Without stages that take longer than that: the shortest sum among cuts with the shortest slowest stage.
         even = [np.where(table <= slowest_s, table, np.inf) for table in seconds]
         return np.array([row, shortest(even, np.add)[1], shortest(seconds, np.add)[1]])
 
     def _near_best(self) -> CutRows:
-        """Return the best of all cuts, or if they are too many, of a coarse choice and what is near."""
+        """Return the best of all choices; if they are too many, the best of a coarse search and of steps from there."""
         cuts, places = self.stages.plan.stages - 1, len(self.stages.names)
-        # As many places, evenly spread, as have few enough combinations.
+        # The largest number of evenly spread places with at most _MOST_ROWS combinations.
         few = next(count for count in range(places, cuts - 1, -1) if comb(count, cuts) <= _MOST_ROWS)
         spread = np.unique(np.linspace(1, places, few).round().astype(np.int64))
         rows = spread[_combinations(few, cuts)]
@@ -240,7 +243,7 @@ class FittingCuts:
             rows = best + step * _neighbours(cuts)
             rows = rows[self._in_order(rows)]
             first = self._order(rows)[0]
-            # The first row is no step at all: if it is the best, steps become shorter.
+            # Row 0 is no step at all: if it is the best, halve the step.
             best, step = rows[first], step if first else step // 2
         return np.array(best)[None]
 
@@ -252,18 +255,20 @@ def _combinations(places: int, cuts: int) -> CutRows:
 
 @cache
 def _neighbours(cuts: int) -> CutRows:
-    """Return all steps by at most one place, first none."""
+    """Return all steps that move each cut by -1, 0 or 1 place; the first moves none."""
     return np.array(list(product((0, -1, 1), repeat=cuts)), dtype=np.int64)
 
 
 def shortest(
     costs: Sequence[SecondsTable], together: Callable[[SecondsTable, SecondsTable], SecondsTable]
 ) -> tuple[float, CutRows]:
-    """Return the least cost of all stages together, and the cuts, by dynamic programming; infinite if there are none.
+    """Return (least cost of all stages together, cuts with this cost), by dynamic programming.
+
+    The cost is infinite if there are no such cuts.
 
     Args:
-        costs: of each stage, from any place to any other.
-        together: the maximum or the sum of two costs.
+        costs: for each stage, its cost from any place to any other.
+        together: the cost of two parts together: their maximum or sum.
     """
     count = costs[0].shape[0]
     after = np.triu(np.ones((count, count), dtype=bool), 1)  # a stage ends after it begins

@@ -1,15 +1,16 @@
-"""Cuts into pieces that a rank computes again one after the other, with which it needs the least memory.
+"""Cuts into the pieces of a model that a rank computes again in backward, one at a time, with the least memory.
 
     forward               ┌────┬─────┬────┬───────┐    what each piece takes is kept until its backward
     backward of piece 2   │ p0 │ p1  │ p2 │               taken(p0) + taken(p1) + peak(p2) + gradients(p3)
                           └────┴─────┴────┘
 
-For a limit M, what the first k pieces keep if they end at place b and each of them fits is at least
+For a memory limit M, the first k pieces, if the last ends at place b and each of them fits, keep at least
 
     kept[k][b] = min over a of kept[k-1][a] + taken(a, b)       of those with kept[k-1][a] + peak(a, b) + … <= M
 
-Less is always better, so dynamic programming finds whether M is enough, and bisection the least M that is. The last
-piece is not computed again: its backward follows its forward. So it is made as large as little more memory allows.
+To keep less is always better, so dynamic programming finds whether M is enough, and bisection finds the least M. The
+last piece is not computed again, because its backward follows its forward: it is made as large as slightly more memory
+allows.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _NO_ROOM = np.iinfo(np.int64).max // 4
 
 
 def recomputes_in_pieces(plan: ParallelPlan) -> bool:
-    """Whether each rank computes all pieces of the model, and again in backward."""
+    """Whether each rank computes all pieces of the model, and computes them again in backward."""
     return plan.interleave > 1 and len(plan.grids) == 1 and all(map(plan.recomputes, range(plan.stages)))
 
 
 def least_memory_cuts(plan: ParallelPlan, program: Program) -> tuple[str, ...]:
-    """Return the modules after which to cut.
+    """Return the modules after which to cut, so that ranks need the least memory.
 
     Args:
-        plan: it recomputes in pieces; its cuts do not matter.
+        plan: a plan that recomputes in pieces; its cuts do not matter.
         program: the captured model, of one micro-batch.
 
     Raises:
@@ -69,12 +70,12 @@ def _needed_bytes(plan: ParallelPlan, program: Program, stages: Sequence[StageMa
 
 @dataclass(frozen=True)
 class PieceCuts:
-    """Pieces of a model, wherever they begin (row) and end (column).
+    """Memory of pieces of a model, from any place (row) to any other (column).
 
     Attributes:
         count: number of pieces.
-        taken: bytes of what a piece takes.
-        peaks: bytes that a piece needs in its backward, beside the gradients of those after it.
+        taken: bytes of the inputs of a piece, which are kept until its backward.
+        peaks: bytes that a rank needs in the backward of a piece: its peak, and the gradients from its start on.
     """
 
     count: int
@@ -86,9 +87,9 @@ class PieceCuts:
         """Return the pieces of a plan.
 
         Args:
-            plan: it recomputes in pieces.
-            anywhere: the forecast of a piece, a table in each field.
-            table: of the model.
+            plan: a plan that recomputes in pieces.
+            anywhere: the forecast of a piece; each field has a table, from any place to any other.
+            table: all stages of the model.
         """
         first, later = np.asarray(anywhere.first_bytes), np.asarray(anywhere.later_bytes)
         peaks = first if plan.microbatches == 1 else np.maximum(first, later)
@@ -99,7 +100,7 @@ class PieceCuts:
         """Return the places of the cuts with the least memory.
 
         Args:
-            more: fraction of it that is allowed in addition.
+            more: fraction of the least memory that is allowed in addition.
         """
         # Bisection: any cuts fit ``high``, and none fit less than ``low``.
         low, high = 0, int(self.peaks.max() + self.taken.max() * self.count)
@@ -114,7 +115,7 @@ class PieceCuts:
         return row
 
     def _cuts(self, limit_bytes: int) -> list[int] | None:
-        """Return the places of the cuts with which a limit is enough; None: there are none."""
+        """Return the places of cuts that need at most ``limit_bytes``; None: there are none."""
         last = len(self.taken) - 1
         fits = np.triu(np.ones(self.taken.shape, dtype=bool), 1)  # a piece ends after it begins
         kept: NDArray[np.int64] = np.where(np.arange(last + 1) == 0, 0, _NO_ROOM)

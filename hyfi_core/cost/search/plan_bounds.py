@@ -1,4 +1,4 @@
-"""Lower bounds of the steps of plans, from the operators of a model alone; nothing is lowered."""
+"""Lower bounds of the step times of plans, from the operators of a model alone; nothing is lowered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hyfi_core.rules.table import facts_of
 from hyfi_core.schedule.in_flight import recomputes
 
 Programs = Callable[[int], Program]
-"""Returns the captured model for micro-batches of this number of images."""
+"""A function: number of images of a micro-batch -> the captured model."""
 ONE_IN_FLIGHT = ("sequential", "gems_master")
 """Schedules in which each direction has one micro-batch at a time."""
 _NO_MAP = (1, 1)
@@ -33,7 +33,7 @@ class _Mode(NamedTuple):
 
     Attributes:
         shared: whether batch norms compute their statistics over several ranks or cells; None: whichever is faster.
-        forwards: of each micro-batch; two if the stage recomputes.
+        forwards: number of forwards of each micro-batch: 2 if the stage recomputes.
     """
 
     shared: bool | None = None
@@ -45,12 +45,12 @@ _LEAST = _Mode()
 
 @dataclass
 class _Work:
-    """The least time of a micro-batch in some operators, forward and backward, on one rank.
+    """The least time that some operators take for a micro-batch, forward and backward, on one rank.
 
     Attributes:
-        by_map: height and width of a map -> time of the operators that compute such maps; (1, 1) stands for operators
+        by_map: (height, width) of a map -> seconds of the operators that compute such maps; (1, 1) stands for operators
             without a known map.
-        kernels_s: time of starting operators, which every rank of a stage does.
+        kernels_s: seconds to start the operators, which every rank of a stage does.
     """
 
     by_map: dict[tuple[int, ...], float] = field(default_factory=dict)
@@ -67,22 +67,22 @@ class _Work:
         return total
 
     def ranks_s(self, grids: Iterable[tuple[int, int]]) -> float:
-        """Return the time of all ranks of one of the grids together, without starting operators.
+        """Return the seconds of all ranks of a grid together, without starting operators; the best of the grids.
 
-        An operator that computes a map of h x w on R x C ranks takes at least the time of the largest part,
-        ceil(h/R) ceil(w/C), so it counts R C ceil(h/R) ceil(w/C) / (h w) times: many ranks cannot divide a small map.
+        Many ranks cannot divide a small map evenly, and all wait for the largest part, ceil(h/R) x ceil(w/C) of a map
+        of h x w on R x C ranks: an operator counts R C ceil(h/R) ceil(w/C) / (h w) times.
         """
         grids = tuple(grids)
         return sum(seconds * min(_repeated(size, grid) for grid in grids) for size, seconds in self.by_map.items())
 
 
 class _PricedProgram(NamedTuple):
-    """What operators cost.
+    """A program with the costs of its operators.
 
     Attributes:
-        program: with the operators.
-        each: operator -> its cost, without sums of cotangents.
-        sizes: map -> its height and width.
+        program: the program.
+        each: name of an operator -> its cost, without sums of cotangents.
+        sizes: name of a map -> (height, width).
     """
 
     program: Program
@@ -91,7 +91,7 @@ class _PricedProgram(NamedTuple):
 
 
 class PlanBounds:
-    """Lower bounds of the steps of plans.
+    """Lower bounds of the step times of plans.
 
     A micro-batch takes W seconds on one rank; K of them start operators, which every rank of a stage does. With
     m micro-batches and stages of r₀, r₁ … ranks that take t₀, t₁ … seconds for each::
@@ -117,7 +117,7 @@ class PlanBounds:
     ) -> None:
         self._programs, self._batch = programs, batch
         self._machine, self._dtype = machine, dtype
-        # Operators start at once on this machine: what they take longer on the other one, every rank of a stage takes.
+        # The same machine without the time to start operators, which grids do not divide.
         self._bare = replace(machine, kernel_s=0.0)
         self._crowded = ranks > 1 and machine.devices_per_node > 1
         # Results so far; each key begins with the number of images of a micro-batch.
@@ -131,7 +131,7 @@ class PlanBounds:
         self._parts: dict[tuple[int, _Mode], list[_Work]] = {}
 
     def of(self, plan: ParallelPlan) -> float:
-        """Return the bound of a plan.
+        """Return a lower bound of a plan's step in seconds, whatever its cuts.
 
         Raises:
             RequestError: its micro-batches cannot be captured.
@@ -154,7 +154,7 @@ class PlanBounds:
         return total_s / weights
 
     def of_stages(self, plan: ParallelPlan) -> tuple[tuple[float, ...], float]:
-        """Return the least time of a micro-batch in each stage, forward and backward, and of the optimizer step.
+        """Return (least seconds of a micro-batch in each stage, forward and backward; least of the optimizer step).
 
         Args:
             plan: with named cuts.
@@ -175,7 +175,7 @@ class PlanBounds:
         return tuple(work.ranks_s([parts]) / prod(grid) + work.kernels_s for work, grid, parts in each), least_update_s
 
     def before(self, plan: ParallelPlan, places: Sequence[int]) -> list[list[float]]:
-        """Return, for each stage of a plan, the least time that all operators before each place would take in it.
+        """Return [stage][place]: the least seconds that all operators before the place would take on the stage's grid.
 
         Args:
             plan: any; its cuts do not matter.
@@ -240,7 +240,7 @@ class PlanBounds:
         return self._costs[images]
 
     def _least(self, costs: _PricedProgram, op: Operator, mode: _Mode) -> _Work:
-        """Return the least work of an operator."""
+        """Return the least work of an operator in a stage that computes as ``mode`` says."""
         cost = costs.each[op.name]
         kinds: tuple[str, ...] = (cost.kind,)
         cheaper_again: tuple[str, ...] = ()  # kinds by which a second forward may be priced, too
@@ -256,14 +256,22 @@ class PlanBounds:
     def _of_kind(
         self, cost: OperatorCost, machine: MachineModel, kind: str, again: Iterable[str], forwards: int
     ) -> float:
-        """Return the time of an operator of a kind, with its second forward of the fastest of the kinds ``again``."""
+        """Return the seconds of an operator, forward and backward, and of its second forward if there is one.
+
+        Args:
+            cost: the operator's cost.
+            machine: the machine model.
+            kind: the kind of operator by which it is priced.
+            again: kinds by which its second forward may be priced; the fastest counts.
+            forwards: number of forwards.
+        """
         first, back = (of(machine, 1.0, self._crowded, kind) for of in (cost.forward_s, cost.backward_s))
         again_s = min(cost.forward_s(machine, 1.0, self._crowded, other) for other in again) if forwards > 1 else 0.0
         return first + (forwards - 1) * again_s + back
 
 
 def _map_sizes(program: Program, costs: Mapping[str, OperatorCost]) -> dict[str, tuple[int, ...]]:
-    """Return map -> its height and width: of convolutions, and of the windows and pointwise operators that follow."""
+    """Return map -> (height, width), for results of convolutions, and of pools and pointwise operators after them."""
     sizes: dict[str, tuple[int, ...]] = {}
     for op in program.operators:
         name, kind = op.first_output, costs[op.name].kind
@@ -291,7 +299,7 @@ def _divided(plan: ParallelPlan) -> tuple[tuple[int, int], ...]:
 
 @cache  # few maps and grids, many plans
 def _repeated(size: tuple[int, ...], grid: tuple[int, int]) -> float:
-    """Return the least pixels of the largest part times the ranks, relative to the map; 1 for what is not a map."""
+    """Return (pixels of the largest part x ranks) / pixels of the map; 1 for what is not a map."""
     if size == _NO_MAP or grid == _NO_MAP:
         return 1.0
     either_way = grid, grid[::-1]  # y and x of a map may have been exchanged

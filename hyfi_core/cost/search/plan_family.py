@@ -1,7 +1,7 @@
 """The family of plans that a search compares: replicas, stages, grids, micro-batches, schedules.
 
-Up to five ranks a replica every division into stages is tried, beyond that equal ones, halving ones, and one large grid
-before single ranks. Recomputation and cuts are left to the search.
+With up to five ranks in a replica, every division into stages is tried; with more, only equal stages, stages of half
+the size of the one before, and one large grid before single ranks. Recomputation and cuts are left to the search.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class PlanRequest:
         batch: images of a step, over all replicas.
         machine: the machine model.
         memory_bytes: memory limit of a rank.
-        held_bytes: the part of it that a rank uses before its first step.
+        held_bytes: the part of ``memory_bytes`` that a rank uses before its first step.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
         base: plan with the fields that the search does not choose.
-        spill: ``plan.spill`` to try if no plan fits otherwise; None: none.
-        spills: what leaves memory in such plans; None: the time of moving is not counted.
+        spill: ``plan.spill`` to try if no plan fits otherwise; None: plans do not spill.
+        spills: computes what leaves memory in such plans; None: the time of moving is not counted.
     """
 
     ranks: int
@@ -55,24 +55,27 @@ class PlanRequest:
 
 
 def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
-    """Yield every plan of the family: replicas, stages, grids, micro-batches, schedules; without recomputation."""
+    """Yield every plan of the family, without recomputation and with cuts "auto"."""
     for replicas in divisors(request.ranks):
         if request.batch % replicas:
             continue
         for grids in _arrangements(request.ranks // replicas):
             for rounds in divisors(request.batch // replicas):
-                # One stage has no bubble, which more micro-batches would make smaller: any number of them is tried.
+                # With several stages, more micro-batches than this hardly shorten the bubble.
                 if len(grids) > 1 and rounds > _MOST_ROUNDS * len(grids):
                     continue
                 for schedule in _schedules(grids):
                     if schedule not in BIDIRECTIONAL or rounds % 2 == 0:
                         yield plan_of(request, grids, rounds, replicas, schedule)
-                if rounds > 1 and len(grids) > 1:  # slow, but with one micro-batch in memory
+                if rounds > 1 and len(grids) > 1:  # slow, but only one micro-batch is in memory
                     yield plan_of(request, grids, rounds, replicas, "sequential")
 
 
 def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[ScheduleName, ...]:
-    """Return the schedules to try; in two directions, large stages of unequal sizes would wait for each other."""
+    """Return the schedules to try: those with two directions only if stages are equal, or small.
+
+    In two directions, large stages of unequal sizes would wait for each other.
+    """
     if len(grids) == 1:
         return _ONE_WAY[:1]
     sizes = {rows * columns for rows, columns in grids}
@@ -83,7 +86,7 @@ def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[ScheduleName, ...]:
 def plan_of(
     request: PlanRequest, grids: tuple[tuple[int, int], ...], rounds: int, replicas: int, schedule: ScheduleName
 ) -> ParallelPlan:
-    """Return a plan of the family; all that the search does not choose is that of ``request.base``."""
+    """Return a plan of the family; fields that the search does not choose are those of ``request.base``."""
     return replace(
         request.base,
         grids=grids,
@@ -103,14 +106,14 @@ def plan_of(
 
 
 def by_cells(request: PlanRequest) -> Iterator[ParallelPlan]:
-    """Yield the plans of one stage in cells, with what no cell needs moved out of memory."""
+    """Yield the plans with one stage in cells, which spill as ``request.spill`` says."""
     for plan, cells in product(candidates(request), _CELLS):
         if plan.stages == 1:
             yield replace(plan, cells=cells, spill=request.spill, memory_bytes=request.memory_bytes)
 
 
 def _arrangements(ranks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return divisions of the ranks of a replica into stages with grids."""
+    """Return divisions of ``ranks`` ranks into stages, such as `((2, 2), (1, 2))`: nearly square grids, and rows."""
     arrangements: dict[tuple[tuple[int, int], ...], None] = {}
     for sizes in _compositions(ranks):
         arrangements[tuple(squarest(size) for size in sizes)] = None
@@ -119,7 +122,10 @@ def _arrangements(ranks: int) -> list[tuple[tuple[int, int], ...]]:
 
 
 def _compositions(ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield numbers of ranks of stages: all for few ranks, else equal ones, one large stage, and halves of halves."""
+    """Yield the number of ranks of each stage, such as `(4, 2, 1, 1)` for 8 ranks.
+
+    All divisions for few ranks; else equal stages, one large stage before single ranks, and halves of halves.
+    """
     if ranks <= _ALL_COMPOSITIONS:
         yield from _all_compositions(ranks)
         return

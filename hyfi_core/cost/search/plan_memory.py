@@ -21,11 +21,11 @@ _Cuts = tuple[str, ...]
 
 @dataclass
 class StudiedMemory:
-    """What stages keep, as far as it has been computed; it depends on the model alone.
+    """Memory of stages, as far as it has been computed; it depends on the model alone.
 
     Attributes:
-        maps: images of a micro-batch, cuts -> of each stage.
-        tables: images of a micro-batch -> of all stages.
+        maps: (images of a micro-batch, cuts) -> the bytes of each stage.
+        tables: images of a micro-batch -> the table of all stages.
     """
 
     maps: dict[tuple[int, tuple[str, ...] | str], list[StageMaps]] = field(default_factory=dict)
@@ -41,8 +41,8 @@ class PlanMemory:
     Args:
         programs: captures the model.
         request: batch, machine and limits.
-        bounds: of the same model and request.
-        memory: what other searches have counted for the same programs; what this one counts is added.
+        bounds: lower bounds of step times, for the same model and request.
+        memory: results of other searches for the same programs; those of this one are added.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class PlanMemory:
         return self.counted(self.needed_bytes(plan)) <= self._request.memory_bytes
 
     def ways(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
-        """Yield each way in which a plan fits that may be the fastest.
+        """Yield the variants of a plan that fit and may be the fastest: as it is, with other cuts, recomputing.
 
-        Recomputation and other cuts only cost time, so both are left out where the plan fits without. Where it does
-        not, either may be faster; the fastest cuts are kept if recomputation alone is enough.
+        Recomputation and other cuts cost time, so only a plan that does not fit gets them. Either may be the faster
+        one. If recomputation alone is enough, the plan keeps its cuts.
 
         Args:
             plan: with its fastest cuts, without recomputation.
@@ -110,16 +110,16 @@ class PlanMemory:
         for bound, plan in sorted(self._refused.values(), key=lambda refusal: refusal[0]):
             if self._smallest is not None and bound >= self._smallest:
                 break
-            # Nothing fits without room: then the bytes are the least of any cuts.
+            # With no room at all, the search returns the fewest bytes of any cuts.
             _, plan_bytes = FittingCuts(self._anywhere(plan), self._seconds(plan), room_bytes=0).fastest()
             self.counted(self._request.held_bytes + plan_bytes)
         return self._smallest
 
     def _may_fit(self, plan: ParallelPlan) -> bool:
-        """Whether some cuts may fit: a quick answer for most plans that do not."""
+        """Whether a plan may fit with some cuts; False is certain. A quick test that rules out most plans."""
         if plan.stages == 1:
             return True
-        # All that the bound depends on: of grids, only their numbers of ranks.
+        # The bound depends on nothing else; on grids, only by their numbers of ranks.
         key = self._images(plan), tuple(map(prod, plan.grids)), plan.schedule, plan.microbatches, plan.recompute
         if key not in self._bounds_of:
             room = self._request.memory_bytes - self._request.held_bytes
@@ -139,18 +139,18 @@ class PlanMemory:
         return self.counted(self._forecast(plan, table.stages(cuts))) <= self._request.memory_bytes
 
     def _forecast(self, plan: ParallelPlan, stages: list[StageMaps]) -> int:
-        """Return the bytes of the rank that needs most, its process included, from those of the plan's stages."""
+        """Return the bytes of the rank that needs most, its process included; ``stages``: the bytes of the stages."""
         most = max(rank_bytes(self._programs(self._images(plan)), plan, stages))
         return self._request.held_bytes + int((self._off if plan.spill is None else SPILLING_OFF) * most)
 
     def counted(self, plan_bytes: int) -> int:
-        """Return what a plan needs, and remember the least of those that do not fit."""
+        """Return ``plan_bytes``; remember it if it is the least of all plans that do not fit."""
         if plan_bytes > self._request.memory_bytes:
             self._smallest = min(plan_bytes, self._smallest or plan_bytes)
         return plan_bytes
 
     def _with_other_cuts(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
-        """Yield the plan with the fastest cuts that fit, if there are any, and those beside them."""
+        """Yield the plan with the fastest cuts that fit, and with cuts beside these; nothing if none fit."""
         if plan.stages == 1:
             return
         key = self._images(plan), plan.grids, plan.schedule, plan.microbatches, plan.recompute
@@ -167,13 +167,13 @@ class PlanMemory:
         return StagesAnywhere.of(plan, self._programs(self._images(plan)), self._table(plan), self._off)
 
     def _seconds(self, plan: ParallelPlan) -> tuple[SecondsTable, ...]:
-        """Return the time of each stage from any place to any other, and of what it sends, forward and backward."""
+        """Return, for each stage, the seconds from any place to any other, with messages, forward and backward."""
         table = self._table(plan)
         # What is received at a place is sent by the stage that ends there; cotangents come back.
         travels_s = 2 * np.asarray(table.maps.taken)[:, -1] / self._request.machine.node.bytes_per_s
         travels_s[[0, -1]] = 0.0  # nothing is sent after the last stage
         each = zip(map(np.asarray, self._bounds.before(plan, table.places)), plan.grids, strict=True)
-        # Of cumulative times, the difference between end (column) and beginning (row).
+        # ``times`` are cumulative: a stage takes the time at its end (column) minus that at its beginning (row).
         return tuple(times - times[:, None] + travels_s / prod(grid) for times, grid in each)
 
     def _table(self, plan: ParallelPlan) -> StageTable:

@@ -55,13 +55,13 @@ class PlanSearch:
 
 @dataclass
 class StudiedModel:
-    """A model, and what searches for its plans have computed; they share it if batch, machine and dtype are the same.
+    """A model, and results that searches with the same batch, machine and dtype share.
 
     Attributes:
-        programs: captures the model, or derives the captured model.
+        programs: captures the model, or derives its programs from others.
         measured: costs by which cuts are chosen.
-        lowered: stages.
-        memory: what stages keep.
+        lowered: stages that have been lowered.
+        memory: memory of stages.
     """
 
     programs: Programs
@@ -77,7 +77,7 @@ class StudiedModel:
         self._waits.clear()
 
     def waits(self, request: PlanRequest) -> WaitBounds:
-        """Return the bounds of what grids add; as ``bounds``."""
+        """Return the lower bounds of what grids add to stages; created once, as in ``bounds``."""
         crowded = request.ranks > 1
         if crowded not in self._waits:
             self._waits[crowded] = WaitBounds(self.bounds(request), request, self.lowered)
@@ -94,7 +94,7 @@ class StudiedModel:
 
 
 class ModelStudies:
-    """A model for several searches that have the same batch, machine and dtype: as derived, and as captured.
+    """A model for several searches with the same batch, machine and dtype: with derived and with captured programs.
 
     Args:
         programs: captures the model.
@@ -123,15 +123,16 @@ def best_plans(
         programs: captures the model.
         request: ranks, batch, machine and limits.
         top: number of plans.
-        below_s: only plans whose step is shorter are looked for, and alternatives are left out; there may be none.
-        studies: of earlier searches with the same programs, batch, machine and dtype.
+        below_s: return only plans with a shorter step, perhaps none, and no alternatives.
+        studies: results of earlier searches with the same programs, batch, machine and dtype.
 
     Raises:
         RequestError: no plan fits or works; the message says how much memory is needed, or what is not supported.
     """
     studies = ModelStudies(programs) if studies is None else studies
     resized = studies.resized
-    # First with derived programs. If one differs from the capture of its size, the search starts anew, with captures.
+    # First with derived programs, which are quick to make. If one that matters differs from a capture with the same
+    # number of images, search again with captures.
     try:
         result = _searched(studies.derived, request, top, below_s)
     except RequestError:
@@ -152,7 +153,7 @@ def _searched(model: StudiedModel, request: PlanRequest, top: int, below_s: floa
     """Return the fastest plans of the family that take less than ``below_s``.
 
     Raises:
-        RequestError: no plan fits; not if there is a limit, as then there are other plans already.
+        RequestError: no plan fits, and there is no limit ``below_s``.
     """
     search = _PlanTrials(model, request)
     plans = list(candidates(request))
@@ -170,17 +171,17 @@ def _searched(model: StudiedModel, request: PlanRequest, top: int, below_s: floa
 
 @dataclass(order=True)
 class _Examined:
-    """A plan in the queue, with the highest bound that is known; of equal ones, the first in the family.
+    """A plan in the queue, ordered by its best lower bound so far, then by its position in the family.
 
     Attributes:
         bound_s: lower bound of the step.
-        number: position in the family, and among the ways in which that plan fits.
-        plan: with cuts and as it fits, except before the second bound.
-        each_s: time of a forward and a backward of each stage; for the first ones with halos, for others less.
-        update_s: time of the optimizer step, or less.
-        waits: whether ``each_s`` has the least that grids add.
-        known: number of stages whose time with halos is known.
-        costs: of its stages, once all are known; None before.
+        number: (position in the family, index of the way in which this plan fits).
+        plan: the plan; from the second bound on, with cuts and recomputation with which it fits.
+        each_s: lower bound of a forward and a backward of each stage; empty before the second bound.
+        update_s: lower bound of the optimizer step.
+        waits: whether ``each_s`` contains the least time that grids add.
+        known: number of stages, from the first, whose ``each_s`` is exact: they have been lowered.
+        costs: the costs of its stages once all are exact; None before.
     """
 
     bound_s: float
@@ -219,8 +220,8 @@ class _PlanTrials:
         fastest: list[tuple[float, tuple[int, int], ParallelPlan]] = []
         while queue:
             examined = heapq.heappop(queue)
-            # No bound behind it is lower, and none is above the time of its step. Of equal times the first in the
-            # family counts, so that the result does not depend on the queue.
+            # All plans left in the queue have at least this bound, so none can be faster. Of equal times the first in
+            # the family counts, so the result does not depend on the order of the queue.
             slowest = fastest[-1][:2] if len(fastest) == top else (below_s, (0, 0))
             if (examined.bound_s, examined.number) >= slowest:
                 break
@@ -235,7 +236,7 @@ class _PlanTrials:
         return [self._forecast(plan) for _, _, plan in fastest]
 
     def _queue(self, plans: Iterable[ParallelPlan]) -> list[_Examined]:
-        """Return the plans as a heap, that with the lowest bound first."""
+        """Return the plans as a heap with the lowest bound first."""
         queue: list[_Examined] = []
         for number, plan in enumerate(plans):
             try:
@@ -246,7 +247,11 @@ class _PlanTrials:
         return queue
 
     def _examined(self, examined: _Examined) -> list[_Examined]:
-        """Return what is still to be considered of a plan, with the next bound: it, or each way in which it fits."""
+        """Compute a plan's next bound; return the plans to queue: itself, each way in which it fits, or none.
+
+        The bounds, in this order: with cuts that fit; with the least that grids add; stage after stage lowered; all
+        stages lowered.
+        """
         try:
             if not examined.each_s:  # not cut yet
                 return list(self._that_fit(examined))
@@ -288,7 +293,7 @@ class _PlanTrials:
             yield _Examined(bound_s, (examined.number[0], way), plan, list(each_s), update_s)
 
     def _costs(self, plan: ParallelPlan, only: int | None = None) -> StageCosts:
-        """Return the costs of a plan's stages, or of one of them; those before it are lowered, too."""
+        """Return the costs of all stages of a plan, or of stage ``only``, for which earlier stages are lowered, too."""
         request, program = self._request, self._programs(images_of(self._request, plan))
         return StageCosts(program, plan, request.machine, request.dtype, self._lowered, only, request.spills)
 
@@ -297,11 +302,11 @@ class _PlanTrials:
         return self._bounds.of(plan)
 
     def cut_bound_s(self, plan: ParallelPlan) -> float:
-        """Return a higher bound of a plan's step, from the operators of its stages."""
+        """Return a lower bound of a plan's step that uses its cuts, so it is closer than ``bound_s``."""
         return least_step_s(plan, *self._bounds.of_stages(plan))
 
     def waits_s(self, plan: ParallelPlan) -> tuple[float, ...]:
-        """Return the least time that the grid of each stage of a plan adds to a micro-batch."""
+        """Return, for each stage, the least seconds that its grid adds to a micro-batch."""
         return self._wait_bounds.of_stages(self._programs(images_of(self._request, plan)), plan)
 
     def least_s(self, plan: ParallelPlan, each_s: Sequence[float], update_s: float) -> float:
@@ -309,7 +314,7 @@ class _PlanTrials:
         return least_step_s(plan, each_s, update_s)
 
     def alternatives(self) -> dict[str, StepForecast | str]:
-        """Return the forecasts of simple strategies, or the reasons why they do not work."""
+        """Return name of a simple strategy -> its forecast, or the reason why it does not work."""
         request, batch = self._request, self._request.batch
         forecasts: dict[str, StepForecast | str] = {}
         simple: dict[str, tuple[Strategy, ScheduleName]] = {
@@ -354,12 +359,12 @@ class _PlanTrials:
         return forecast_step(program, plan, request.machine, request.dtype, self._lowered, request.spills)
 
     def _with_cuts(self, plan: ParallelPlan) -> ParallelPlan:
-        """Return the plan with cuts; they depend on the sizes of its stages, and hardly on the images."""
+        """Return the plan with its fastest cuts; plans with the same numbers of ranks in their stages share them."""
         sizes = tuple(rows * columns for rows, columns in plan.grids)
         if sizes not in self._cuts_of:
             free = replace(plan, memory_bytes=None)
             try:
-                # Of the whole batch of a replica, so that plans with other micro-batches share the cuts.
+                # From the program for a replica's whole batch: the size of micro-batches hardly changes the cuts.
                 program = self._programs(self._request.batch // plan.replicas)
                 self._cuts_of[sizes] = with_cuts(free, program, self._request.machine, self._measured).cuts
             except RequestError as error:

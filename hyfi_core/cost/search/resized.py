@@ -1,11 +1,13 @@
-"""Programs for other micro-batch sizes, from those of two: a capture takes seconds, planning asks for a dozen.
+"""Programs for other micro-batch sizes, derived from those for one and two images.
+
+A capture takes seconds, and planning asks for a dozen sizes.
 
     captured, 1 image                 view(x, [1, 2048])      x: 1 x 2048 x 1 x 1
     derived or captured, 2 images     view(x, [2, 2048])      x: 2 x 2048 x 1 x 1
     derived, 8 images                 view(x, [8, 2048])      x: 8 x 2048 x 1 x 1
 
-Every size and every whole number in an argument lies on a straight line through the two. A model may do otherwise, by
-asking for the size of its batch; so what is derived is for comparing plans, and what is chosen is captured.
+Every size and every whole number in an argument is assumed to lie on a straight line through those of the two. A model
+that reads its batch size may do otherwise, so derived programs only compare plans; that of a chosen plan is captured.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from hyfi_core.cost.search.doubled import doubled
 
 
 class ResizedPrograms:
-    """Programs for any micro-batch size, captured for one image only where that shows what others are.
+    """Programs for any micro-batch size, derived from the capture for one image where possible, else captured.
 
     Args:
         captured: captures the model for a number of images.
@@ -55,7 +57,7 @@ class ResizedPrograms:
         return self._two
 
     def as_captured(self, images: int) -> bool:
-        """Whether the program for this many images equals its capture, which is made to compare."""
+        """Whether the program for ``images`` images equals its capture; the model is captured to compare."""
         return self(images) is self._captured(images) or self(images).digest() == self._captured(images).digest()
 
 
@@ -64,7 +66,7 @@ class _DiffersError(Exception):
 
 
 def resized(single: Program, two: Program, images: int) -> Program:
-    """Return the program for ``images`` images; constants are those of ``single``.
+    """Return the program for ``images`` images, extrapolated from two; its constants are those of ``single``.
 
     Args:
         single: the program for one image.
@@ -72,7 +74,7 @@ def resized(single: Program, two: Program, images: int) -> Program:
         images: number of images of the program to return.
 
     Raises:
-        _DiffersError: they differ in more than sizes.
+        _DiffersError: ``single`` and ``two`` differ in more than sizes.
     """
     same = ("parameters", "buffers", "image", "outputs", "mutations")
     constants, of_two = (

@@ -2,12 +2,11 @@
 
     relu ── conv 1 x 1 ── norm ── v ── conv 3 x 3        a chain of pointwise operators, and the window that follows
 
-The window needs pixels of neighbours. Either a value of the chain is exchanged, with messages in forward and backward;
-or every operator of the chain computes the margin that the window needs. An operator is in one chain at most, so that
-all chains of a stage together take at least the sum of their cheaper ways. Runs that reach further back only add to it.
-
-Chains are those of the whole model, lowered once for each grid, so bounds hold for stages with the same layouts, and
-say nothing of others.
+The window needs pixels of neighbours. Either ranks exchange a value of the chain, with messages in forward and
+backward; or every operator of the chain computes the margin that the window needs. An operator is in one chain at most,
+so all chains of a stage take at least the sum of what is cheaper for each. Fused runs that reach further back take
+more. Chains are those of the whole model, lowered once for each grid: the bounds hold for stages with the same layouts,
+and are 0 for others.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from hyfi_core.plan.transfer import plan_transfer
 from hyfi_core.rules.instructions import CollectiveCall, Split
 
 _ROUNDING = 1e-9
-"""Bounds are sums in another order than the times of stages."""
+"""Fraction by which bounds are lowered: the times of stages are summed in another order."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class _WindowNeed:
 
     Attributes:
         window: name of the operator.
-        layout: of the value.
-        boxes: that each rank needs.
+        layout: layout of the value.
+        boxes: the box that each rank needs.
     """
 
     window: str
@@ -58,14 +57,14 @@ class _WindowNeed:
 
 @dataclass(frozen=True)
 class _PointwiseChain:
-    """Pointwise operators one after the other, before windows.
+    """Pointwise operators in a row, and the window operators that use their result.
 
     Attributes:
-        operators: names, the last one first; each but the last is the only one that uses its input.
-        windows: names of the operators that need pixels of neighbours of its result.
-        part: pixels of the largest part, relative to the map.
-        wide: likewise, with the margin that the windows need.
-        messages: received by the rank in the middle of the grid if a value of the chain is exchanged.
+        operators: their names, from the last back to the first; nothing else uses the values between them.
+        windows: names of the window operators that need neighbours' pixels of the result.
+        part: pixels of the largest part, as a fraction of the map.
+        wide: the same, including the margin that the windows need.
+        messages: number that the rank in the middle of the grid receives if a value of the chain is exchanged.
     """
 
     operators: tuple[str, ...]
@@ -77,11 +76,11 @@ class _PointwiseChain:
 
 @dataclass(frozen=True)
 class _GridWaits:
-    """What a grid adds to the operators of a model.
+    """The places of a model where a grid adds time.
 
     Attributes:
         whole: the model, lowered for the grid.
-        chains: before windows.
+        chains: the chains before windows.
         norms: results of the batch norms whose statistics ranks sum.
     """
 
@@ -116,7 +115,7 @@ class WaitBounds:
         self._operators: dict[tuple[int, tuple[str, ...] | str], tuple[list[Operator], ...]] = {}
 
     def of_stages(self, program: Program, plan: ParallelPlan) -> tuple[float, ...]:
-        """Return the least time that the grid of each stage adds to the forward and backward of a micro-batch.
+        """Return, for each stage, the least seconds that its grid adds to forward and backward of a micro-batch.
 
         Args:
             program: the captured model, of one micro-batch.
@@ -155,11 +154,12 @@ class WaitBounds:
         if whole is None:
             return None
         if id(whole) not in self._grids:
-            self._grids[id(whole)] = _GridWaits.of(whole)  # which keeps it, so that no other one gets its ``id``
+            # The value refers to ``whole``, so no other object gets its ``id``.
+            self._grids[id(whole)] = _GridWaits.of(whole)
         return self._grids[id(whole)]
 
     def _exchanges_s(self, program: Program, waits: _GridWaits, operators: list[Operator], turn_s: float) -> float:
-        """Return the least time of exchanges and margins in a stage with these operators."""
+        """Return the least seconds of exchanges or margins in a stage; an exchange waits ``turn_s`` for a core."""
         names = {op.name for op in operators}
         key = id(program), id(waits), turn_s
         if key not in self._seconds:
@@ -169,7 +169,7 @@ class WaitBounds:
                 (chain, min(2 * (turn_s + chain.messages * message_s), self._margins_s(chain, costs)))
                 for chain in waits.chains
             )
-        # Chains of which another stage computes a part are left out.
+        # Leave out chains that are divided between stages.
         return sum(
             seconds
             for chain, seconds in self._seconds[key]
@@ -177,7 +177,7 @@ class WaitBounds:
         )
 
     def _margins_s(self, chain: _PointwiseChain, costs: Mapping[str, OperatorCost]) -> float:
-        """Return the time of the margins of a chain, forward and backward."""
+        """Return the least seconds that the operators of a chain take for margins, forward and backward."""
         return sum(
             min(self._both_s(cost, chain.wide, kind) - self._both_s(cost, chain.part, kind) for kind in _kinds(cost))
             for cost in map(costs.__getitem__, chain.operators)
@@ -195,7 +195,7 @@ class WaitBounds:
 
 
 def _kinds(cost: OperatorCost) -> tuple[str, ...]:
-    """Return the kinds by which an operator may be priced: whether ranks share a norm is not looked at here."""
+    """Return the kinds by which an operator may be priced: a norm by either, whether ranks share it or not."""
     return ("norm", "shared_norm") if cost.kind == "norm" else (cost.kind,)
 
 
@@ -215,11 +215,11 @@ def _holds(
     """Whether a stage has the layouts of the whole model.
 
     Args:
-        whole: lowered for the grid of the stage.
+        whole: the model, lowered for the grid of the stage.
         piece: the stage.
         grid: rows and columns of its ranks.
-        operators: as they would be lowered.
-        splits: of the values of each earlier stage; None if they are not known.
+        operators: the stage's operators, as they would be lowered.
+        splits: how the values of each earlier stage are split; None if that is not known.
     """
     if any(splits[source] is None for source in piece.entries):
         return False
@@ -244,7 +244,7 @@ def _chains(whole: WholeLayouts) -> tuple[_PointwiseChain, ...]:
 def _pointwise_chain(
     sketch: Sketch, makers: Mapping[str, Flow], last: Flow, needs: list[_WindowNeed]
 ) -> _PointwiseChain:
-    """Return the chain that ends with an operator, whose results windows need beyond a rank's part."""
+    """Return the chain that ends with the operator ``last``; ``needs``: what windows need of its results."""
     layout, flow, operators = needs[0].layout, last, [last.name]
     # Back from the last operator, through values that nothing else reads.
     while flow.window is None and len(flow.takes) == 1:

@@ -1,4 +1,4 @@
-"""The stages of a plan, each lowered for one rank: what times, memory and bytes of a plan are computed from."""
+"""The stages of a plan, each lowered for one rank: times, memory and bytes of a plan are computed from these."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class LoweredStages:
     """What the cost of a plan is computed from; it does not depend on schedule, replicas and recomputation.
 
     Attributes:
-        each: (stage, program of the rank in the middle of its grid in plane 0, operators) of each stage.
-        between: (from, to) of stages -> the transfer of values from one to the other.
-        carried: likewise -> (rank of the earlier stage, bytes) of what each rank of the later stage receives.
-        divided: how the operators of each stage are divided among planes.
+        each: for each stage, (stage, program of the rank in the middle of its grid in plane 0, operators).
+        between: (sending stage, receiving stage) -> the transfer of values between them.
+        carried: (sending stage, receiving stage) -> for each rank that receives, its ``Messages``.
+        divided: each stage as it is divided among planes.
     """
 
     each: tuple[tuple[Stage, RankProgram, list[Operator]], ...]
@@ -48,12 +48,12 @@ class LoweredStages:
 
 @dataclass(frozen=True)
 class DividedStage:
-    """A stage whose planes compute different branches.
+    """A lowered stage whose planes compute different branches.
 
     Attributes:
         branches: which plane computes what.
-        planes: the program of the rank in the middle of the grid, of each plane.
-        exchanges: between planes, in order; with the values that carry gradients.
+        planes: for each plane, the program of the rank in the middle of the grid.
+        exchanges: the exchanges between planes, in order.
     """
 
     branches: Branches
@@ -62,19 +62,19 @@ class DividedStage:
 
 
 class PartlyLowered:
-    """The stages of a plan, lowered one after the other: the first may show already that others are faster.
+    """The stages of a plan, lowered on demand: the first may already show that the plan is too slow.
 
     Args:
         program: the captured model, of one micro-batch.
         fine: the plan, with cells as ranks.
-        machine: by which lengths of fused runs are chosen.
+        machine: the machine model that chooses the lengths of fused runs.
         lowered_plans: stages that other plans have lowered; those of this one are added.
 
     Attributes:
         active: values that carry gradients.
 
     Raises:
-        RequestError: as ``cut_program``.
+        RequestError: the program cannot be cut so.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class PartlyLowered:
         self._whole: LoweredStages | None = None
 
     def stage(self, index: int) -> tuple[Stage, DividedStage, list[Operator]]:
-        """Return a stage, lowered, and its operators; of plans with the same stage, the same objects.
+        """Return (stage, the stage after lowering, its operators); plans with the same stage share these objects.
 
         Raises:
-            RequestError: as ``lower``.
+            RequestError: the stage cannot be lowered.
         """
         grids = self._fine.grids * self._fine.interleave
-        # In order: how a stage is divided depends on what it receives of earlier ones.
+        # In order: the layouts of a stage depend on those of the values that it receives from earlier stages.
         while len(self._each) <= index:
             at = len(self._each)
             piece, entries = self._pieces[at], entries_of(self._pieces[at], self._splits, grids[at])
@@ -123,10 +123,10 @@ class PartlyLowered:
         return piece, self._divided[index], operators
 
     def whole(self) -> LoweredStages:
-        """Return all stages, and what is sent between them.
+        """Return all stages, and the transfers between them.
 
         Raises:
-            RequestError: as ``lower``; or planes have nothing to share.
+            RequestError: a stage cannot be lowered, or no stage has branches for the plan's planes.
         """
         if self._whole is None:
             self.stage(len(self._pieces) - 1)
@@ -153,14 +153,14 @@ class PartlyLowered:
 
 
 class LoweredPlans:
-    """What has been lowered for one machine model, so that plans with the same stages lower them once.
+    """Cache of lowered stages for one machine model: plans with the same stage lower it once.
 
-    A stage is the same for two plans if they cut the same operators out of the same program, for the same grid and
-    with the same layout of what comes from other stages: replicas, schedules, and cuts elsewhere do not matter.
+    Two plans have the same stage if they cut the same operators out of the same program, for the same grid and with the
+    same layouts of the values from other stages: replicas, schedules, and cuts elsewhere do not matter.
     """
 
     def __init__(self) -> None:
-        # Keys have the ``id`` of a program or a stage, which is kept alive, so that no other one gets it.
+        # Keys contain the ``id`` of a program or a stage, which the cache keeps alive: no other object gets its ``id``.
         self._plans: dict[Hashable, PartlyLowered] = {}
         self._stages: dict[Hashable, tuple[DividedStage, list[Operator]]] = {}
         self._active: dict[int, tuple[Program, frozenset[str]]] = {}
@@ -170,7 +170,7 @@ class LoweredPlans:
         self._layouts: dict[tuple[int, tuple[int, int], int], tuple[Program, WholeLayouts | None]] = {}
 
     def clear(self) -> None:
-        """Forget everything: plans and this refer to each other, and would stay until Python collects such cycles."""
+        """Forget everything now: plans and this cache refer to each other, so Python would free them much later."""
         for cache in (
             self._plans,
             self._stages,
@@ -183,9 +183,9 @@ class LoweredPlans:
             cache.clear()
 
     def layouts(self, program: Program, target: Target) -> WholeLayouts | None:
-        """Return the layouts of a whole model on a grid, computed once; None if it cannot be lowered for the grid.
+        """Return the layouts of a whole model on the target's grid; None if it cannot be lowered for the grid.
 
-        Layouts of another program, such as that for other micro-batches, are used again where they hold for this one.
+        Cached. Layouts of the program for another micro-batch size are used again where they hold for this one.
         """
         key = id(program), target.grid, target.gather_bytes
         if key not in self._layouts:
@@ -196,32 +196,32 @@ class LoweredPlans:
         return layouts
 
     def derived(self, stage: DividedStage, way: Hashable, compute: Callable[[], Derived]) -> Derived:
-        """Return what was computed before from a stage in this way, or compute it; it must not be changed."""
+        """Return the result of ``compute`` for a stage, cached by ``way``; callers must not change it."""
         key = id(stage), way
         if key not in self._derived:
             _make_room(self._derived, _MOST_STAGES)
-            self._derived[key] = stage, compute()  # the stage is kept, so that no other one gets its ``id``
+            self._derived[key] = stage, compute()  # keeps the stage alive, so no other object gets its ``id``
         result: Derived = self._derived[key][1]
         return result
 
     def active(self, program: Program) -> frozenset[str]:
-        """Return the values of a model that carry gradients; it is kept, so that no other one gets its ``id``."""
+        """Return the values of a model that carry gradients; cached."""
         if id(program) not in self._active:
             self._active[id(program)] = program, active_values(program, program.outputs, program.parameters)
         return self._active[id(program)][1]
 
     def costs(self, program: Program, dtype: str | None) -> KnownCosts:
-        """Return the known costs of a model's operators under autocast to ``dtype``; it is kept as by ``active``."""
+        """Return the cache of costs of a model's operators under autocast to ``dtype``."""
         return self._costs.setdefault((id(program), dtype), (program, {}))[1]
 
     def cutter(self, program: Program) -> ProgramCutter:
-        """Return what cuts a model, which is kept as by ``active``."""
+        """Return the cutter of a model; cached."""
         if id(program) not in self._cutters:
             self._cutters[id(program)] = program, ProgramCutter(program, program.outputs)
         return self._cutters[id(program)][1]
 
     def plan(self, program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel) -> PartlyLowered:
-        """Return the stages of a plan; see ``lowered_stages``."""
+        """Return the stages of a plan, cached; arguments as for ``lowered_stages``."""
         divided = plan.cells, plan.branches
         key = (id(program), plan.grids, plan.cuts, plan.interleave, plan.fused_halo, plan.gather_bytes, divided)
         if key not in self._plans:
@@ -237,8 +237,8 @@ class LoweredPlans:
         """Return a stage that was lowered before, or lower it.
 
         Args:
-            identity: the whole program, the stage, its grid, how values of other stages are split, and the plan.
-            lowered: lowers it.
+            identity: (the whole program, the stage, its grid, how values of other stages are split, the plan).
+            lowered: lowers the stage.
         """
         program, piece, grid, entries, fine = identity
         operators = tuple(op.name for op in piece.program.operators)
@@ -255,7 +255,7 @@ _MOST_STAGES = 256
 
 
 def _make_room(cache: dict[Hashable, Any], most: int) -> None:
-    """Drop the oldest entries, so that one more may be added."""
+    """Drop the oldest entries until the cache has fewer than ``most``."""
     while len(cache) >= most:
         cache.pop(next(iter(cache)))
 
@@ -263,23 +263,23 @@ def _make_room(cache: dict[Hashable, Any], most: int) -> None:
 def lowered_stages(
     program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel, lowered_plans: LoweredPlans
 ) -> PartlyLowered:
-    """Return the stages of a plan, none of them lowered yet if the plan is new.
+    """Return the stages of a plan, which are lowered when they are asked for.
 
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts.
         fine: the same plan with cells as ranks.
-        machine: by which lengths of fused runs are chosen.
+        machine: the machine model that chooses the lengths of fused runs.
         lowered_plans: lowered plans of earlier calls with the same machine; this one is added.
 
     Raises:
-        RequestError: as ``cut_program``.
+        RequestError: the program cannot be cut so.
     """
     return lowered_plans.plan(program, plan, fine, machine)
 
 
 def middle_rank(grid: tuple[int, int]) -> int:
-    """Return the rank for which stages are lowered: the one in the middle has the most neighbours."""
+    """Return the rank in the middle of a grid, which has the most neighbours; stages are lowered for it."""
     return grid[0] // 2 * grid[1] + grid[1] // 2
 
 
@@ -292,16 +292,16 @@ def _lower_stage(
     active: frozenset[str],
     layouts: Callable[[Target], WholeLayouts | None],
 ) -> tuple[DividedStage, list[Operator]]:
-    """Return a stage, lowered for the rank in the middle of a grid, and its operators.
+    """Lower a stage for the rank in the middle of a grid, in all planes; return (lowered stage, operators).
 
     Args:
         piece: the stage.
         grid: rows and columns of ranks.
         entries: how the values that it receives are split.
         fine: the plan, with cells as ranks.
-        machine: by which lengths of fused runs are chosen.
+        machine: the machine model that chooses the lengths of fused runs.
         active: values of the whole model that carry gradients.
-        layouts: returns those of the whole model on the grid of a target; None if it cannot be lowered so.
+        layouts: returns the layouts of the whole model on the grid of a target; None if it cannot be lowered for it.
     """
     exits = piece.sent
     program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
@@ -314,7 +314,7 @@ def _lower_stage(
     runs, trial = runs_and_trial(program, target, piece.outputs, exits, fine.fused_halo, machine, unfused)
     planes = [Plane(branches, index) for index in range(fine.branches)]
     if trial is not None and runs == NOT_FUSED and not branches.order and fine.branches == 1:
-        ranked = trial  # which is what would be lowered once more
+        ranked = trial  # the same that lowering again would return
     else:
         ranked = lower(program, replace(target, plane=planes[0]), piece.outputs, exits, runs)
     all_planes = replace(ranked, instructions=ranked.undivided or ranked.instructions, undivided=())
@@ -325,7 +325,7 @@ def _lower_stage(
 
 
 def _carried(transfer: BoundaryTransfer) -> tuple[Messages, ...]:
-    """Return (rank of the earlier stage, bytes) of what each rank of the later stage receives."""
+    """Return, for each rank of the receiving stage, its messages as (rank of the sending stage, bytes)."""
     return tuple(
         tuple((source, float(sum(piece.bytes for piece in pieces))) for source, pieces in incoming.items())
         for incoming in map(transfer.incoming, range(transfer.targets))

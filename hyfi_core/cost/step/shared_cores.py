@@ -1,8 +1,7 @@
 """Time of a step whose ranks are more than the cores of their node.
 
-Ranks that compute at the same time have equal parts of the cores; ranks that wait ask MPI again and again, for which
-they take a smaller part. So a dry run in which each has a core of its own is stretched wherever there are too few; the
-order remains::
+Ranks that compute at the same time have equal parts of the cores; ranks that wait poll MPI and take a smaller part. A
+dry run in which each rank has its own core is stretched wherever there are too few cores; the order of events stays::
 
     each a core      rank 0  ███████        shared, 1 core      ██████████
                      rank 1  ···████████                        ···███████████████
@@ -25,12 +24,12 @@ _COMPUTES = COMPUTE | {"REDUCE"}
 
 
 def on_shared_cores(run: Simulation, weights: Sequence[float], cores: SharedCores) -> Simulation:
-    """Return a dry run in which ranks share cores.
+    """Return a dry run, stretched in time for ranks that share the cores of a node.
 
     Args:
-        run: the dry run, each rank with a core of its own.
-        weights: for each of its ranks, the number of a node's ranks that it stands for.
-        cores: of the node.
+        run: the dry run, each rank with its own core.
+        weights: for each rank of the dry run, the number of a node's ranks that it stands for.
+        cores: the cores of the node.
     """
     times_s, stretched_s = _stretched(_changes(run, weights, cores), run.makespan_s, cores)
 
@@ -49,12 +48,12 @@ def on_shared_cores(run: Simulation, weights: Sequence[float], cores: SharedCore
 
 
 def _changes(run: Simulation, weights: Sequence[float], cores: SharedCores) -> dict[float, float]:
-    """Return time -> how many more cores the ranks of a node need from then on; negative where they need fewer.
+    """Return time -> by how many cores the need of a node's ranks changes at that time.
 
     Args:
-        run: the dry run, each rank with a core of its own.
-        weights: for each of its ranks, the number of a node's ranks that it stands for.
-        cores: of the node.
+        run: the dry run, each rank with its own core.
+        weights: for each rank of the dry run, the number of a node's ranks that it stands for.
+        cores: the cores of the node.
     """
     changes: dict[float, float] = {}
     for rank, weight in enumerate(weights):
@@ -67,7 +66,7 @@ def _changes(run: Simulation, weights: Sequence[float], cores: SharedCores) -> d
 def _stretched(
     changes: Mapping[float, float], makespan_s: float, cores: SharedCores
 ) -> tuple[list[float], list[float]]:
-    """Return times of the dry run at which the need of cores changes, and when they are with shared cores."""
+    """Return (times of the dry run at which the need of cores changes, the same moments with shared cores)."""
     times_s = sorted({0.0, makespan_s, *changes})
     needed, stretched_s = changes.get(0.0, 0.0), [0.0]
     # Time passes more slowly while more cores are needed than there are.
@@ -80,9 +79,9 @@ def _stretched(
 def _shares(
     busy: Sequence[tuple[float, float]], makespan_s: float, waiting: float
 ) -> Iterator[tuple[float, float, float]]:
-    """Yield (start, end, part of a core that a rank takes), from the intervals in which it computes."""
+    """Yield (start, end, fraction of a core that a rank takes) until the makespan; ``busy``: when the rank computes."""
     free_s = 0.0
-    # With an empty interval at the end, so that the last wait is yielded, too.
+    # The empty interval at the end makes the loop yield the last wait.
     for start_s, end_s in (*busy, (makespan_s, makespan_s)):
         yield free_s, start_s, waiting
         yield start_s, end_s, 1.0

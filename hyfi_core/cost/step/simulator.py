@@ -1,8 +1,8 @@
 """Forecast of a training step: the dry run of its schedule, with durations from the machine model.
 
 All replicas do the same at the same time, and so do all ranks of a stage, so one rank is simulated for each stage of
-one replica. With two directions whose list of grids is not symmetric, stages have some ranks in common; then all ranks
-are simulated.
+one replica. With two directions and grids that are not the same from both ends, stages have some ranks in common; then
+all ranks are simulated.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ class StepForecast:
     """Modelled time and memory of a training step.
 
     Attributes:
-        plan: of the step.
+        plan: the plan of the step.
         step_s: duration, including the optimizer step.
         busy: average fraction of the step in which a rank runs a forward or a backward.
         bubble: fraction of all ranks' time, until the last backward ends, in which they run neither.
         exposed_s: kind of communication (halo, sums, branches, spill, stage, reduce) -> time that it adds to the
             slowest stage.
-        memory_bytes: memory that each rank of a replica needs at the peak, in addition to the process.
-        resident_bytes: growth of its process to the peak: on a CPU also what its heap and kernels keep.
+        memory_bytes: for each rank of a replica, the memory that it needs at the peak, in addition to the process.
+        resident_bytes: for each rank, growth of its process to the peak: on a CPU with what heap and kernels keep.
         compute_s: for each stage, time of all forwards and backwards, without waits within the stage.
         simulation: the dry run.
-        moving_s: time that the maps of the slowest stage take to leave memory and come back, most of it while others
-            are computed.
-        moved_bytes: of one of its ranks, out of memory and back.
-        recomputing_s: time of maps that are computed again instead of leaving memory; in ``compute_s``.
+        moving_s: time in which maps of the slowest stage leave memory and come back, mostly while others are computed.
+        moved_bytes: bytes of these maps on one rank, out of memory and back together.
+        recomputing_s: time of maps that are computed again instead of leaving memory; contained in ``compute_s``.
     """
 
     plan: ParallelPlan
@@ -100,8 +99,8 @@ def forecast_step(
         plan: with named cuts, and with cells resolved.
         machine: the machine model.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
-        lowered_plans: as for ``StageCosts``.
-        spills: likewise.
+        lowered_plans: stages of earlier calls with the same programs and machine; those of this plan are added.
+        spills: computes what leaves memory with ``plan.spill``; None: the time of moving is not counted.
 
     Raises:
         RequestError: the plan does not work for this model.
@@ -140,20 +139,21 @@ def forecast_step(
 
 
 def step_s(plan: ParallelPlan, costs: StageCosts) -> float:
-    """Return the duration of a step alone; see ``forecast_step``."""
+    """Return the duration of a step, without the rest of ``forecast_step``."""
     return _dry_run(plan, costs).makespan_s + _update_s(plan, costs)
 
 
 def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -> float:
     """Return a lower bound of ``step_s`` without a dry run.
 
-    A rank computes all micro-batches of all stages that it holds. In one direction, all stages before one must have
-    passed a micro-batch on before it begins, and get a cotangent after it has ended, unless gradients of weights come
-    later. With GEMS schedules, each direction has one micro-batch at a time.
+    A rank computes all micro-batches of all stages that it holds. In one direction, a stage begins after the stages
+    before it have computed a micro-batch, and these end after it: their last backward needs its cotangent (unless
+    gradients of weights come later). With ``sequential`` and ``gems_master``, each direction has one micro-batch at a
+    time.
 
     Args:
-        plan: of the step.
-        each_s: for each stage, time of a forward and a backward of one micro-batch, or less.
+        plan: the plan of the step.
+        each_s: for each stage, time of a forward and a backward of one micro-batch, or a lower bound.
         update_s: time of the optimizer step.
     """
     rounds = plan.microbatches // plan.directions
@@ -168,9 +168,9 @@ def least_step_s(plan: ParallelPlan, each_s: Sequence[float], update_s: float) -
 
 
 def _update_s(plan: ParallelPlan, costs: StageCosts) -> float:
-    """Return the time of the end of a step on the rank with the most weights to update."""
+    """Return the seconds of the optimizer step, on the rank with the longest update."""
     placement = Placement.of(_collapsed(plan))
-    # Point to point, the second direction gets its weights from the owner, and updates none.
+    # With point-to-point mirrors, the second direction receives its weights from the owner, and updates none.
     updated = [
         {stage for stage, direction in placement.hosted(rank) if direction == 0 or plan.mirror == "all_reduce"}
         for rank in range(placement.size)
@@ -200,8 +200,8 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
     """Return the dry run of a step in modelled time.
 
     Args:
-        plan: of the step.
-        costs: of its stages.
+        plan: the plan of the step.
+        costs: the costs of its stages.
         free_messages: whether messages between stages take no time.
     """
     small, edges = _collapsed(plan), tuple(costs.edges)
@@ -227,9 +227,9 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
 
 
 def _copied_s(plan: ParallelPlan, costs: StageCosts) -> dict[tuple[int, int], float]:
-    """Return the part of each message's time in which both ends copy it through shared memory, and need a core.
+    """Return edge -> seconds in which both ends copy a message through shared memory, and need a core.
 
-    Only where cores are shared: with one for itself, a rank has nothing else to do meanwhile.
+    0 unless ranks share cores: a rank with its own core has nothing else to do meanwhile.
     """
     if not costs.machine.shared(plan.ranks):
         return dict.fromkeys(costs.edges, 0.0)
@@ -249,14 +249,15 @@ def rank_bytes(program: Program, plan: ParallelPlan, stages: Sequence[StageMaps]
     Args:
         program: the captured model, of one micro-batch.
         plan: with named cuts, and with cells resolved.
-        stages: of the plan, if they are known.
+        stages: the bytes of each stage; None: they are computed.
     """
     plane_bytes = _plane_bytes(plan, forecast_memory(program, plan, stages))
-    return plane_bytes * plan.branches  # one plane after the other; an upper bound, as each has all branches
+    # Ranks are numbered plane by plane. An upper bound: as if each plane had all branches.
+    return plane_bytes * plan.branches
 
 
 def grown_bytes(program: Program, plan: ParallelPlan, device: str) -> tuple[int, ...]:
-    """Return how far the memory of each rank of a replica grows: on a CPU, with what its heap and messages keep.
+    """Return the bytes by which the process of each rank of a replica grows: on a CPU with what heap and messages keep.
 
     Args:
         program: the captured model, of one micro-batch.
@@ -265,8 +266,9 @@ def grown_bytes(program: Program, plan: ParallelPlan, device: str) -> tuple[int,
     """
     if device != "cpu":
         return rank_bytes(program, plan)
-    # In a heap, gradients find no room where whole maps have been freed. Where cells free parts of maps, one after the
-    # other, they do: for 2 and 4 cells 335 and 328 MB were measured, 365 and 357 are forecast, 400 without this.
+    # In a heap, gradients find no room where whole maps have been freed, so count them as if they stayed in memory.
+    # With cells, which free parts of maps one after the other, they find room: for 2 and 4 cells 335 and 328 MB were
+    # measured, 365 and 357 are forecast, and would be 400 with gradients that stay.
     stays = plan.cells is None
     stages = [replace(stage, gradients_stay=stage.gradients_stay or stays) for stage in forecast_memory(program, plan)]
     placement, plane_bytes, grown = Placement.of(plan), _plane_bytes(plan, stages), []
@@ -279,9 +281,9 @@ def grown_bytes(program: Program, plan: ParallelPlan, device: str) -> tuple[int,
 
 
 def _plane_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast]) -> tuple[int, ...]:
-    """Return the memory of each rank of a plane; of one that spills, the least that it needs."""
+    """Return the peak bytes of each rank of a plane; if the plan spills, the least that the rank needs."""
     if plan.cell_grid is None or plan.spill is None:
-        return rank_peaks(plan, stages)  # cells run in lockstep: at an operator all have their part of its map
+        return rank_peaks(plan, stages)  # also with cells: they run in lockstep, so together they hold whole maps
     cells = prod(plan.cell_grid)
     placement, least_bytes = Placement.of(plan), [stage.spilled_bytes(cells) for stage in stages]
     sums = (sum(least_bytes[stage] for stage, _ in placement.hosted(rank)) for rank in range(placement.size))

@@ -5,9 +5,9 @@
     backward   operators ── maps computed again ──▶   the longer of the two: maps are read ahead of their use
                maps read ────────▶
 
-It is assumed that moving neither slows computing down nor waits for it, as with two threads (on GPUs with streams) for
-moving beside the one that computes, and that it has the whole of a forward or of a backward of a micro-batch: cells
-compute the same layer in turns, so there is always something to move. What is left at the end of either is exposed.
+The model assumes that moving neither slows computing down nor waits for it (threads, or streams of a GPU, move maps
+beside the thread that computes), and that it lasts through the whole forward or backward of a micro-batch: cells
+compute the same layer in turns, so there is always something to move. Moving that remains at the end is exposed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 
 @dataclass(frozen=True, slots=True)
 class SpilledMaps:
-    """What a rank does for one micro-batch of a stage because not all of its maps are kept in memory.
+    """Maps of one micro-batch of a stage that a rank moves or computes again, because memory is limited.
 
     Attributes:
-        forward_bytes: moved out of memory, and back, during the forward.
-        backward_bytes: the same during the backward.
+        forward_bytes: bytes moved out of memory and back during the forward.
+        backward_bytes: bytes moved out of memory and back during the backward.
         recomputed: values of the captured model that the backward computes again.
     """
 
@@ -42,14 +42,14 @@ SpillRule = Callable[[Program, ParallelPlan, LoweredPlans], tuple[SpilledMaps, .
 
 @dataclass(frozen=True, slots=True)
 class SpillTimes:
-    """Times of one micro-batch of a stage.
+    """Times that spilling takes for one micro-batch of a stage.
 
     Attributes:
-        again_s: of what backward computes again.
-        moving_s: of moving, in forward and backward together.
-        forward_s: by which moving exceeds the forward.
-        backward_s: by which it exceeds the backward, ``again_s`` included.
-        moved_bytes: in forward and backward together.
+        again_s: time of maps that backward computes again.
+        moving_s: time of moving, in forward and backward together.
+        forward_s: time by which moving is longer than the forward.
+        backward_s: time by which moving is longer than the backward with ``again_s``.
+        moved_bytes: bytes moved, in forward and backward together.
     """
 
     again_s: float = 0.0
@@ -75,11 +75,11 @@ class SpillTimes:
         """Return the times of a stage.
 
         Args:
-            maps: of one of its ranks.
-            plan: of the step; all of its ranks move as much at the same time.
+            maps: what one of its ranks moves or computes again.
+            plan: the plan of the step; all of its ranks move as much at the same time.
             machine: the machine model.
             each_s: value -> time of the operator that computes it, in all cells of a rank.
-            computed_s: of a (forward, backward) without moving, waits included.
+            computed_s: time of (forward, backward) without moving, waits included.
         """
         again_s = sum(each_s.get(name, 0.0) for name in maps.recomputed)
         written_s, read_s = (

@@ -92,10 +92,10 @@ class _Clock:
 
     Attributes:
         forward_s: all operators, forward.
-        again_s: the same in a second run, which knows the statistics of batch norms.
+        again_s: all operators in a second forward, which knows the statistics of batch norms.
         backward_s: all operators, backward.
         each_s: value -> time of the operator that computes it.
-        gradients: (seconds since the backward began, bytes of the gradients that are then complete).
+        gradients: (seconds since the backward began, bytes of the gradients that become complete then).
         weight_s: the part of ``backward_s`` that a backward in two parts does last.
     """
 
@@ -108,7 +108,7 @@ class _Clock:
 
 
 class _LoweredStage(NamedTuple):
-    """A stage as ``PartlyLowered.stage`` returns it, with its number, the dtype of autocast, and what has gradients."""
+    """A stage as ``PartlyLowered.stage`` returns it, with its number, autocast's dtype, and values with gradients."""
 
     number: int
     piece: Stage
@@ -126,18 +126,18 @@ class StageCosts:
         plan: with named cuts, and with cells resolved.
         machine: the machine model.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
-        lowered_plans: of earlier calls, with the same programs and machine; this one is added.
-        only: the stage to compute, without lowering those after it; None: all stages, and what they exchange.
-        spills: what leaves memory with ``plan.spill``; None: the time of moving is not counted, nor with ``only``.
+        lowered_plans: stages of earlier calls with the same programs and machine; those of this plan are added.
+        only: the only stage to compute, without lowering those after it; None: all stages, and their messages.
+        spills: computes what leaves memory with ``plan.spill``; None, or with ``only``: time of moving is not counted.
 
     Attributes:
-        stages: cost of each stage, or of the one alone.
-        edges: (from, to) of stages that exchange values -> time of a message.
-        watch_s: what every rank does once in a step for the weights of the whole model.
+        stages: cost of each stage; with ``only``, of this stage alone.
+        edges: (sending stage, receiving stage) -> seconds of a message.
+        watch_s: seconds in which every rank checks the weights of the whole model, once in a step.
         machine: the machine model.
 
     Raises:
-        RequestError: as ``cut_program`` and ``lower``.
+        RequestError: the model cannot be cut or lowered so.
     """
 
     def __init__(
@@ -172,15 +172,16 @@ class StageCosts:
     def _stage(self, stage: _LoweredStage) -> StageCost:
         """Return the cost of a stage: computation, waits, recomputation and spilling."""
         index, divided = stage.number, stage.divided
-        way = stage.dtype, self._cells, self._crowded  # all but the stage that its clock depends on
+        way = stage.dtype, self._cells, self._crowded  # all that the clock of a stage depends on
         clock = self._known.derived(divided, way, lambda: self._clock(stage))
         # Planes wait for each other in each region: the slowest one counts for all.
         waits = max((self._waits(plane, clock.each_s, index) for plane in divided.planes), key=lambda w: w.total_s)
         waits.branch_s = self._branch_s(divided)
         recompute_s = clock.again_s if recomputes(self._plan, index) else 0.0
         scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
-        weight_s = clock.weight_s if self._plan.divides_backwards else clock.backward_s  # in which gradients are made
-        # In two parts, the gradients of weights are made in the second alone, in the same order.
+        # Gradients become complete during the whole backward; of one in two parts, during the second part, in the same
+        # order.
+        weight_s = clock.weight_s if self._plan.divides_backwards else clock.backward_s
         shorter = weight_s / (clock.backward_s or 1.0)
         gradients = [(shorter * ready_s, scale * length) for ready_s, length in clock.gradients]
         group = GradientHolders.of(self._plan, index, self.machine.devices_per_node)
@@ -203,7 +204,7 @@ class StageCosts:
         )
 
     def _clock(self, stage: _LoweredStage) -> _Clock:
-        """Return the computation of a stage, with the gradients that it makes."""
+        """Return the times of a stage's computation, from the costs of its operators."""
         index, piece, divided, operators, dtype, active = stage
         ranks = prod(self._plan.grids[index % len(self._plan.grids)])
         program = divided.planes[0].program
@@ -220,7 +221,14 @@ class StageCosts:
     def _computed(
         self, divided: DividedStage, operators: Sequence[Operator], costs: Mapping[str, OperatorCost], ranks: int
     ) -> _Clock:
-        """Return the computation of a stage; in each region, of the plane that takes the longest."""
+        """Return the times of a stage's computation; in each region the slowest plane counts.
+
+        Args:
+            divided: the stage, lowered for each plane.
+            operators: its operators, in order.
+            costs: name of an operator -> its cost.
+            ranks: number of ranks of a plane.
+        """
         clock, ranked = _Clock(), divided.planes[0]
         forward: dict[str, float] = {}
         again: dict[str, float] = {}
@@ -261,7 +269,14 @@ class StageCosts:
         return clock
 
     def _of_cells(self, cost: OperatorCost, seconds: Callable[..., float], fraction: float, kind: str | None) -> float:
-        """Return the time of an operator in all cells; what does not depend on the map is repeated in each."""
+        """Return the seconds of an operator in all cells of a rank; each cell repeats what does not depend on the map.
+
+        Args:
+            cost: the operator's cost.
+            seconds: its method ``forward_s`` or ``backward_s``.
+            fraction: the rank's part of the map.
+            kind: kind of operator to use instead of the operator's own.
+        """
         if cost.kind == "view":
             return 0.0
         whole_s = seconds(self.machine, fraction, self._crowded, kind)
@@ -274,12 +289,12 @@ class StageCosts:
         split = next((ranked.splits[name] for name in names if name in ranked.splits), None)
         if split is None or not split.layout.map.area:
             return 1.0
-        # The cells of a rank are computed one after the other: their mean counts, not the largest.
+        # Cells of a rank are computed one after the other: their sum counts, not the largest.
         most = split.held.largest if self._cells == 1 else split.held.area / ranks
         return most / split.layout.map.area
 
     def _waits(self, ranked: RankProgram, each_s: Mapping[str, float], stage: int) -> _Waits:
-        """Return the waits of a forward; those of a backward are the same."""
+        """Return the waits of a rank in a forward, the same as in a backward; ``each_s``: value -> operator's time."""
         waits = _Waits()
         for call in ranked.instructions:
             if not isinstance(call, CollectiveCall) or call.between_planes:
@@ -302,7 +317,10 @@ class StageCosts:
         hidden_s: Mapping[str, float],
         stage: int,
     ) -> None:
-        """Add an exchange; computation of the same operator hides its bytes, but not the overhead of its messages."""
+        """Add an exchange to ``waits``: overhead of its messages, and the time of its bytes that is not hidden.
+
+        ``hidden_s``: value -> seconds of computation of the same operator, which hide bytes; empty: nothing does.
+        """
         name = call.inputs[0]
         assert name is not None
         info, area = ranked.values[name], max(1, transfer.map.area)
@@ -310,29 +328,29 @@ class StageCosts:
         sent_px = sum(strip.box.area for strip in transfer.sends)
         length = pixel_bytes * max(transfer.received_px, sent_px)
         if hasattr(call.operator, "halo"):
-            # Half of both ways: these waits are counted once forward and once backward.
+            # The mean of forward and backward: these waits count once in each.
             waits.strips_s += self._cells * len(transfer.receives) * sum(self.machine.strip_s) / 2
-        if self._cells > 1:  # a copy within the process
+        if self._cells > 1:  # cells exchange by copies within the process
             waits.halo_s += self._cells * (self.machine.kernel_s + 2 * length / self.machine.memory_bytes_per_s)
             return
         overlapped_s = max((hidden_s.get(output, 0.0) for output in call.outputs if output is not None), default=0.0)
         grid = ranked.splits[name].held.grid
-        # Backward receives cotangents of what forward has sent.
+        # Backward receives cotangents from the ranks to which forward has sent.
         in_forward = self._links.halo_s(stage, _bytes_by_peer(grid, transfer.receives, pixel_bytes))
         in_backward = self._links.halo_s(stage, _bytes_by_peer(grid, transfer.sends, pixel_bytes))
         kinds = (*in_forward, *in_backward)
-        # The kind of rank that waits longest, in forward or in backward.
+        # Charge the kind of rank that waits longest, in forward or in backward.
         waits.halo_s += self._turn_s + max(software_s + max(0.0, wire_s - overlapped_s) for software_s, wire_s in kinds)
         waits.halo_bytes += length
 
     def _branch_s(self, divided: DividedStage) -> float:
-        """Return the waits for values of other planes in a forward."""
+        """Return the seconds for which a forward waits for values of other planes."""
         planes, link = divided.branches.planes, self._links.between_planes()
         lengths = [exchange.largest_bytes for exchange in divided.exchanges]
         return sum(self.machine.messages_s(planes - 1, length, link) for length in lengths)
 
     def _sum_s(self, ranked: RankProgram, call: CollectiveCall, stage: int) -> float:
-        """Return the seconds of a sum over ranks; the cells of a rank add theirs with a kernel for each."""
+        """Return the seconds of a sum over the ranks of a stage, and over the cells of each: a kernel for each cell."""
         if isinstance(call.operator, BatchNorm):
             assert call.inputs[0] is not None
             length = STATISTICS_BYTES * ranked.values[call.inputs[0]].shape[1]
@@ -347,7 +365,7 @@ class StageCosts:
 
 
 def _bytes_by_peer(grid: tuple[int, int], strips: Sequence[Strip], pixel_bytes: float) -> dict[PeerOffset, float]:
-    """Return peer -> bytes of its strips, for the rank in the middle of a grid, for which stages are lowered."""
+    """Return offset of a peer -> bytes of its strips; ``strips``: those of the rank in the middle of the grid."""
     _, columns = grid
     middle_y, middle_x = divmod(middle_rank(grid), columns)
     bytes_by_peer: dict[PeerOffset, float] = {}
@@ -365,7 +383,7 @@ def update_s(program: Program, machine: MachineModel) -> float:
 
 
 def _gradient_bytes(program: Program, operators: Sequence[Operator]) -> dict[str, int]:
-    """Return operator -> bytes of the gradients that its backward completes, because it was the first to use them."""
+    """Return operator -> bytes of the gradients that its backward completes: of weights that no earlier one uses."""
     sizes: dict[str, int] = {}
     first = {name: op.name for op in reversed(operators) for name in op.inputs if name in program.parameters}
     for name, user in first.items():

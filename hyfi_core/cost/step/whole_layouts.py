@@ -1,14 +1,13 @@
-"""Layouts of a whole model, from which those of most of its stages are read instead of lowering each stage to see.
+"""Layouts of a whole model; most stages of plans have the same layouts and need not be lowered to know them.
 
     model on 1 x 4 ranks    a ── b ── c ── d ── e ── f        lowered once, without fused runs
-    stage of a plan                   c ── d ── e             the same layouts, if what it receives is divided so
+    stage of a plan                   c ── d ── e             the same layouts, if its inputs are divided alike
     stage of another             b ── c ── d ── e ── f        likewise
 
-The same model for other micro-batches has the same layouts if all maps are B × C × H × W: none is cut along the batch.
-
-An operator's layout follows from that of its inputs. Stages receive values in even parts; in a whole model, windows may
-have made them uneven. Operators may also differ at the ends of a stage, and a few look at what follows them. Such
-stages are lowered for themselves.
+The same model for another micro-batch size has the same layouts if all maps are B × C × H × W: none is cut along the
+batch. An operator's layout follows from that of its inputs. A stage receives values in even parts; in a whole model,
+windows may have made them uneven. Operators may also differ at the ends of a stage, and a few depend on what follows
+them. Such stages are lowered by themselves.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class WholeLayouts:
         return cls(program, ranked, {op.name: op for op in lowered_operators(pooled, pooled.outputs, ())})
 
     def serve(self, program: Program) -> bool:
-        """Whether a program has the same layouts, because it differs in the number of images alone."""
+        """Whether a program has the same layouts: it is the same model with another number of images."""
         if program is self.program:
             return True
         if self.ranked.gathered:  # whether ranks gather a map depends on its size
@@ -64,8 +63,8 @@ class WholeLayouts:
         """Whether the layouts are those of a stage.
 
         Args:
-            operators: of the stage, as they would be lowered.
-            entries: how the values that it receives are split, None for replicated ones.
+            operators: the stage's operators, as they would be lowered.
+            entries: value that it receives -> how it is split; None for a replicated value.
         """
         splits = self.ranked.splits
         return all(splits.get(name) == split for name, split in entries.items()) and all(
@@ -73,11 +72,11 @@ class WholeLayouts:
         )
 
     def _same(self, op: Operator) -> bool:
-        """Whether the whole model has an operator with the same layouts under this name."""
+        """Whether the whole model has an operator with the same name and layouts."""
         whole, splits = self.operators.get(op.name), self.ranked.splits
         if whole is op or whole == op:
             return True
-        # The sizes of a view may name the batch: of what each rank has as a whole, they do not matter.
+        # They may differ in sizes that contain the batch, as those of a view, if none of their values is split.
         return whole is not None and whole.inputs == op.inputs and not any(name in splits for name in _names(op, whole))
 
 
