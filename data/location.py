@@ -1,7 +1,7 @@
 """Where stores and tables are: a folder of this machine, or object storage.
 
-`location` turns what a user writes into a path: a `pathlib.Path`, or an :class:`data.object_path.ObjectPath`, which has
-its methods. What a path cannot do in the same way on both is a function here.
+`location` turns a user's text into a path: a `pathlib.Path`, or an :class:`data.object_path.ObjectPath` with the same
+methods. Operations that differ between the two are functions of this module.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from data.object_path import ObjectPath
 from hyfi_core.errors import RequestError
 
 REQUESTS_AT_A_TIME = 32
-"""Requests of one process at a time to what `is_far`: each waits for the network nearly all of its time."""
+"""Simultaneous requests of one process to a path that `is_far`: nearly all of the time, each waits for the network."""
 
 # Types in /proc/self/mounts whose reads cross a network; "nfs" matches nfs4, "fuse." what FUSE mounts (sshfs, s3fs).
 _NETWORK_DISKS = re.compile(r"(nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|afs|pvfs|orangefs|9p|virtiofs|fuse\.)")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
-# One slash, too: addresses that went through `Path` have lost the other.
+# Also with one slash: `Path` removes the second slash of an address.
 _PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,2}[^\s/:@]*:)[^\s/]*@")
 _READ_AHEAD_BYTES = 2**14
-"""Bytes at the end of an object that are read with its last ones: a request for fewer takes as long."""
+"""Least number of bytes that are read from the end of an object: a request for fewer takes as long."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
 def location(user_text: str | os.PathLike[str]) -> Path:
-    """Return the path of what a user gave: ``s3://``, ``gs://``, ``https://``, ``memory://``, ``file://``, or a path.
+    """Return the path of a user's text: an address (``s3://bucket/store``, ``gs://``, ``https://`` …) or a local path.
 
-    One slash after the scheme is enough: a `Path` made from an address keeps only one.
+    One slash after the scheme is enough, because a `Path` made from an address keeps only one.
 
     Raises:
         RequestError: The scheme is not known, there is no bucket or host, or obstore is not installed.
@@ -60,7 +60,7 @@ def location(user_text: str | os.PathLike[str]) -> Path:
         raise RequestError(f"{scheme}://{path}: {scheme}:// is not known; use one of {schemes}, or a local path")
     if not path:
         raise RequestError(f"{scheme}://: a bucket or host is missing, as in {scheme}://NAME/store")
-    # Signed links have a query: names of a store's files cannot be appended behind it.
+    # Signed links have a query, behind which the names of a store's files cannot be appended.
     if "?" in path or "#" in path:
         raise RequestError(f"{scheme}://{path}: an address with ? or # cannot be used; give the folder's plain address")
     require_library(f"{scheme}://{path}")
@@ -68,18 +68,18 @@ def location(user_text: str | os.PathLike[str]) -> Path:
 
 
 def address_of(user_text: str | os.PathLike[str]) -> str | None:
-    """Return an address as the user gave it, with both slashes (a `Path` keeps one); None if it has no scheme."""
+    """Return a user's address with both slashes, of which a `Path` keeps one; None if the text has no scheme."""
     match = _ADDRESS.fullmatch(str(user_text))
     return None if match is None else f"{match[1]}://{match[2]}"
 
 
 def is_address(user_text: str | os.PathLike[str]) -> bool:
-    """Whether what a user gave has a scheme, ``s3://`` for instance."""
+    """Whether a user's text has a scheme, such as ``s3://``."""
     return address_of(user_text) is not None
 
 
 def without_password(text: str) -> str:
-    """Return a text in which addresses have ``***`` for their password: ``https://name:***@host/store``."""
+    """Return a text in which the passwords of addresses are hidden: ``https://name:***@host/store``."""
     return _PASSWORD.sub(r"\1***@", text) if "@" in text else text
 
 
@@ -89,7 +89,7 @@ def is_remote(path: Path) -> bool:
 
 
 def is_far(path: Path) -> bool:
-    """Whether each reading of a file waits for a network: it is on object storage, or on a network disk."""
+    """Whether files below a path are read over a network: from object storage or a network disk."""
     return is_remote(path) or _is_on_network_disk(str(path))
 
 
@@ -97,14 +97,14 @@ def is_far(path: Path) -> bool:
 def _is_on_network_disk(path: str) -> bool:
     # Links resolved: a local name may lead to a network disk.
     real = os.path.realpath(path)
-    # A disk may be mounted in a folder of another: the longest name is the disk that has the path.
+    # A disk may be mounted inside another one: the path is on the disk with the longest name.
     holding = [mount for mount in _mounts() if real == mount or real.startswith(f"{mount.rstrip('/')}/")]
     return bool(holding) and _NETWORK_DISKS.match(_mounts()[max(holding, key=len)]) is not None
 
 
 @cache
 def _mounts() -> dict[str, str]:
-    """Return the type of each mounted file system by its folder; empty where the system does not tell."""
+    """Return folder -> type of each mounted file system; empty if the system has no ``/proc``."""
     try:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -141,7 +141,7 @@ class _LocalFile:
         self._handle = handle
 
     def read(self, offset: int, length: int) -> bytes:
-        # `pread` has no position that threads could move under each other.
+        # `pread`, because threads would share the file position of `seek` and `read`.
         return os.pread(self._handle, length, offset)
 
     def tail(self, length: int) -> tuple[bytes, int]:
@@ -150,7 +150,7 @@ class _LocalFile:
 
 
 class _RemoteFile:
-    """An object on storage. Each piece is a request, unless it lies in the last bytes, which `tail` has read."""
+    """An object on object storage. Each read is a request, unless `tail` has read these bytes already."""
 
     def __init__(self, path: ObjectPath) -> None:
         self._path = path
@@ -158,13 +158,13 @@ class _RemoteFile:
 
     def read(self, offset: int, length: int) -> bytes | memoryview:
         start = offset - self._last_start
-        # A read that begins in the tail ends in it: the tail reaches to the object's end.
+        # The tail reaches to the object's end, so a read that begins in it also ends in it.
         if self._last and start >= 0:
             return self._last[start : start + length]
         return self._path.read_range(offset, length)
 
     def tail(self, length: int) -> tuple[bytes, int]:
-        # One request gives the bytes and the size: no `head` before it.
+        # One request returns both the bytes and the size of the object.
         data, size = self._path.read_tail(max(length, _READ_AHEAD_BYTES))
         self._last, self._last_start = data, size - len(data)
         return data[max(0, len(data) - length) :], size
@@ -172,7 +172,7 @@ class _RemoteFile:
 
 @contextmanager
 def opened(path: Path) -> Iterator[OpenFile]:
-    """Context that yields a file for reading in pieces; nothing stays open, and no request is made to open an object.
+    """Context that yields a file for reading in pieces; opening an object makes no request.
 
     Raises:
         OSError: The file cannot be opened.
@@ -188,12 +188,12 @@ def opened(path: Path) -> Iterator[OpenFile]:
 
 
 def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:
-    """Return the size in bytes of each file below ``folder``, or why it cannot be read; one listing on object storage.
+    """Return name -> size in bytes of a file below ``folder``, or the error; on object storage by one listing.
 
     Raises:
         OSError: The object storage cannot be reached.
     """
-    # One request for a thousand objects, instead of one for each.
+    # A listing takes one request for a thousand objects.
     if isinstance(folder, ObjectPath) and folder.can_list:
         tree, missing = folder.tree(), FileNotFoundError(2, "No such object")
         return {name: tree.get(name, missing) for name in names}
@@ -224,12 +224,12 @@ def version_of(path: Path) -> str:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    # Files are replaced by renaming, which gives a new inode: a change within one tick of the clock is noticed, too.
+    # Files are replaced by renaming, which changes the inode, even if the time is the same because the clock is coarse.
     return f"{status.st_ino}-{status.st_mtime_ns}"
 
 
 def versions_in(folder: Path, suffix: str) -> dict[str, str]:
-    """Return `version_of` each visible file of a folder that has this suffix, by its name without the suffix."""
+    """Return name without suffix -> `version_of` each file of a folder with this suffix; no hidden files."""
     if isinstance(folder, ObjectPath):
         versions = folder.versions() if folder.can_list else {}
     else:
@@ -241,7 +241,7 @@ def versions_in(folder: Path, suffix: str) -> dict[str, str]:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder with its contents, as far as possible."""
+    """Remove a folder with its contents; ignore local files that cannot be removed."""
     if isinstance(folder, ObjectPath):
         each(lambda name: (folder / name).unlink(missing_ok=True), folder.tree(), folder)
     else:
@@ -254,7 +254,7 @@ def create_exclusively(path: Path, data: bytes = b"") -> bool:
         if isinstance(path, ObjectPath):
             path.create(data)
             return True
-        # POSIX: O_EXCL with O_CREAT is atomic, on NFS from version 3 on, too.
+        # POSIX: O_EXCL with O_CREAT is atomic, also on NFS from version 3 on.
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
         return False
@@ -270,7 +270,7 @@ _inside = threading.local()
 
 
 def each(act: Callable[[_Item], _Result], items: Iterable[_Item], folder: Path) -> list[_Result]:
-    """Return ``act`` of each item, many at a time if ``folder`` is far.
+    """Return ``[act(item) for item in items]``, many at a time if ``folder`` is far.
 
     Raises:
         Exception: The first that ``act`` raised.
@@ -279,8 +279,8 @@ def each(act: Callable[[_Item], _Result], items: Iterable[_Item], folder: Path) 
 
 
 def ahead(act: Callable[[_Item], _Result], items: Sequence[_Item], folder: Path) -> Iterator[_Result]:
-    """Yield ``act`` of each item in order; if ``folder`` is far, the next 32 are under way meanwhile."""
-    # Not from inside the pool: its threads would wait for tasks that wait for a free thread.
+    """Yield ``act(item)`` for each item, in order; if ``folder`` is far, up to 32 of them run in advance."""
+    # Inside the pool, one after the other: its threads would wait for tasks that wait for a free thread.
     if not is_far(folder) or len(items) <= 1 or getattr(_inside, "pool", False):
         yield from map(act, items)
         return
@@ -290,23 +290,23 @@ def ahead(act: Callable[[_Item], _Result], items: Sequence[_Item], folder: Path)
     try:
         while under_way:
             result = under_way.popleft().result()
-            # One for one, before the result is yielded: the next request starts while the caller works on this one.
+            # Before the result is yielded: the next request starts while the caller works on this one.
             under_way.extend(pool.submit(_marked, act, item) for item in islice(remaining, 1))
             yield result
     finally:
-        # The caller may stop early, or an act has failed.
+        # After the caller stopped early, or ``act`` raised.
         for future in under_way:
             future.cancel()
 
 
 def _marked(act: Callable[[_Item], _Result], item: _Item) -> _Result:
-    """Return ``act(item)`` in a thread of the pool, which must not wait for other threads of the pool."""
+    """Return ``act(item)`` after marking this thread as one of the pool, see `ahead`."""
     _inside.pool = True
     return act(item)
 
 
 def _request_pool() -> ThreadPoolExecutor:
-    """Return this process's pool; threads do not survive a fork."""
+    """Return this process's pool of threads for requests; a forked child makes its own."""
     pool = _pools.get(os.getpid())
     if pool is None:
         pool = _pools.setdefault(os.getpid(), ThreadPoolExecutor(REQUESTS_AT_A_TIME, "store-request"))

@@ -38,12 +38,12 @@ MISSING = (
     "#NAME?",
     "#NUM!",
 )
-"""What spreadsheets, pandas, R, SQL and cancer registries write; compared as `is_missing` does."""
+"""Words that spreadsheets, pandas, R, SQL and cancer registries write for a missing value; see `is_missing`."""
 _AROUND = "[]()<>'\" "
 
 
 def is_missing(text: str, words: Iterable[str] = MISSING) -> bool:
-    """Whether a value is empty or one of ``words``; case, white space, quotes and brackets around it do not count."""
+    """Whether a value is empty or one of ``words``, without regard to case, white space, quotes and brackets."""
     return not text or _form(text) in _forms(tuple(words))
 
 

@@ -1,6 +1,6 @@
-"""Clients of object storage, one for each bucket and process, whose errors are those of a file system.
+"""Clients of object storage, one for each bucket and process; their errors become those of a file system.
 
-The library is obstore: requests leave the interpreter's lock, many threads share the connections of one client, and
+The library is obstore: requests release the interpreter's lock, many threads share the connections of one client, and
 requests that end in transient errors (5xx, 429, connections refused or reset) are repeated, see `_RETRIES`.
 Keys and endpoints come from the usual environment variables (``AWS_…``, ``GOOGLE_…``, ``STORAGE_EMULATOR_HOST``).
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3", "gs", "https", "http", "memory")
 LISTABLE = ("s3", "gs", "memory")
-"""Schemes whose folders can be listed and written; the others are read by name."""
+"""Schemes whose folders can be listed and written; from the others, files are read by name."""
 
 _RETRIES = 15
-"""Most retries of a request. Pauses are random, each at most twice the one before: together 15 to 60 s, 24 s in the
-median, and none begins after `_GIVE_UP_S`."""
+"""Most retries of a request. Pauses are random, each at most twice the one before; together they take 15 to 60 s, 24 s
+in the median. No retry begins after `_GIVE_UP_S`."""
 _BACKOFF_S = (0.5, 10.0)
 """First and longest pause."""
 _GIVE_UP_S = 60.0
@@ -74,17 +74,17 @@ def client_of(scheme: str, bucket: str) -> ObjectStore:
     Raises:
         RequestError: There are no credentials for a bucket of ``s3``, or this process was forked from one with clients.
     """
-    # obstore's runtime has threads, and `fork` copies only the calling one: a request of the child would never end.
-    # A copy of the keys: another thread may add a client meanwhile.
+    # `fork` copies only the calling thread, not those of obstore: a request of the child would never end. `tuple`,
+    # because another thread may add a client meanwhile.
     if any(process != os.getpid() for process, *_ in tuple(_clients)):
         raise RequestError(
             f"{scheme}://{bucket}: this process was forked after its parent had used object storage, whose threads it "
             f"does not have; start it anew (multiprocessing's method spawn), or use object storage first in the child"
         )
-    # The endpoint is part of the key: a notebook, as a test, may change it while the process lives.
+    # The endpoint is part of the key: a notebook or a test may change it while the process runs.
     key = os.getpid(), f"{scheme}://{bucket}", _endpoint(scheme)
     with _lock:
-        # Under the lock: two clients would have two pools of connections, and two memory stores would be two storages.
+        # Under the lock, so that there is one client: two memory stores would have different contents.
         if key not in _clients:
             _clients[key] = _new_client(scheme, bucket)
         return _clients[key]  # type: ignore[no-any-return]
@@ -106,7 +106,7 @@ def _new_client(scheme: str, bucket: str) -> ObjectStore:
         "client_options": {"timeout": timedelta(seconds=_TIMEOUT_S), "connect_timeout": timedelta(seconds=5)},
     }
     endpoint = _endpoint(scheme)
-    # Off by default in obstore; credentials go unencrypted only to an endpoint that the user gave as http.
+    # Off by default in obstore. Allow it only for addresses that the user gave as http: credentials are not encrypted.
     settings["client_options"]["allow_http"] = endpoint.startswith("http://") or scheme == "http"
     if scheme == "gs":
         return store.GCSStore(bucket, **settings | _emulated(endpoint))
@@ -117,20 +117,20 @@ def _new_client(scheme: str, bucket: str) -> ObjectStore:
 
 
 def _endpoint(scheme: str) -> str:
-    """Return the address of a server that is not the provider's own; empty if the environment names none."""
+    """Return the address of a server other than the provider's, from the environment; empty if it names none."""
     address = next((os.environ[name] for name in _ENDPOINTS.get(scheme, ()) if os.environ.get(name)), "")
     return address.rstrip("/") if "://" in address or not address else f"http://{address}"
 
 
 def _emulated(endpoint: str) -> dict[str, str]:
-    """Return the settings of a client for a server that stands in for Google's and checks no credentials."""
-    # The client takes the address of another server only from a service account's key: one that signs nothing.
+    """Return the settings of a client for an emulator of Google's server, which checks no credentials."""
+    # The client takes another server's address only from the key of a service account: give one that signs nothing.
     nobody = {"private_key": "", "private_key_id": "", "client_email": "", "disable_oauth": True}
     return {"service_account_key": json.dumps(nobody | {"gcs_base_url": endpoint})} if endpoint else {}
 
 
 def _require_credentials(bucket: str, endpoint: str) -> None:
-    """Refuse a custom endpoint without credentials; at Amazon's own, the machine may have a role instead."""
+    """Refuse a custom endpoint without credentials; for Amazon's own, the machine's role may have them."""
     unsigned = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "yes")
     if endpoint and not unsigned and not any(os.environ.get(name) for name in _CREDENTIALS):
         raise RequestError(f"s3://{bucket}: there are no credentials for {endpoint}; {_HOW_TO_SIGN}")
@@ -138,7 +138,7 @@ def _require_credentials(bucket: str, endpoint: str) -> None:
 
 @contextmanager
 def as_file_errors(address: str) -> Iterator[None]:
-    """Context in which errors of obstore become those of a file system, with a text that a user can act on.
+    """Context that turns errors of obstore into those of a file system, with a text that a user can act on.
 
     Args:
         address: The object, for messages.
@@ -154,14 +154,14 @@ def as_file_errors(address: str) -> Iterator[None]:
     try:
         yield
     except (BaseError, OSError) as error:
-        # Errors of the system have a number and a text already; obstore's own OSErrors have only a text.
+        # Errors of the system have an error number; obstore's own OSErrors have none.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise _translated(error, address) from None
 
 
 def is_out_of_range(error: OSError) -> bool:
-    """Whether an object ends before the range that was asked for."""
+    """Whether an error says that an object ends before the requested range."""
     return error.errno == errno.ERANGE
 
 
@@ -171,7 +171,7 @@ def _translated(error: Exception, address: str) -> OSError:
     scheme, _, path = address.partition("://")
     bucket, endpoint = path.partition("/")[0], _endpoint(scheme)
     where = f" at {endpoint}" if endpoint else ""
-    # First: a missing bucket is a NotFoundError, too, and creating a store in it cannot help.
+    # First, because obstore also reports a missing bucket as NotFoundError.
     if "NoSuchBucket" in text or "The specified bucket does not exist" in text:
         reason = f"there is no bucket {bucket!r}{where}; create it, or correct the name"
         return OSError(errno.ENODEV, reason, address)
@@ -181,7 +181,7 @@ def _translated(error: Exception, address: str) -> OSError:
         return FileExistsError(errno.EEXIST, "it exists already, or was changed in the meantime", address)
     if "416 Range" in text or "InvalidRange" in text or "InvalidGetRange" in text:
         return OSError(errno.ERANGE, "the object is cut short", address)
-    # The metadata server of a cloud's machines: clients ask it only if they have no credentials.
+    # The metadata server of cloud machines: a client asks it only if it has no credentials.
     if "169.254.169.254" in text or "metadata.google" in text:
         signing = _HOW_TO_SIGN if scheme == "s3" else "set GOOGLE_APPLICATION_CREDENTIALS"
         return PermissionError(errno.EACCES, f"there are no credentials; {signing}", address)

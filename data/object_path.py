@@ -1,8 +1,8 @@
 """A path on object storage that can be used where a `pathlib.Path` of a store is used.
 
 ``s3://bucket/store/slide.zarr`` has parts, names and parents like any path, and `read_bytes`, `stat`, `glob` … are
-requests. A folder exists if objects below it do. Whatever would need a real file (``open``, ``rename``, a library that
-opens files itself) raises, because the path has no name in the file system.
+requests. A folder exists if there are objects below it. Operations that need a real file (``open``, ``rename``, a
+library that opens files itself) raise an error, because the path has no name in the file system.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ObjectPath(PosixPath):
         return f"{scheme}//{'/'.join(parts)}" if scheme.endswith(":") else "/".join(self.parts)
 
     def __fspath__(self) -> NoReturn:
-        """Refuse to be a file of this machine.
+        """Refuse to be used as a local file.
 
         Raises:
             RequestError: Always.
@@ -111,7 +111,7 @@ class ObjectPath(PosixPath):
         return len(data)
 
     def create(self, data: bytes) -> str:
-        """Create the object and return its `revision`.
+        """Create the object; return its `revision`.
 
         Raises:
             FileExistsError: It exists already.
@@ -123,7 +123,7 @@ class ObjectPath(PosixPath):
 
         Raises:
             FileExistsError: It has another revision now.
-            FileNotFoundError: It was removed; Google's servers say `FileExistsError` then, too.
+            FileNotFoundError: It was removed; Google's servers raise `FileExistsError` in this case, too.
         """
         return self._put(data, {"version" if self.scheme == "gs" else "e_tag": revision})
 
@@ -132,17 +132,17 @@ class ObjectPath(PosixPath):
         self._put(b"", "overwrite" if exist_ok else "create")
 
     def _put(self, data: bytes, mode: Any) -> str:
-        """Write the object and return its `revision`; ``mode``: obstore's, which may refuse an existing object."""
+        """Write the object; return its `revision`. ``mode`` is that of ``obstore.put``; it may refuse to overwrite."""
         import obstore
 
-        # In one request: an interrupted multipart upload would leave parts behind that no listing shows.
+        # In one request: an interrupted multipart upload would leave parts that no listing shows.
         put = self._request(lambda client: obstore.put(client, self.key, data, mode=mode, use_multipart=False))
         return self._revision_in(put)
 
     def _revision_in(self, answer: Any) -> str:
         """Return the `revision` from an answer of obstore to ``put`` or ``head``."""
-        # A conditional write names the version it replaces: for Google the object's generation, a number; for all
-        # others its tag.
+        # A conditional write names the version that it replaces: the object's generation (a number) at Google, its tag
+        # everywhere else.
         return answer["version" if self.scheme == "gs" else "e_tag"] or ""
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
@@ -160,7 +160,7 @@ class ObjectPath(PosixPath):
         return self.stat()
 
     def version(self) -> str:
-        """Return a text that differs after each change of the object; listings have the same.
+        """Return a text that differs after each change of the object; `listing` has the same texts.
 
         Raises:
             FileNotFoundError: There is no such object.
@@ -168,7 +168,7 @@ class ObjectPath(PosixPath):
         return self._head()["e_tag"] or ""
 
     def revision(self) -> str:
-        """Return the text by which `replace_revision` knows the object's content.
+        """Return the text that `replace_revision` compares to recognise the object's content.
 
         Raises:
             FileNotFoundError: There is no such object.
@@ -189,8 +189,8 @@ class ObjectPath(PosixPath):
         return True
 
     def is_dir(self) -> bool:
-        """Whether there is a store, a slide (its last file, ``zarr.json``, is there), or any object below."""
-        # Lists only where no name tells: a listing is slower than a request for one object, and costs more.
+        """Whether this is a slide (``zarr.json``, its last file, exists), a store, or a folder with any object."""
+        # List only as the last resort: a listing is slower than a request for one object, and costs more.
         if self.suffix == ".zarr":
             return (self / "zarr.json").is_file()
         if any((self / name).is_file() for name in _MARKERS):
@@ -225,11 +225,11 @@ class ObjectPath(PosixPath):
         yield from (self / name for name in self._entries() if fnmatch.fnmatchcase(name, pattern))
 
     def versions(self) -> dict[str, str]:
-        """Return the version of each object directly below, by name, in one listing."""
+        """Return name -> version of each object directly below, by one listing."""
         return {name: version for name, version in self._entries().items() if version is not None}
 
     def tree(self) -> dict[str, int]:
-        """Return the size in bytes of every object below, by its relative name.
+        """Return relative name -> size in bytes of every object below.
 
         Raises:
             OSError: Folders of this scheme cannot be listed.
@@ -237,7 +237,7 @@ class ObjectPath(PosixPath):
         return {name: size for name, (size, _) in self.listing().items()}
 
     def listing(self) -> dict[str, tuple[int, str]]:
-        """Return the size in bytes and the `version` of every object below, by its relative name.
+        """Return relative name -> (size in bytes, `version`) of every object below.
 
         Raises:
             OSError: Folders of this scheme cannot be listed.
@@ -254,7 +254,7 @@ class ObjectPath(PosixPath):
         return self._request(ask)
 
     def _entries(self) -> dict[str, str | None]:
-        """Return the version of each object directly below, None for folders."""
+        """Return name -> version of each object directly below; None for a folder."""
         import obstore
 
         self._require_listing()
@@ -271,7 +271,7 @@ class ObjectPath(PosixPath):
             raise OSError(None, f"folders at {self.scheme}:// cannot be listed", str(self))
 
     def _request(self, ask: Callable[[ObjectStore], _Answer]) -> _Answer:
-        """Return the answer to a request, with errors of a file system."""
+        """Return ``ask(client)``; errors of obstore are raised as those of a file system."""
         client = client_of(self.scheme, self.parts[1])
         with as_file_errors(str(self)):
             return ask(client)

@@ -35,18 +35,18 @@ _LOOK_ALIKE = str.maketrans(
     "\u0430\u0432\u0435\u043a\u043c\u043d\u043e\u0440\u0441\u0442\u0443\u0445\u0456\u0458\u0455",
     "abekmhopctyxijs",
 )
-"""Cyrillic letters that look like Latin ones, small or capital: keyboards of both alphabets mix them within a name."""
+"""Cyrillic letter -> the Latin letter that it looks like, small or capital: users of both keyboards mix them."""
 _ALPHABET = "alphabet (Cyrillic letters that look like Latin ones)"
 _WITHOUT_ARTICLE = ("invisible characters", "white space", "zeros or dashes")
 _ROUNDED = re.compile(r"[0-9]([.,][0-9]+)?E\+[0-9]{2,3}", re.IGNORECASE)
-"""Numbers as spreadsheets write long ones, ``1.23E+11``: names that differed in the digits left out are one then."""
+"""Long numbers as spreadsheets round them, ``1.23E+11``: names that differ in later digits become the same."""
 
 
 @lru_cache(2**17)
 def canonical(text: str) -> str:
     """Return the form by which texts are compared; see the table at the top of this module."""
     form = text.casefold()
-    # Folding the case can undo the normal form, so it is made again. A minus sign is no dash (Pd) for Unicode.
+    # Normalised twice, because folding the case can undo the normal form. Unicode's minus sign is not a dash (Pd).
     if not (text.isascii() and text.isprintable()):
         form = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
         form = "".join("-" if c == _MINUS or unicodedata.category(c) == "Pd" else c for c in without_invisible(form))
@@ -67,12 +67,12 @@ def without_ending(name: str) -> str:
 
 
 def forms_of(texts: Iterable[str], kind: NameKind = "name") -> dict[str, str]:
-    """Return the form of each text; texts of one form are spellings of one name."""
+    """Return text -> form; texts with the same form are spellings of one name."""
     forms = {text: canonical(text) for text in texts}
     if kind == "class":
         forms = {text: form.replace(" ", "") for text, form in forms.items()}
     all_forms = set(forms.values())
-    # Canonical again: "007.svs" without its ending is a number, whose zeros do not count.
+    # Canonical again, because "007.svs" without its ending is a number, whose zeros do not count.
     shorter = {form: canonical(without_ending(form)) for form in all_forms}
     # Endings only fall where another text has none: a.tif and a.tiff stay two.
     return {text: shorter[form] if shorter[form] in all_forms else form for text, form in forms.items()}
@@ -83,8 +83,8 @@ class Spelled:
     """The spelling of each value of a column.
 
     Attributes:
-        spelling: Spelling by text.
-        joined: (text, spelling) of each text that has another spelling.
+        spelling: Text -> spelling.
+        joined: (text, spelling) of each text whose spelling differs from it.
     """
 
     spelling: Mapping[str, str]
@@ -102,42 +102,42 @@ def one_spelling(
     knows: str = "the store",
     advice: str = ADVICE,
 ) -> Spelled:
-    """Choose one spelling of each name: a known one, else the most frequent, the first of equals.
+    """Choose one spelling of each name: that of ``known_names``, else the most frequent, else the first.
 
     A text that differs from a known name only by the ending of a slide file gets that name even without ``merge``.
 
     Args:
         texts: The values; empty ones are left out.
-        kind: What they name.
+        kind: Whether the values are names or classes.
         where: File and column, for messages.
-        merge: Whether several spellings of one name are joined; otherwise they are refused.
+        merge: True: join several spellings of one name; False: refuse them.
         lines: Line of each text in the file, for messages.
-        known_names: Spellings that are settled. A text among them keeps its own, even if several have one form.
-        knows: What has them, for messages.
-        advice: What to do if it is refused, for messages.
+        known_names: Spellings that never change, even if two of them have the same form.
+        knows: Who has ``known_names``, for messages.
+        advice: The last line of the message if spellings are refused.
 
     Raises:
-        RequestError: A name has several spellings and ``merge`` is off, or one of them may be either of two known ones;
-            or a name that is not known is a number that a spreadsheet has rounded.
+        RequestError: A name has several spellings and ``merge`` is off, a text may be either of two known names, or a
+            text that is not a known name is a number that a spreadsheet has rounded.
     """
     settled = dict.fromkeys(text for text in known_names if text)
     counts: dict[str, int] = {}
     for text in texts:
         counts[text] = counts.get(text, 0) + bool(text)
     counts = {text: count for text, count in counts.items() if text}
-    # Reversed, so that a text that occurs twice has its first line.
+    # Reversed, so that a repeated text gets the line of its first occurrence.
     at = dict(zip(reversed(texts), reversed(lines), strict=True)) if lines else {}
     if kind == "name":
         _refuse_rounded([text for text in counts if text not in settled], where, at)
     forms = forms_of([*settled, *counts], kind)
     groups: dict[str, list[str]] = {}
     unsettled = [text for text in counts if text not in settled]
-    # Settled first, then by frequency (`sorted` is stable, so equals keep their order): the first is the spelling.
+    # The first text of a group is its spelling: settled ones first, then by frequency (`sorted` is stable).
     for text in [*settled, *sorted(unsettled, key=lambda text: -counts[text])]:
         groups.setdefault(forms[text], []).append(text)
     spelling, pairs = {}, []
     for text in counts:
-        # Two settled spellings of one form: which of them an unsettled text means cannot be known.
+        # With two settled spellings of one form, it is unknown which of them an unsettled text means.
         first, *more = groups[forms[text]]
         spelling[text] = text if text in settled else first
         if spelling[text] != text:
@@ -176,7 +176,7 @@ def difference(a: str, b: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text in quotes, with escapes for what would not be seen."""
+    """Return a text in quotes, with escapes for characters that would not be visible."""
     return repr(text) if unicodedata.normalize("NFC", text) == text else ascii(text)
 
 
@@ -201,15 +201,15 @@ def _refusal(
     """Return the message about names that differ only in how they are written.
 
     Args:
-        pairs: (name, how it is written elsewhere).
-        where: What has these names.
-        lines: Lines of names, if they are from a table.
-        settled: Spellings known from elsewhere.
-        knows: What has the settled spellings, as the subject of a sentence, such as ``the store``.
+        pairs: (name, its other spelling).
+        where: File and column of these names.
+        lines: Name -> its line, if the names are from a table.
+        settled: Known names, which ``knows`` has.
+        knows: Subject of a sentence, such as ``the store``.
     """
 
     def escaped(text: str, kind: str) -> str:
-        # Letters that look alike are told apart by their escapes only.
+        # Only escapes show the difference between letters that look alike.
         return ascii(text) if kind == _ALPHABET else shown(text)
 
     def quoted(text: str, kind: str) -> str:

@@ -40,10 +40,10 @@ _UNREADABLE_GRACE_S = 10.0
 class Claim:
     """The exclusive right to work on one name, from `take`; a context manager that releases it.
 
-    A thread touches its file every ten seconds.
+    A thread touches the claim's file every ten seconds.
 
     Args:
-        path: Its file, which exists.
+        path: The claim's file, which exists.
         token: The file's content, which no other claim at the same path has.
     """
 
@@ -59,7 +59,7 @@ class Claim:
 
         Args:
             folder: The folder of claims; created if it does not exist.
-            name: Must be a valid file name.
+            name: Name to claim, such as a slide's; must be a valid file name.
 
         Raises:
             OSError: The folder cannot be written.
@@ -68,16 +68,15 @@ class Claim:
             return ObjectClaim.take(folder, name)
         folder.mkdir(parents=True, exist_ok=True)
         before = _latest(folder, name)
-        # Read once: `_is_mine` compares with this reading, so that nobody takes over a claim that was renewed
-        # meanwhile.
+        # Read only once: `_is_mine` compares with this state, so a claim that was renewed meanwhile is not taken over.
         if before is not None and not before.is_stale():
             return None
         number = 0 if before is None else before.number + 1
-        # A random part: one process may take, lose and take the same name again.
+        # With a random part, because one process may take, lose and take the same name again.
         path, token = folder / f"{name}.{number}", f"{this_process()} {secrets.token_hex(8)}"
         if not _create(path, token):
             return None
-        # Another may have taken over and released between the reading and the creation: then this one is not the next.
+        # Not valid if another process has taken over and released the claim since it was read.
         if not _is_mine(folder, name, number, before):
             path.unlink(missing_ok=True)
             return None
@@ -93,8 +92,8 @@ class Claim:
     def check(self) -> None:
         """Check that the claim is still valid, before an irreversible action.
 
-        A network file system may show an outdated list of a folder for a minute. Therefore this creates the file that
-        a process must create to take over, exclusively, which is decided by the server, and removes it again.
+        A network file system may show an outdated list of a folder for a minute. But the server decides about exclusive
+        creation: so this creates the file that another process would create to take over, and removes it again.
 
         Raises:
             ClaimLostError: Another process has taken over.
@@ -104,7 +103,7 @@ class Claim:
         free = _create(after, self._token)
         if free:
             after.unlink()
-        # The own file may be gone, too: a holder with a higher number removes older ones when it releases.
+        # This claim's file may also be missing: a holder with a higher number removes older files at release.
         if not free or _token(self._path) != self._token:
             raise ClaimLostError(name)
 
@@ -117,15 +116,15 @@ class Claim:
         self.release()
 
     def release(self) -> None:
-        """Release the claim, and remove the stale ones that it replaced."""
+        """Release the claim, and remove the stale claims that it replaced."""
         self._stop.set()
-        # Before the files are looked at: a beat could fall on a file that another has created anew.
+        # Before any file is removed: the thread must not touch a file that another process has created again.
         self._beat.join()
         folder, (name, number) = self._path.parent, _parts(self._path)
         if _token(self._path) == self._token:
             for older in _numbers(folder, name):
                 if older <= number:
-                    # In ascending order, so that a remaining claim is never one that was taken over.
+                    # In ascending order: if this process is killed here, no file that was taken over remains alone.
                     with contextlib.suppress(OSError):
                         (folder / f"{name}.{older}").unlink()
 
@@ -170,13 +169,13 @@ class _ClaimFile:
     token: str | None
 
     def is_stale(self) -> bool:
-        """Whether its process has ended, or has not renewed it for so long that it must have."""
+        """Whether the claim's process has ended, or has not touched the file for too long."""
         try:
-            # Both times by one clock: that of a node may be minutes off that of the file server.
+            # Both times by the file server's clock: that of a node may differ by minutes.
             silent_s = _now_on_disk(self.path.parent) - self.path.stat().st_mtime
         except FileNotFoundError:
             return False  # just released: the next attempt succeeds
-        # Removed between the two looks: released.
+        # None: the file was removed before it was read.
         if self.token is None:
             return False
         if not self.token:
@@ -224,7 +223,7 @@ def _create(path: Path, token: str) -> bool:
 
 
 def _is_mine(folder: Path, name: str, number: int, before: _ClaimFile | None) -> bool:
-    """Whether a new claim is valid: none has a higher number, and the stale one has not changed since it was read."""
+    """Whether a new claim is valid: none has a higher number, and the stale claim has not changed since it was read."""
     if max(_numbers(folder, name), default=-1) != number:
         return False
     return before is None or _token(before.path) == before.token

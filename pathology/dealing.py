@@ -6,7 +6,7 @@ ranks     0 1 │ 2 3 │ 4 5        three groups of two ranks
           s4  │ …   │ s3         the next slide goes to the group that is free first
 ```
 
-Slides are taken by creating a file of the slide's number, which only one group can do.
+A group takes a slide by creating a file with the slide's number, which only one group can do.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def group_size(ranks_per_slide: RanksPerSlide, ranks: int, slides: int) -> int:
         slides: number of slides of the job.
 
     Raises:
-        RequestError: groups of this size would leave ranks over.
+        RequestError: the number of ranks is not a multiple of this size.
     """
     if ranks_per_slide == "auto":
-        # The smallest divisor that leaves no more groups than slides: larger groups divide slides for nothing.
+        # The smallest size with which no group is without a slide: small groups spend less on communication.
         return next(size for size in range(1, ranks + 1) if ranks % size == 0 and ranks // size <= max(slides, 1))
     size = ranks if ranks_per_slide is None else ranks_per_slide
     if ranks % size:
@@ -51,13 +51,13 @@ def group_size(ranks_per_slide: RanksPerSlide, ranks: int, slides: int) -> int:
 
 
 def own_group(comm: Communicator, size: int) -> Communicator:
-    """Return the ranks of this rank's group; ``comm`` itself if there is one group. Collective.
+    """Return the communicator of this rank's group; ``comm`` itself if there is one group. Collective.
 
     Args:
         comm: all ranks.
-        size: ranks of each group; divides the number of all.
+        size: number of ranks of each group; divides the number of all ranks.
     """
-    # Neighbouring ranks share a slide: they are usually on one node.
+    # Neighbouring ranks share a slide, because they are usually on one node.
     group = comm if size == comm.size else comm.split(comm.rank // size, comm.rank)
     assert group is not None
     return group
@@ -67,14 +67,14 @@ class SlideQueue:
     """The slides of a run; one group takes each.
 
     Args:
-        slides: their indices, in the order in which they are taken.
-        folder: on a file system that all groups share, new for this run; used by the first rank of each group only.
+        slides: indices of the slides, in the order in which they are taken.
+        folder: new for this run, on a file system that all groups share; only the first rank of each group uses it.
         group: the ranks of this group.
-        alone: whether this is the only group, so that no files are needed.
+        alone: whether this is the only group; then no files are needed.
     """
 
     def __init__(self, slides: Sequence[int], folder: Path, group: Communicator, alone: bool) -> None:
-        # Every group has the whole list, and learns by the files which of them others have taken.
+        # Every group has the whole list; the files show which slides other groups have taken.
         self._untried, self._folder, self._group, self._alone = list(slides), folder, group, alone
         self._reported: set[int] = set()
         self._unreported: set[int] = set()
@@ -110,12 +110,12 @@ class SlideQueue:
 
 
 def gathered(comm: Communicator, leads: bool, results: Mapping[int, Any]) -> list[Any]:
-    """Return the results of all groups, sorted by the index of their slide, on every rank. Collective.
+    """Return the results of all groups, in the order of slides, on every rank. Collective.
 
     Args:
         comm: all ranks.
-        leads: whether this is the first rank of its group; the results of others are not used.
-        results: the results of this rank's group as JSON, by the index of their slide.
+        leads: whether this is the first rank of its group; only its ``results`` are used.
+        results: index of a slide -> result as JSON, for the slides of this rank's group.
     """
     own_pairs = list(results.items()) if leads else []
     # (index, result) pairs, one list for each rank: JSON has no dictionaries with numbers as keys.
@@ -125,7 +125,7 @@ def gathered(comm: Communicator, leads: bool, results: Mapping[int, Any]) -> lis
 
 
 def on_first_rank(comm: Communicator, action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0; return its value, which is JSON, or raise its `RequestError`, on all ranks. Collective.
+    """Run ``action`` on rank 0; on all ranks, return its value (JSON) or raise its `RequestError`. Collective.
 
     Raises:
         RequestError: from ``action``.
@@ -136,7 +136,7 @@ def on_first_rank(comm: Communicator, action: Callable[[], T]) -> T:
             value = action()
         except RequestError as error:
             refusal = str(error)
-    # On all ranks, also after an error: a rank that raised alone would leave the others waiting here.
+    # Also after an error: if rank 0 raised before this, the other ranks would wait here for ever.
     value, refusal = comm.broadcast_object([value, refusal])
     if refusal:
         raise RequestError(refusal)
@@ -145,15 +145,15 @@ def on_first_rank(comm: Communicator, action: Callable[[], T]) -> T:
 
 @contextmanager
 def shared_folder(path: Path, comm: Communicator) -> Iterator[Path]:
-    """Context that yields the name of a temporary folder beside ``path``, the same on every rank. Collective.
+    """Context that yields a temporary folder beside ``path``, the same on every rank. Collective.
 
-    The first rank creates it, before all others go on, and removes it with its contents at the end; it also removes
-    those of ended runs.
+    The first rank creates it before any rank goes on, and removes it with its contents at the end. It also removes
+    such folders of ended runs.
 
     Raises:
-        RequestError: on every rank: it cannot be created, or only some ranks see it.
+        RequestError: on every rank, if it cannot be created, or only some ranks see it.
     """
-    # The first rank's name: each rank has another process id.
+    # Rank 0 decides the name, because `temporary_path` contains the process id.
     folder = location(comm.broadcast_object(str(temporary_path(path))))
     on_first_rank(comm, lambda: _make_empty(path, folder))
     try:
@@ -167,7 +167,7 @@ def shared_folder(path: Path, comm: Communicator) -> Iterator[Path]:
 
 
 def _make_empty(path: Path, folder: Path) -> None:
-    """Create ``folder`` anew, and remove the folders that earlier runs have left under ``path`` and a suffix."""
+    """Create ``folder`` as an empty folder, and remove temporary folders of ``path`` that ended runs have left."""
     try:
         remove_leftovers(path)
         remove_tree(folder)

@@ -25,7 +25,7 @@ class PartBuffers:
     ) -> None:
         self._parts, self._device, self._stream = tuple(parts), device, stream
         shapes = [(part.stop - part.first, BANDS, *part.box.shape) for part in parts]
-        # Pinned, else `non_blocking` copies would go through a buffer of the driver and wait.
+        # Pinned: without it, `non_blocking` copies would go through a buffer of the driver and block.
         self.buffers = [torch.empty(shape, dtype=torch.uint8, pin_memory=stream is not None) for shape in shapes]
         self._images = self.buffers
         self._copied: torch.cuda.Event | None = None
@@ -36,7 +36,7 @@ class PartBuffers:
         return [buffer[position - part.first] for part, buffer in pairs if part.has_sample(position)]
 
     def upload(self) -> None:
-        """Start the copies to the device, unless they were started."""
+        """Start the copies to the device, if they have not been started."""
         if self._stream is not None and self._copied is None:
             with torch.cuda.stream(self._stream):
                 self._images = [buffer.to(self._device, non_blocking=True) for buffer in self.buffers]
@@ -47,13 +47,13 @@ class PartBuffers:
             self._images = [buffer.to(self._device) for buffer in self.buffers]
 
     def use(self) -> None:
-        """Let the current stream wait for the copies, and their memory outlive its work."""
+        """Make the current stream wait for the copies, and keep their memory until the stream's work is done."""
         if self._copied is not None:
             current = torch.cuda.current_stream(self._device)
-            # The stream waits, not the host: the copy may still be under way when this returns.
+            # The stream waits, not the host: the copy may still run when this returns.
             current.wait_event(self._copied)
-            # They were allocated on the stream of the copies: without this, their memory would be given to another
-            # copy as soon as they are released, while the current stream may still read it.
+            # The tensors were allocated on the stream of the copies. Without `record_stream`, their memory would go to
+            # another copy as soon as they are released, while the current stream may still read it.
             for images in self._images:
                 images.record_stream(current)
 
@@ -69,7 +69,7 @@ class PartBuffers:
         """Return a box of the samples ``[first, stop)``; see :class:`data.loading.feed.BatchPixels`.
 
         Raises:
-            ValueError: No part covers it.
+            ValueError: No part covers the box.
         """
         for part, images in zip(self._parts, self._images, strict=True):
             if part.covers(box, first, stop):

@@ -24,7 +24,7 @@ class RemoteFeed:
     """Receives this trainer's parts of each image from loader ranks, ``prefetch`` turns ahead.
 
     The replica's sample ``i`` comes from loader ``i % len(loaders)``. Memory: the parts of ``prefetch + 1`` turns,
-    allocated once (pinned if the device is a GPU), and those of up to three turns on the GPU.
+    allocated once (pinned if the device is a GPU), and the parts of up to three turns on the GPU.
 
     Args:
         comm: Communicator of all ranks.
@@ -48,7 +48,7 @@ class RemoteFeed:
         self._spec = spec
         device = torch.device(device)
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # One more than is requested ahead: the one that the trainer reads.
+        # One for each turn requested ahead, and one for the turn that the trainer reads.
         self._slots = [PartBuffers(spec.parts, device, stream) for _ in range(prefetch + 1)]
         self._next_request = self._next_turn = spec.turns[0]
         hello = {"parts": [p.to_json() for p in spec.parts], "replica": spec.replica, "ahead": len(self._slots)}
@@ -65,14 +65,14 @@ class RemoteFeed:
         if turn != self._next_turn:
             raise ValueError(f"turn {turn} was requested, but turn {self._next_turn} is next: turns are read in order")
         start_s = time.perf_counter()
-        # Only now is the previous turn's memory free: its images were valid until this call.
+        # The images of the previous turn were valid until this call; now their memory is free.
         self._slots[(turn - 1) % len(self._slots)].reuse()
         self._request_ahead()
         # The link counts requests from 0, one for each turn.
         self._link.wait(turn - self._spec.turns[0])
         self._next_turn = turn + 1
         received = self._spec.turns[0] + self._link.answered()
-        # Turns that have arrived meanwhile, too: their copies run while this turn computes.
+        # Also start the copies of later turns that have arrived: they run while this turn computes.
         for ready in range(turn, max(turn + 1, min(received, turn + 1 + _UPLOADS_AHEAD))):
             self._slots[ready % len(self._slots)].upload()
         slot = self._slots[turn % len(self._slots)]
@@ -81,11 +81,11 @@ class RemoteFeed:
         return slot
 
     def close(self, stopped: bool) -> None:
-        """Say goodbye to the loaders, receive what was requested, and then their reports."""
+        """End the link: receive all requested parts, then the loaders' reports; ``stopped``: as for ``Feed.close``."""
         self._link.close(stopped)
 
     def _request_ahead(self) -> None:
-        """Request each turn that has a free buffer (that of the previous turn is free)."""
+        """Request turns ahead, as long as there is a free slot for one."""
         if not self._spec.parts:
             return
         while self._next_request < min(self._next_turn + len(self._slots), self._spec.turns[1]):
@@ -96,7 +96,7 @@ class RemoteFeed:
                 loader = self._link.loader_of(layout.ordinal(number))
                 buffers = slot.of_sample(position)
                 receives += [Message(loader, buffer, PIXELS_TAG) for buffer in buffers]
-                # A sample of which this trainer needs nothing is not requested: the loader would have nothing to send.
+                # Skip samples that this trainer needs no part of: the loader would have nothing to send.
                 if buffers:
                     numbers_of.setdefault(loader, []).append(number)
             self._link.request(receives, {loader: {"numbers": numbers} for loader, numbers in numbers_of.items()})

@@ -12,10 +12,10 @@ CacheKey = tuple[int, Box]
 
 @dataclass
 class CacheEntry:
-    """Memory of one image.
+    """Memory of one image in the cache.
 
     Attributes:
-        offset: Its first byte.
+        offset: Index of its first byte.
         valid: Whether its pixels have been written.
         users: Number of current readers or writers.
     """
@@ -34,15 +34,15 @@ class SampleCache:
     """
 
     def __init__(self, size_bytes: int, entry_bytes: int) -> None:
-        # Entries of one size: no gaps that a larger image could not use.
+        # Entries of one size: there are no gaps into which an image does not fit.
         count = size_bytes // entry_bytes if entry_bytes else 0
         self._free = [i * entry_bytes for i in reversed(range(count))]
         self._entries: OrderedDict[CacheKey, CacheEntry] = OrderedDict()
 
     def acquire(self, index: int, box: Box) -> CacheEntry | None:
-        """Return the entry of an image: to read from if it is ``valid``, else to write to.
+        """Return the entry of an image: read it if it is ``valid``, else write it; call ``release`` afterwards.
 
-        None if there is no room, or while another worker writes it. Call ``release`` afterwards.
+        None if there is no room, or while another worker writes the image.
         """
         key = index, box
         entry = self._entries.get(key)
@@ -67,6 +67,6 @@ class SampleCache:
         """Return the first byte of a free entry, or of one that is evicted now; None if all are in use."""
         if self._free:
             return self._free.pop()
-        # From the least recently used on; one that a worker reads or writes now must keep its memory.
+        # The least recently used entry that no worker reads or writes now.
         unused = next((key for key, entry in self._entries.items() if not entry.users), None)
         return self._entries.pop(unused).offset if unused is not None else None

@@ -30,11 +30,11 @@ MOST_TILES = 32
 """Most tiles in one message: longer chunks arrive in several."""
 
 Piece = tuple[int, int, int]
-"""(number of the sample, first tile, first tile after)."""
+"""(number of the sample, first tile, tile after the last)."""
 
 
 class PackedTile(Protocol):
-    """How a tile travels: as a row of an image; `data.tiles.rows.TileRow` implements it."""
+    """The form in which a tile is sent, a row of an image; `data.tiles.rows.TileRow` implements it."""
 
     @property
     def width(self) -> int:
@@ -42,12 +42,12 @@ class PackedTile(Protocol):
         ...
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return tiles of rows ``(3, n, width)`` uint8, in memory of their own."""
+        """Return the ``n`` tiles of rows ``(3, n, width)`` uint8, in new memory."""
         ...
 
 
 class TileFeed:
-    """Reads the chunks of a trainer's engine; a `hyfi_core.tiles.reading.ChunkReader`.
+    """Receives tiles, in the chunks in which a trainer's engine encodes them; a `hyfi_core.tiles.reading.ChunkReader`.
 
     Memory: ``ahead`` messages of at most 32 tiles, and a chunk.
 
@@ -56,7 +56,7 @@ class TileFeed:
         loaders: Ranks of the loaders that serve this trainer.
         replica: The trainer's replica.
         row: How a tile becomes a row of an image.
-        ahead: Most messages requested and not taken yet.
+        ahead: Largest number of messages requested and not taken yet.
         pinned: Whether to receive in memory from which GPUs copy.
         watch: Called while waiting, for signals; may raise.
 
@@ -78,10 +78,10 @@ class TileFeed:
         self._loaders, self._row, self._pinned = tuple(loaders), row, pinned
         self._open: dict[Piece, tuple[int, torch.Tensor]] = {}  # requested, and not taken yet
         self._turn_numbers: tuple[int, ...] = ()  # of the turn's samples
-        self._later: list[Piece] = []  # that the next turn needs first
+        self._later: list[Piece] = []  # pieces that the next turn needs first
         self._waiting: deque[Piece] = deque()  # to be requested, in this order
         self._sent = 0  # requests so far
-        # One more: a piece that was not expected is requested beside those ahead.
+        # One more than is requested ahead, for a piece that was not expected.
         hello = {"parts": [], "replica": replica, "ahead": ahead + 1, "box_bytes": BANDS * MOST_TILES * row.width}
         self._link = LoaderLink(comm, loaders, hello, watch)
 
@@ -109,14 +109,14 @@ class TileFeed:
         waited: Callable[[float], None],
         last: bool,
     ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
-        """Yield chunks with their tiles, in order; requests are sent now, ahead of them.
+        """Send requests now; return an iterator of (chunk, its tiles), in order.
 
         Args:
             slides: The slides of the batch.
             chunks: The chunks of this rank.
             like: Shape and dtype of a tile.
             waited: Called for each chunk with the seconds spent waiting for it.
-            last: Whether the next turn follows: its tiles are requested after these.
+            last: Whether these are the last chunks of the turn: tiles of the next turn are requested after them.
         """
         self._expect(pieces(chunks, self._turn_numbers) + (self._later if last else []))
         return self._taken(chunks, like, waited)
@@ -126,7 +126,7 @@ class TileFeed:
         return 0
 
     def close(self, stopped: bool) -> None:
-        """Say goodbye to the loaders, receive what was requested, and then their reports."""
+        """End the link: receive all requested tiles, then the loaders' reports; ``stopped``: as for ``Feed.close``."""
         self._link.close(stopped)
 
     def _taken(
@@ -141,42 +141,42 @@ class TileFeed:
                 tiles = parts[0]  # not copied
             else:
                 tiles = torch.cat(parts) if parts else torch.empty((0, *shape), dtype=dtype)
-            del parts  # else the messages stay in memory while the engine encodes their tiles
+            del parts  # otherwise the messages would stay in memory while the engine encodes their tiles
             waited(time.perf_counter() - start_s)
-            # The engine drops its reference before it asks for the next chunk; this frame must, too.
+            # The engine drops its reference before it takes the next chunk; this frame must, too.
             yield chunk, tiles
             del tiles
 
     def _expect(self, coming: list[Piece]) -> None:
-        """Request these pieces from now on. Forget requested ones that are not among them: the order has changed."""
-        wanted = set(coming)
-        self._open = {piece: opened for piece, opened in self._open.items() if piece in wanted}
+        """Request these pieces from now on, in order; drop requested pieces that are not among them."""
+        expected = set(coming)
+        self._open = {piece: opened for piece, opened in self._open.items() if piece in expected}
         self._waiting = deque(piece for piece in coming if piece not in self._open)
         self._request_ahead()
 
     def _take(self, piece: Piece) -> torch.Tensor:
         """Return the tiles of a piece when they have arrived, and request the next ones."""
         if piece not in self._open:
-            # Its turn had not come: `ahead` others were requested before it.
+            # It is read out of order: `ahead` other pieces were requested before it.
             self._waiting.remove(piece)
             self._request(piece)
-        # Requested before the wait, so that the loader is busy meanwhile.
+        # Request the next pieces before waiting for this one: the loader is then busy meanwhile.
         request, rows = self._open.pop(piece)
         self._request_ahead()
         self._link.wait(request)
         return self._row.unpack(rows)
 
     def _request_ahead(self) -> None:
-        """Request the next pieces, as many as may be under way."""
+        """Request the next pieces until ``ahead`` are requested and not taken."""
         while self._waiting and len(self._open) < self.ahead:
             self._request(self._waiting.popleft())
 
     def _request(self, piece: Piece) -> None:
-        """Request the tiles of a piece, (sample, first tile, tile after the last), from the loader whose turn it is."""
+        """Request the tiles of a piece from the next loader."""
         number, start, stop = piece
         box = Box(start, stop, 0, self._row.width)
         rows = torch.empty((BANDS, *box.shape), dtype=torch.uint8, pin_memory=self._pinned)
-        # In turn, whatever the sample: one slide has many tiles, and each loader reads any of them.
+        # Loaders in turn, whatever the sample: one slide has many tiles, and every loader can read them.
         loader = self._loaders[self._sent % len(self._loaders)]
         self._sent += 1
         asked = {"numbers": [number], "box": (box.y0, box.y1, box.x0, box.x1)}
@@ -184,7 +184,7 @@ class TileFeed:
 
 
 def pieces(chunks: Sequence[TileChunk], numbers: Sequence[int]) -> list[Piece]:
-    """Return the pieces of chunks, one for each message.
+    """Return the pieces of chunks, each at most ``MOST_TILES`` tiles long: one for each message.
 
     Args:
         chunks: Chunks in the order in which they are encoded.

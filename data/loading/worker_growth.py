@@ -19,16 +19,16 @@ from collections.abc import Callable
 from hyfi_core import job_limits
 
 LATE_TURNS = 3
-"""Late turns of one trainer that start one more worker: a single one may come from a cold disk or starting workers."""
+"""Late turns of one trainer that start one more worker; fewer may be due to a cold disk or to starting workers."""
 RECENT_TURNS = 12
-"""Last turns of each trainer that count: over a long run, even a loader that is fast enough is late at times."""
+"""Number of last turns of each trainer that count: in a long run, even a fast enough loader is late at times."""
 
 _WORKER_BYTES = 150_000_000
 """Memory of a worker before its first sample: Python, NumPy and the codecs."""
 _SPARE = 4
-"""Memory that must be free for one more worker, in multiples of its own: trainers may need more later."""
+"""Memory that must be free for one more worker, in multiples of its memory: trainers may need more later."""
 _PAUSE_S = 1.0
-"""Seconds until free memory is looked at again, after it was too little."""
+"""Seconds until free memory is checked again, after it was too little."""
 
 
 def _free_bytes() -> int:
@@ -39,15 +39,15 @@ class WorkerGrowth:
     """Decides when a loader starts one more worker.
 
     Args:
-        most: Workers that the loader's cores allow.
-        raised: Called with the new number, and the most there may be, whenever the number rises.
-        failed: Called with the current number and the error when one more could not be started.
+        most: Largest number of workers, by the loader's cores.
+        raised: Called with (new number of workers, ``most``) whenever the number rises.
+        failed: Called with (current number of workers, error) when another worker could not be started.
         kept_bytes: Most bytes that a worker keeps between samples.
         free_bytes: Returns the memory that is free on this host.
         clock: Returns seconds.
 
     Attributes:
-        most: Workers that there may be.
+        most: Largest number of workers.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class WorkerGrowth:
 
         Args:
             workers: The current number.
-            image_bytes: Most bytes of the images that a worker reads at a time; it has the augmented ones in memory,
-                too.
+            image_bytes: Most bytes of the images that a worker reads at a time; it needs twice as much, because it also
+                holds the augmented images.
         """
         if workers >= self.most or max(map(sum, self._late.values()), default=0) < LATE_TURNS:
             return False
@@ -93,7 +93,7 @@ class WorkerGrowth:
 
     def grown(self, workers: int) -> None:
         """Count late turns anew after the number of workers has risen to ``workers``."""
-        # Turns from before say nothing about the larger number of workers; and a new one needs time to start.
+        # Earlier turns say nothing about the larger number of workers; also, the new worker needs time to start.
         self._late.clear()
         self._raised(workers, self.most)
 

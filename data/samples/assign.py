@@ -25,17 +25,14 @@ from hyfi_core.errors import RequestError
 def assign_groups(
     members: Mapping[str, Sequence[str]], shares: Mapping[str, float], seed: int, *, strict: bool = True
 ) -> dict[str, str]:
-    """Assign whole groups to parts.
+    """Return group -> part: ``{"case 1": "train", "case 2": "val"}``.
 
     Args:
-        members: Group to the class of each of its members (``""``: none). If all classes are equal, the assignment is
+        members: Group -> the class of each of its members (``""``: none). If all classes are equal, the assignment is
             not stratified.
-        shares: Part to its target share; the shares need not add up to 1.
+        shares: Part -> its target share; the shares need not add up to 1.
         seed: Decides ties.
         strict: Whether to refuse a class that has fewer groups than there are parts.
-
-    Returns:
-        Group to part.
 
     Raises:
         RequestError: There are fewer groups than parts, in all or (if ``strict``) of some class.
@@ -67,16 +64,16 @@ def _assign(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -
     groups, n_classes = counts.shape
     has_class = counts > 0
     rarest = np.array(
-        # Of a group with several classes, the one with fewest groups decides when it is assigned.
+        # The rarest class of a group, the one with the fewest groups, decides when the group is assigned.
         [min((has_class[:, c].sum(), c) for c in range(n_classes) if has_class[g, c])[1] for g in range(groups)]
     )
-    # `sorted` is stable: groups that are equal in its key stay in this order.
+    # `sorted` is stable: groups with equal keys stay in this random order.
     shuffled = keyed_permutation(groups, "split", int(seed))
     order = sorted(shuffled, key=lambda g: (has_class[:, rarest[g]].sum(), rarest[g], -counts[g].sum()))
     sizes = np.column_stack([counts, counts.sum(axis=1)])
     weight = 1.0 / sizes.sum(axis=0)
     lack = shares[:, None] * sizes.sum(axis=0)[None, :]  # target − assigned, for each part and column
-    without = np.ones((len(shares), n_classes), bool)  # parts that have no group of a class yet
+    without = np.ones((len(shares), n_classes), bool)  # (parts, classes): the part has no group of the class yet
     groups_left = Counter(rarest.tolist())
     result = [0] * groups
     for position, g in enumerate(order):
@@ -94,19 +91,19 @@ def _assign(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -
 
 
 def _allowed_parts(without: NDArray[np.bool_], c: int, groups_left: int, left_of_class: int) -> NDArray[np.bool_]:
-    """Return the parts ``(parts,)`` that the next group, of class ``c``, may go to.
+    """Return ``(parts,)``: whether the next group, whose rarest class is ``c``, may go to a part.
 
-    - If there are as many groups left as empty parts: the empty parts.
-    - Else, if there are at most as many groups of the class left as parts without it: the parts without it.
+    - If only as many groups are left as there are empty parts: the empty parts.
+    - Else, if at most as many groups of the class are left as there are parts without it: the parts without it.
     - Else: all parts.
 
     Args:
         without: ``(parts, classes)``: whether a part has no group of a class.
         c: Index of the class.
-        groups_left: Number of groups to assign, with the next one.
-        left_of_class: Number of these that are of the class.
+        groups_left: Number of groups that are not assigned yet, including the next one.
+        left_of_class: How many of these have the rarest class ``c``.
     """
-    # Before the classes: a part without any group is worse than one without a class.
+    # First, because a part without any group is worse than a part without a class.
     empty = np.asarray(without.all(axis=1), dtype=bool)
     if groups_left <= empty.sum():
         return empty

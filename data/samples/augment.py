@@ -39,7 +39,7 @@ class Augment:
 
     def draw(self, seed: int, epoch: int, slide_id: str, size_px: tuple[int, int]) -> Variation:
         """Return the variation of one image of ``size_px`` (height, width); it depends only on the arguments."""
-        # All six, whatever is turned off: each number keeps its place, so flips do not change with the range of stains.
+        # Always draw all six: then turning one change off does not change the others.
         u = keyed_uniforms(6, "augment", seed, epoch, slide_id)
         turns = int(u[1] * 4) if size_px[0] == size_px[1] else 2 * int(u[1] * 2)
         factors = 1 + (2 * u[2:] - 1) * np.array([self.stain, self.stain, self.colour, self.colour])
@@ -51,7 +51,7 @@ class Augment:
             density=float(factors[2]),
             contrast=float(factors[3]),
             own=self.own,
-            # A key of its own: the other variations are the same with and without the user's function.
+            # A separate key: the other variations are the same with and without the user's function.
             own_draw=float(keyed_uniforms(1, "own", seed, epoch, slide_id)[0]) if self.own else 0.0,
         )
 
@@ -88,9 +88,9 @@ class Variation:
     def source(self, box: Box) -> Box:
         """Return the box of the original image that becomes ``box`` of the augmented image."""
         height, width = self.size_px
-        # The reverse of `apply`: the quarter turns are undone one by one, then the mirroring.
+        # The inverse of `apply`: undo the quarter turns one by one, then the mirroring.
         for _ in range(self.turns % 4):
-            # out[i, j] = in[j, height − 1 − i], with the height of the turned image.
+            # One turn back: turned[i, j] = original[j, height − 1 − i], with the height of the turned image.
             box = Box(box.x0, box.x1, height - box.y1, height - box.y0)
             height, width = width, height
         return Box(box.y0, box.y1, width - box.x1, width - box.x0) if self.mirror else box
@@ -99,7 +99,7 @@ class Variation:
         """Return the augmented pixels of a box, given those of its :meth:`source`; (3, h, w) uint8, a new array."""
         moves, colours = self.mirror or self.turns % 4 != 0, not self._keeps_colours
         moved = turned(pixels, self.mirror, self.turns) if moves else pixels
-        # An image that is not moved is recoloured even with its own colours: the result must be a new array.
+        # Without any change, `recolour` copies the pixels: the result must be a new array.
         recoloured = self.recolour(moved) if colours or not moves else moved
         return own_colours(self.own, recoloured, self.own_draw) if self.own else recoloured
 
@@ -124,8 +124,8 @@ class Variation:
         The residual, the component orthogonal to both stains, is scaled by ``self.density`` only.
         """
         stains = np.array([HAEMATOXYLIN, EOSIN, np.cross(HAEMATOXYLIN, EOSIN)])
-        # density = amounts @ unit, so density @ inverse gives amounts; scaled, they are mixed again.
+        # density = amounts @ unit, so density @ inv(unit) = amounts: scale these, and mix them again.
         unit = stains / np.linalg.norm(stains, axis=1, keepdims=True)
         mix: NDArray[np.float64] = np.linalg.inv(unit) @ np.diag([*self.stains, 1.0]) @ unit * self.density
-        # Computed in float64 and rounded once: differences in the last bits between machines hardly ever remain.
+        # Computed in float64 and rounded once: machines that differ in the last bits hardly ever round differently.
         return mix.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Classes of a column: values that are missing, classes that are written in several ways, columns of something else."""
+"""Classes in a column of a table: missing values, several spellings of a class, columns that have no classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyfi_core.errors import RequestError
 
 _INTEGER = re.compile(r"(-?(?:0|[1-9][0-9]*))(\.0+)?")
 _FEW_VALUES = 10
-"""Columns with at most as many values have classes, whatever the number of slides."""
+"""A column with at most this many different values has classes, whatever the number of slides."""
 _FEW_FRACTIONS = 4
 """The same for numbers that are not whole."""
 
@@ -27,14 +27,14 @@ def column_of_classes(
     merge: bool = False,
     missing: Iterable[str] = MISSING,
 ) -> NamedTable:
-    """Return a table whose column has one spelling of each class, and nothing where the value is missing.
+    """Return a table whose column has one spelling of each class, and ``""`` where the value is missing.
 
-    ``0`` and ``0.0`` are one class.
+    ``0`` and ``0.0`` are the same class.
 
     Args:
         named: The table.
         column: The column of classes.
-        classes: The classes, if they are known; they are classes even if they are among ``missing``.
+        classes: The classes, if they are known; a class may also be one of the words ``missing``.
         merge: Whether several spellings of one class are joined, see `data.spelling`.
         missing: Words that mean that a value is missing.
 
@@ -43,7 +43,7 @@ def column_of_classes(
             numbers, names or lists instead of classes.
     """
     named = without_missing(named, column, missing, keep=classes or ())
-    # Before spellings are compared, for which 1 and 1.0 would be two ways to write one class, and refused.
+    # First, because the comparison of spellings would refuse 1 and 1.0 as two spellings of one class.
     named = _numbers_in_one_way(named, column, classes or ())
     named = column_in_one_way(named, column, "class", merge=merge, known_names=classes or (), knows="the model")
     if classes is None:
@@ -54,7 +54,7 @@ def column_of_classes(
 def _numbers_in_one_way(named: NamedTable, column: str, classes: Sequence[str]) -> NamedTable:
     """Return the table with one spelling of each whole number: that of ``classes``, else the shortest."""
     table = named.table
-    # `match[1]` is the number without a fraction of zeros, which all of its spellings have in common.
+    # `match[1]` is the number without a fraction of zeros: the same for all spellings of a number.
     numbers = {value: match for value in {row[column] for row in table.rows} if (match := _INTEGER.fullmatch(value))}
     of_class = {match[1]: name for name in classes if (match := _INTEGER.fullmatch(name))}
     shortest: dict[str, str] = {}
@@ -70,7 +70,7 @@ def _numbers_in_one_way(named: NamedTable, column: str, classes: Sequence[str]) 
 
 
 def _refuse_other_values(named: NamedTable, column: str) -> None:
-    """Refuse a column whose values are no classes: measured numbers, names, or several classes at once."""
+    """Refuse a column whose values are not classes but measured numbers, names, or several classes in a cell."""
     values = Counter(row[column] for row in named.table.rows if row[column])
     where, several = f"{named.table.name}: {column}", _with_several_classes(list(values))
     if several:
@@ -78,7 +78,7 @@ def _refuse_other_values(named: NamedTable, column: str) -> None:
             f"{where}: {shown(several)} has several classes: predict all of them with data.task: multilabel; or write "
             "one class for each slide, or list the values as model.classes if each of them is one class"
         )
-    # More than half of the rows have a value of their own: nothing repeats enough to be learnt as a class.
+    # ``many``: too few rows have the same value for a class to be learnt.
     many = len(values) > sum(values.values()) / 2
     fractions = all(map(_is_number, values)) and not all(map(_INTEGER.fullmatch, values))
     if not many or len(values) <= (_FEW_FRACTIONS if fractions else _FEW_VALUES):
@@ -98,7 +98,7 @@ def _refuse_other_values(named: NamedTable, column: str) -> None:
 
 
 def _with_several_classes(values: Sequence[str]) -> str | None:
-    """Return a value such as ``TP53;KRAS`` that shares a part with another value, or has one as a part."""
+    """Return a value such as ``TP53;KRAS`` of which one part also occurs in another value; None if there is none."""
     parts = {value: {canonical(part) for part in re.split(r"[;|]", value) if part.strip()} for value in values}
     shared = Counter(part for several in parts.values() for part in several)
     return next((v for v in values if len(parts[v]) > 1 and any(shared[part] > 1 for part in parts[v])), None)

@@ -13,10 +13,10 @@ from data.samples.view import View
 from hyfi_core.errors import RequestError
 
 COVERAGE_COLUMNS = ("slide_id", "case_id", "coverage", "tissue_px", "flags", "pieces", "fits_size_px", "fits_mpp")
-"""Columns of ``RUN/coverage.csv``; ``fits_…`` are empty if the image shows all tissue, or if there is none."""
+"""Columns of ``RUN/coverage.csv``; ``fits_…`` are empty if the image shows all tissue, or if the slide has none."""
 
 STEPS = 8
-"""Sizes and mpp are searched in steps of 1/8 of those given."""
+"""A search for a size or an mpp goes in steps of 1/8 of the present one."""
 MAX_LISTED = 50
 """Most slides that a message lists."""
 
@@ -32,7 +32,7 @@ class Coverage:
         flags: Flags of the view.
         pieces: Number of rectangles of the slide in the image.
         fits_size_px: (height, width) of an image that would show all tissue at this mpp; None if this one does.
-        fits_mpp: Microns per pixel at which an image of this size would show all tissue; None likewise.
+        fits_mpp: Microns per pixel at which an image of this size would show all tissue; None if this one does.
     """
 
     slide_id: str
@@ -85,7 +85,7 @@ class CoverageSource(Protocol):
         ...
 
     def coverage(self, index: int) -> Coverage:
-        """Return a sample's coverage, with the size and mpp that would show all tissue."""
+        """Return a sample's coverage, with a size and an mpp that would show all tissue."""
         ...
 
 
@@ -123,8 +123,8 @@ def coverage_of(
 
 
 def _smallest(fits: Callable[[int], bool]) -> int:
-    """Return a k ≥ 1 for which ``fits(k)``, by doubling and bisection; the smallest if ``fits`` is monotone."""
-    # 0 would be the image as it is, which is known to fail.
+    """Return a k ≥ 1 for which ``fits(k)``, by doubling and bisection; the smallest k if ``fits`` is monotone."""
+    # 0 stands for the present image, which does not fit.
     fails, k = 0, 1
     while not fits(k):
         fails, k = k, 2 * k
@@ -141,8 +141,8 @@ def check_coverage(dataset: CoverageSource, min_coverage: float) -> None:
     """Check that every image holds enough of its slide's tissue.
 
     Raises:
-        RequestError: Some do not. The message names these slides, a size of the same shape at which all show
-            enough, and the size and the mpp at which they show all tissue.
+        RequestError: Some do not. The message names these slides, a size with the same ratio of height to width at
+            which all show enough, and a size and an mpp at which they show all tissue.
     """
     low = [i for i in range(len(dataset)) if dataset.view(i).coverage < min_coverage]
     if not low:
@@ -174,12 +174,15 @@ _NO_TISSUE = " (no tissue was found: leave the slide out of the splits)"
 
 
 def _smallest_size(dataset: CoverageSource, slides: list[int], min_coverage: float) -> tuple[int, int]:
-    """Return a small size, a multiple of the grid and of the shape of the dataset, that shows enough of each slide."""
+    """Return a small (height, width) at which the images of all ``slides`` show enough tissue.
+
+    It has about the ratio of height to width of the dataset, and is a multiple of ``align_px``.
+    """
     height, width = dataset.size_px
     align, short = dataset.align_px, min(height, width)
 
     def size(k: int) -> tuple[int, int]:
-        # In whole numbers: 48 * (1 + 160 / 48) is a little more than 208 as a float, which would add a block.
+        # In whole numbers: as a float, 48 * (1 + 160 / 48) is a little more than 208, and would be rounded up.
         rows, columns = (-(-side * (short + k * align) // (short * align)) for side in (height, width))
         return rows * align, columns * align
 

@@ -33,7 +33,7 @@ MPP_TOLERANCE = 0.02
 MOST_AT_A_TIME = 8
 """Most images that a process reads at a time."""
 _READ_AHEAD_BYTES = 2**28
-"""Bytes of the images that a process reads at a time, if they are more than two."""
+"""Most bytes of the images that a process reads at a time; it may always read two."""
 
 
 class SlideReader(Protocol):
@@ -141,11 +141,11 @@ class SlideDataset:
         return self._views[index]
 
     def whole_views(self, index: int, *, several: bool) -> tuple[View, ...]:
-        """Return views that together show all tissue of a slide; just :meth:`view` if that is enough.
+        """Return views that together show all tissue of a slide; only :meth:`view` if that shows all.
 
         Args:
             index: Index of the sample.
-            several: Whether to return several images of the dataset's size; otherwise one image, as large as needed.
+            several: True: several views of the dataset's size; False: one view, as large as needed.
 
         Raises:
             RequestError: As :meth:`view`.
@@ -170,7 +170,7 @@ class SlideDataset:
             RequestError: No level has it within 2 %; the message names the slide and the mpp of its levels.
         """
         levels = self.slide(index).levels
-        # Of both sides: pixels that are not square would stretch the image.
+        # The larger deviation of y and x: pixels that are not square would stretch the image.
         off = [max(abs(side / self.mpp - 1) for side in level.mpp) for level in levels]
         best = int(np.argmin(off))
         if off[best] > MPP_TOLERANCE:
@@ -185,16 +185,16 @@ class SlideDataset:
         """Return the open slide of a sample."""
         if index not in self._slides:
             path = slide_path(self._store, self.samples[index].slide_id)
-            # One request for each file is slow on object storage; `check_files` does it once, in parallel.
+            # Do not check files here: on object storage, a request for each is slow. `check_files` checks all once.
             opened = SlideStore.open(path, check_files=False) if self._opener is None else self._opener(path)
             self._slides[index] = opened
         return self._slides[index]
 
     def check_files(self) -> None:
-        """Check that every file of the stored slides is there with its size.
+        """Check that every file of the stored slides exists and has its size.
 
         Raises:
-            StoreError: One is not.
+            StoreError: One does not.
         """
 
         def check(index: int) -> None:
@@ -217,7 +217,7 @@ class SlideDataset:
         return self._colour_maps.get(index)
 
     def as_scanned(self) -> list[str]:
-        """Return the slides whose stains cannot be measured, so that stain normalisation leaves them as they are."""
+        """Return the names of slides that stain normalisation leaves as they are: it cannot measure their stains."""
         if self.stain is None:
             return []
         return [one.slide_id for index, one in enumerate(self.samples) if stains_of(self.slide(index)) is None]
@@ -258,9 +258,9 @@ class SlideDataset:
         return pixels if variation is None else variation.apply(pixels)
 
     def coverage_table(self) -> list[dict[str, Any]]:
-        """Return a row for each slide (keys: ``COVERAGE_COLUMNS``): how much of its tissue the image shows.
+        """Return the rows of ``coverage.csv``: how much of each slide's tissue its image shows.
 
-        If that is not all, ``fits_size_px`` and ``fits_mpp`` have been checked to show all of it.
+        Where that is not all, images of ``fits_size_px`` and ``fits_mpp`` have been tried, and show all.
         """
         return [self.coverage(index).row() for index in range(len(self))]
 
@@ -285,7 +285,7 @@ class SlideDataset:
     def read_plain_into(self, index: int, box: Box, out: NDArray[np.uint8]) -> None:
         """Fill ``out``, (3, h, w) of any strides, with a box of a training image without augmentation."""
         self._fill(index, self.view(index), box, out)
-        # After the background was filled in: white stays white.
+        # Also the background: white stays white.
         if (colours := self.colour_map(index)) is not None:
             out[...] = colours(out)
 
@@ -302,7 +302,7 @@ class SlideDataset:
     def _fill(self, index: int, view: View, box: Box, out: NDArray[np.uint8]) -> None:
         """Fill ``out`` with a box of a view: pieces of the slide on background."""
         pieces = list(view.to_slide(box))
-        # Pieces do not overlap, so they cover the box if their areas add up to its own; it is then not painted first.
+        # Pieces do not overlap, so they cover the box if their areas add up to its area: no background to paint.
         if sum(piece.target.intersect(box).area for piece in pieces) < box.area:
             out[...] = BACKGROUND
         for piece in pieces:
@@ -315,7 +315,7 @@ class SlideDataset:
         mask, mask_mpp = self.slide(index).tissue()
 
         def make(size_px: tuple[int, int], mpp_factor: float) -> View:
-            # The same glass in fewer pixels, rounded up so that its last row and column stay.
+            # The same slide in fewer pixels, rounded up so that the last row and column stay.
             slide_px = (ceil(level.height_px / mpp_factor), ceil(level.width_px / mpp_factor))
             mpp = (level.mpp[0] * mpp_factor, level.mpp[1] * mpp_factor)
             return make_view(TissueGrid.under(mask, mask_mpp, slide_px, mpp), size_px, self.kind, self.align_px)
@@ -329,7 +329,7 @@ class SlideDataset:
             if sample.slide_id in names:
                 raise RequestError(f"slide {sample.slide_id} is listed twice")
             names.add(sample.slide_id)
-        # The files of slides on object storage are looked at once, by `check_files`, not by every process.
+        # On object storage, only `check_files` looks for files, once, and not every process.
         if self._opener is None and not is_remote(self._store):
             missing = [s.slide_id for s in self.samples if not slide_path(self._store, s.slide_id).is_dir()]
             if missing:
@@ -352,8 +352,8 @@ def select_slides(
         split: The split to return; None: all slides.
 
     Raises:
-        RequestError: A case is in two splits, or slides with the same content are. The splits' file alone may not show
-            this: cases are taken from ``rows`` and ``labels``.
+        RequestError: A case is in two splits, or slides with the same content are. This uses the cases of ``rows`` and
+            ``labels``, which the file of the splits may not have.
     """
     chosen = []
     rows = with_cases(rows, labels)

@@ -53,12 +53,12 @@ class ExcludedSlide:
 
 
 def flags_to_exclude(row: Mapping[str, str], flags: Collection[str]) -> tuple[str, ...]:
-    """Return those flags of a row of the store's manifest that are in ``flags``."""
+    """Return the flags of a manifest row that are in ``flags``: ``("blur", "pen")``."""
     return tuple(flag for flag in row.get("flags", "").split(";") if flag in flags)
 
 
 def without_flags(rows: Iterable[Mapping[str, str]], flags: Collection[str]) -> list[Mapping[str, str]]:
-    """Return the rows of the store's manifest without those of slides that have one of ``flags``."""
+    """Return the manifest rows of slides that have none of ``flags``."""
     return [row for row in rows if not flags_to_exclude(row, flags)]
 
 
@@ -74,7 +74,7 @@ def write_excluded(path: Path, excluded: Iterable[ExcludedSlide]) -> None:
 
 
 def refuse_empty(split: str, lost: Sequence[str], excluded: Sequence[ExcludedSlide]) -> NoReturn:
-    """Refuse an exclusion that empties a split, or the classes ``lost`` in it.
+    """Refuse an exclusion that leaves a split without slides, or without slides of the classes ``lost``.
 
     Raises:
         RequestError: Always.

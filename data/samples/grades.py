@@ -14,16 +14,16 @@ _ROMAN = {text: number for number, text in enumerate(("i", "ii", "iii", "iv", "v
 
 
 def in_order(labels: Labels, source: str, *, is_given: bool) -> Labels:
-    """Return labels whose classes are grades, the lowest first, and a note that says in which order.
+    """Return labels whose classes are grades in ascending order, with a note that states the order.
 
     Args:
         labels: The grades as classes.
         source: The file, for messages.
-        is_given: Whether the classes are in their order already. Otherwise they are sorted by their numbers (``1``,
-            ``G2``, ``pT3``) or Roman numbers (``II``).
+        is_given: True: the classes are in order already. False: sort them by their numbers (``1``, ``G2``, ``pT3``) or
+            Roman numbers (``II``).
 
     Raises:
-        RequestError: The grades have no order that is known.
+        RequestError: The names of the grades do not show their order.
     """
     if not is_given:
         order = _order_of(labels.classes)
@@ -41,19 +41,19 @@ def in_order(labels: Labels, source: str, *, is_given: bool) -> Labels:
 
 
 def _order_of(names: Sequence[str]) -> list[int] | None:
-    """Return the indices of names in the order of their numbers; None: they are no numbers, or of several kinds."""
+    """Return the indices of names in the order of their numbers: ``[1, 0]`` for G2, G1; None if they have no order."""
     grades = [_numbered(name) for name in names]
     numbered = [grade for grade in grades if grade is not None]
-    # One kind only: "G2" and "pT3" have no common order, and two names of one number are no two grades.
+    # All names must be of one kind ("G2" and "pT3" have no common order) and have different numbers.
     if len(numbered) < len(names) or len({kind for kind, _ in numbered}) > 1 or len(set(numbered)) < len(names):
         return None
     return sorted(range(len(names)), key=lambda k: numbered[k][1])
 
 
 def _numbered(name: str) -> tuple[str, float] | None:
-    """Return the kind of a grade, which is the text before its number, and the number; None if it has no number.
+    """Return (text before the number, number) of a grade: ``("g", 2.0)`` for ``G2``; None if it has no number.
 
-    The kind of a Roman number ends with ``roman``: ``G II`` and ``G2`` have no common order.
+    Before a Roman number, the text ends with ``roman``: ``G II`` and ``G2`` have no common order.
     """
     try:
         return "", float(name)

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 def keyed_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
     """Return ``count`` random 64-bit words that depend only on ``key``.
 
-    The BLAKE2b hash of the key is the 128-bit key of the counter-based generator Philox 4x64-10 (Salmon et al., SC'11).
-    Only raw words are used: NumPy keeps those the same across versions, but not the output of its distributions.
+    They are the raw output of the counter-based generator Philox 4x64-10 (Salmon et al., SC'11), whose 128-bit key is
+    the BLAKE2b hash of ``key``. Across versions, NumPy keeps raw output the same, but not that of its distributions.
 
     Args:
         count: Number of words.
         key: Integers and strings; ``(1, "a")`` and ``("1", "a")`` are different keys.
     """
-    # NumPy's integers have another `repr` than Python's, and would be another key.
+    # As Python's int: NumPy's integers have another `repr`, so they would be another key.
     exact = tuple(part if isinstance(part, str) else int(part) for part in key)
     digest = hashlib.blake2b(repr(exact).encode(), digest_size=16, person=b"hyfi").digest()
     words: NDArray[np.uint64] = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
@@ -27,7 +27,7 @@ def keyed_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
 
 def keyed_uniforms(count: int, *key: int | str) -> NDArray[np.float64]:
     """Return ``count`` numbers, uniform in [0, 1), that depend only on ``key`` (53 random bits each)."""
-    # The upper 53 bits fit a float64 exactly, and none of them rounds to 1.
+    # A float64 has 53 bits of precision, so nothing is rounded, up to 1.
     return (keyed_bits(count, *key) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
 
 
@@ -35,5 +35,5 @@ def keyed_permutation(count: int, *key: int | str) -> NDArray[np.int64]:
     """Return a permutation of ``range(count)``, int64, that depends only on ``key``."""
     if count == 0:
         return np.zeros(0, np.int64)
-    # Stable: should two words be equal, their order is the same on every machine.
+    # Stable: if two words are equal, their order is still the same on every machine.
     return np.argsort(keyed_bits(count, *key), kind="stable").astype(np.int64)

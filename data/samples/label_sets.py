@@ -1,4 +1,4 @@
-"""Several labels of each slide: a column of yes and no for each label, or one column with all labels of a slide."""
+"""Several labels of each slide: from one column of yes and no for each label, or from one column that lists labels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ YES, NO, UNKNOWN = 1.0, 0.0, -1.0
 States = tuple[float, ...]
 """A target: `YES`, `NO` or `UNKNOWN` for each label."""
 NONE = "none"
-"""Text of a slide without any of the labels."""
+"""The text for a slide that has none of the labels."""
 _YES = ("1", "true", "yes", "y", "positive", "pos", "+", "present", "mut", "mutated", "mutant")
 _NO = ("0", "false", "no", "n", "negative", "neg", "absent", "wt", "wild type", "wildtype", "wild-type")
 
@@ -33,22 +33,22 @@ def load_label_sets(
     merge_alike: bool = False,
     missing: Iterable[str] = MISSING,
 ) -> Labels:
-    """Read the labels of each slide or case; the target of each is a tuple with `YES`, `NO` or `UNKNOWN` per label.
+    """Read the labels of each slide or case: a target is a tuple with `YES`, `NO` or `UNKNOWN` for each label.
 
     Args:
         csv: The file.
-        columns: Several: each has yes or no for one label, and an empty cell means unknown. One: its cells name all
-            labels of a slide, with ``;`` or ``|`` between them; ``;`` alone means none of them, and an empty cell that
-            the slide is unlabelled.
-        classes: The labels, if they are known; then one may be the same for every slide. Those of one column keep this
-            order; several columns must be these labels, and the result has them in the order of ``columns``.
+        columns: With several columns, each has yes or no for one label, and an empty cell means unknown. With one
+            column, a cell lists all labels of a slide, with ``;`` or ``|`` between them; ``;`` alone means none of the
+            labels, and an empty cell means that the slide is unlabelled.
+        classes: The labels, if they are known; then a label may be the same for every slide. With several columns, they
+            must be the names of ``columns``, in any order; with one column, they determine the order of the labels.
         rows: Rows of the store's manifest; its spellings of slides and cases are used.
         merge_alike: Whether several spellings of one slide, case or label are joined.
         missing: Words that mean that a value is missing.
 
     Raises:
-        RequestError: The file or a column is missing, a cell has something else, a slide has two different labels, or
-            a label is the same for every slide; the message names lines.
+        RequestError: The file or a column is missing, a cell cannot be read, two rows of a slide differ, or a label is
+            the same for every slide; the message names lines.
     """
     table, words = read_table(csv, "labels"), tuple(missing)
     for column in columns:
@@ -65,7 +65,7 @@ def load_label_sets(
     else:
         names, targets, note = _of_entries(table, columns[0], classes, merge_alike)
         notes += [note] if note else []
-    # `label_set_text` joins names by these, and what it writes is read again.
+    # `label_set_text` joins names by ";", and its texts are read again.
     wrong = [name for name in names if ";" in name or "|" in name or name == NONE]
     if wrong:
         raise RequestError(
@@ -76,7 +76,7 @@ def load_label_sets(
     labelled = [target for target in indices.values() if target is not None]
     if not labelled:
         raise RequestError(f"{table.name}: {', '.join(columns)}: no slide has a label")
-    # In training only: slides to evaluate may all have the same state of a label.
+    # Only in training: slides for evaluation may all have, or all lack, a label.
     if classes is None:
         _refuse_constant(table, names, labelled)
     unknown = sum(value == UNKNOWN for target in labelled for value in target)
@@ -94,7 +94,7 @@ def state_of(text: str) -> float | None:
 
 
 def _of_columns(table: Table, columns: tuple[str, ...]) -> list[States | None]:
-    """Return the target of each row.
+    """Return the target of each row, from a column of yes and no for each label; None if all are unknown.
 
     Raises:
         RequestError: A cell is neither yes nor no.
@@ -112,7 +112,7 @@ def _of_columns(table: Table, columns: tuple[str, ...]) -> list[States | None]:
     for row in table.rows:
         states = [state_of(row[column]) for column in columns]
         target = tuple(UNKNOWN if state is None else state for state in states)
-        # A slide of which nothing is known is unlabelled: it would only take time.
+        # A slide whose labels are all unknown is unlabelled: training on it would only take time.
         targets.append(target if any(state != UNKNOWN for state in target) else None)
     return targets
 
@@ -120,10 +120,10 @@ def _of_columns(table: Table, columns: tuple[str, ...]) -> list[States | None]:
 def _of_entries(
     table: Table, column: str, classes: Sequence[str] | None, merge: bool
 ) -> tuple[tuple[str, ...], list[States | None], str]:
-    """Return the labels, the target of each row, and a note about spellings that were joined, empty without one.
+    """Return (names of the labels, target of each row, note about joined spellings or ``""``) from one column.
 
     Raises:
-        RequestError: No cell has several labels, or one is written in several ways or is not among ``classes``.
+        RequestError: No cell has several labels, a label has several spellings, or it is not among ``classes``.
     """
     cells = [[part.strip() for part in re.split(r"[;|]", row[column]) if part.strip()] for row in table.rows]
     if classes is None and not any(len(parts) > 1 for parts in cells):
@@ -171,6 +171,6 @@ def _text(target: States | None, names: tuple[str, ...]) -> str:
 
 
 def label_set_text(target: States, names: Sequence[str]) -> str:
-    """Return the labels of a target with ``;`` between them, unknown ones with a question mark: ``TP53;KRAS?``."""
+    """Return the text of a target: ``TP53;KRAS?`` if a slide has TP53, and KRAS is unknown; ``none`` without labels."""
     parts = [f"{name}?" if value == UNKNOWN else name for name, value in zip(names, target, strict=True) if value != NO]
     return ";".join(parts) or NONE

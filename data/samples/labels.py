@@ -25,13 +25,13 @@ class Labels:
     """The labels of slides or cases: classes, or numbers.
 
     Attributes:
-        target: The column that has the label; several, joined by commas.
+        target: The column of the label; several columns are joined by commas.
         key: The key column, ``slide_id`` or ``case_id``.
-        classes: Names of the classes in the order of their indices, or of the labels, where a slide may have several;
-            empty if labels are numbers.
-        indices: Slide or case (as ``key`` says) to its label, such as the index of its class; None: in the CSV, but
+        classes: Names of the classes in the order of their indices; if a slide may have several labels, the names of
+            these; empty if labels are numbers.
+        indices: Slide or case (as ``key`` says) -> its label, such as the index of its class; None: in the CSV, but
             unlabelled.
-        cases: Slide to case, if the CSV has both columns.
+        cases: Slide -> case, if the CSV has both columns.
         rows: All rows of the CSV, with their other columns.
         notes: Sentences for the user about how the CSV was read.
     """
@@ -55,7 +55,7 @@ class Labels:
         return ";".join(f"{number:g}" for number in target)
 
     def names_of(self, target: Target) -> tuple[str, ...]:
-        """Return the class of a label, or its classes, where a slide may have several; none if labels are numbers."""
+        """Return the class names of a label: one, or several where a slide may have several; ``()`` for numbers."""
         if isinstance(target, int):
             return (self.classes[target],)
         return tuple(name for name, value in zip(self.classes, target, strict=False) if value == 1)
@@ -76,8 +76,8 @@ def load_labels(
 ) -> Labels:
     """Read labels from a CSV with a column ``slide_id`` or ``case_id`` and the column ``target``.
 
-    With both key columns, rows are keyed by slide. An empty value and one of ``missing`` mean unlabelled, never class
-    0. Without ``classes``, the classes are the values found: numbers by value, then words in natural order.
+    With both key columns, rows are keyed by slide. An empty value or one of ``missing`` means unlabelled, never class
+    0. Without ``classes``, the classes are the values of the column: numbers by value, then words in natural order.
 
     Args:
         csv: The file; may be the store's own ``manifest.csv``.
@@ -88,9 +88,8 @@ def load_labels(
         missing: Words that mean that a value is missing, see `data.missing`.
 
     Raises:
-        RequestError: The file, a column or all labels are missing, a class is not among ``classes``, the column has
-            something else than classes, a slide has two labels, or something has several spellings and ``merge_alike``
-            is off.
+        RequestError: The file, a column or all labels are missing, a class is not among ``classes``, the column does
+            not have classes, a slide has two labels, or a name has several spellings and ``merge_alike`` is off.
     """
     table = read_table(csv, "labels")
     table.require(target, "the class of each slide: data.target")
@@ -104,7 +103,7 @@ def load_labels(
     names = tuple(classes) if classes is not None else tuple(sorted(present, key=natural_key))
     if not present:
         raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
-    # The order of `names` is that of the logits.
+    # Logits are in the order of `names`.
     index = {name: i for i, name in enumerate(names)}
     unknown = {name: item for item, name in values.items() if name and name not in index}
     if unknown:
@@ -122,16 +121,16 @@ def with_cases(
     table: str = "the labels",
     manifest: str = STORE_MANIFEST,
 ) -> list[dict[str, str]]:
-    """Return copies of manifest rows with ``case_id`` filled: from the row, else from the labels, else empty.
+    """Return copies of manifest rows with a ``case_id``: that of the row, else of the labels, else ``""``.
 
     Args:
         rows: Rows of the manifest.
         labels: The labels.
         table: Where the labels come from, for messages.
-        manifest: Where the rows come from, likewise.
+        manifest: Where the rows come from, for messages.
 
     Raises:
-        RequestError: Both know the cases of slides and contradict each other, see `data.samples.names.AgreedCases`.
+        RequestError: The cases of both contradict each other, see `data.samples.names.AgreedCases`.
     """
     rows = list(rows)
     return agreed_cases(rows, labels, table, manifest).filled(rows)
@@ -140,7 +139,7 @@ def with_cases(
 def agreed_cases(
     rows: Iterable[Mapping[str, str]], labels: Labels | None, table: str = "the labels", manifest: str = STORE_MANIFEST
 ) -> AgreedCases:
-    """Return the cases of manifest rows and labels together; arguments and exceptions: see `with_cases`."""
+    """Return the cases of manifest rows and labels together; arguments and errors as for `with_cases`."""
     stored = {row["slide_id"]: row.get("case_id", "") for row in rows}
     return AgreedCases.of(stored, labels.cases if labels else {}, table, manifest)
 
@@ -148,14 +147,14 @@ def agreed_cases(
 def one_of_each(
     table: Table, column: str, values: Iterable[Value | None], text: Callable[[Value | None], str], noun: str = "labels"
 ) -> dict[str, Value | None]:
-    """Return the value of each slide or case by its name; None: empty.
+    """Return slide or case -> its value, after checking that all its rows have the same; None: empty.
 
     Args:
         table: The table.
-        column: Its column that has the values, for messages.
+        column: The column of the values, for messages.
         values: The value of each row.
         text: Returns a value as text, for messages.
-        noun: What a slide has two of, for messages.
+        noun: Noun for the values in messages: "has two ``noun``".
 
     Raises:
         RequestError: Two rows of a slide or case differ, or a row has a value but no key.
@@ -165,7 +164,7 @@ def one_of_each(
     for line, row, value in zip(table.lines, table.rows, values, strict=True):
         item = row[table.key]
         if not item:
-            # Without a value, nothing is lost by leaving the row out.
+            # A row with neither key nor value can be left out.
             if value is not None:
                 raise RequestError(f"{table.name}, line {line}: {column} {text(value)}, but no {table.key}")
             continue
@@ -177,13 +176,13 @@ def one_of_each(
 
 
 def named_entries(cells: Sequence[tuple[int, str]]) -> str:
-    """Return the first of some cells, (line, text), for a message: ``'-3' (line 2), 'x' (line 5) and 4 more``."""
+    """Return a text with the first few (line, text) of ``cells``: ``'-3' (line 2), 'x' (line 5) and 4 more``."""
     more = f" and {len(cells) - _NAMED} more" if len(cells) > _NAMED else ""
     return ", ".join(f"{text} (line {line})" for line, text in cells[:_NAMED]) + more
 
 
 def class_weights(labels: Iterable[int | None], classes: int | Sequence[str]) -> tuple[float, ...]:
-    """Return the weight of each class, N / (K · n_class), with which all classes have the same total weight.
+    """Return the weight of each class, N / (K · n_class) for N samples and K classes: all have the same total weight.
 
     The mean weight *of the labelled samples* is 1, so the scale of the loss does not depend on how rare a class is.
 

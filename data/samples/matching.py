@@ -1,4 +1,4 @@
-"""Matching of labels with the slides of a store: a table, and an error for labels without slides."""
+"""Match of labels with the slides of a store: a table of counts, and an error for labels without slides."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class LabelMatch:
 
     Attributes:
         key: The key of the labels, ``slide_id`` or ``case_id``.
-        slides: Slide to label as text, for the slides that are ingested and labelled, in the manifest's order.
+        slides: Slide -> its label as text, for slides that are ingested and labelled, in the manifest's order.
         classes: All classes, in the order of the logits.
         failed: Labelled slides whose ingest failed.
         unlabelled: Ingested slides without a label.
         unmatched: Keys of labelled rows that no slide of the store has.
-        similar: For some of these, the store's name that differs only in suffix, folder, case or white space.
-        without_case: Slides of ``slides`` whose case is not known; each is a case of its own.
-        without_split: Slides of ``slides`` that are in no split, so that they are not used.
+        similar: Unmatched key -> the store's name that differs only in suffix, folder, upper case or white space.
+        without_case: Slides of ``slides`` whose case is not known; each counts as a separate case.
+        without_split: Slides of ``slides`` that are in no split, and therefore not used.
         notes: Sentences for the user about how the labels were read, and about slides with the same content.
         counts: Class to its number of ``slides``.
     """
@@ -52,7 +52,7 @@ class LabelMatch:
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """Return a text table: number of matches, of rows without slides, and of slides of each class."""
+        """Return a text table of counts: matches, rows without slides, slides of each class."""
         rows = [
             ("slides with a label", len(self.slides), ""),
             ("slides without a label", len(self.unlabelled), _some(self.unlabelled)),
@@ -72,7 +72,7 @@ class LabelMatch:
 
     @property
     def _has_names(self) -> bool:
-        """Whether ``unlabelled`` has names of the kind that the labels have."""
+        """Whether ``unlabelled`` can show what the keys of labels should look like."""
         return self.key == "slide_id" and bool(self.unlabelled)
 
     def check(self, source: str, allow_unmatched: bool) -> None:
@@ -81,7 +81,7 @@ class LabelMatch:
         Args:
             source: The labels' file, for the message.
             allow_unmatched: Accept rows that match no slide, for example if only a part of a cohort is ingested. Rows
-                in ``similar`` are refused nevertheless.
+                in ``similar`` are still refused.
 
         Raises:
             RequestError: There are such rows; the message names them, the similar names, and what to do.
@@ -123,7 +123,7 @@ def match_labels(
         labels: The labels.
         splits: Slide to split, if there are splits.
         table: Where the labels come from, for notes.
-        manifest: Where the rows come from, likewise.
+        manifest: Where the rows come from, for notes.
     """
     rows = list(rows)
     cases = agreed_cases(rows, labels, table, manifest)
@@ -142,7 +142,7 @@ def match_labels(
             counts.update(labels.names_of(index))
     names = {row[labels.key] for row in rows_with_cases} - {""}
     unmatched = [key for key, index in labels.indices.items() if index is not None and key not in names]
-    # Sorted, so that of several similar names the same one is proposed every time.
+    # Sorted, so that the same one of several similar names is proposed every time.
     by_plain = {plain_name(name): name for name in sorted(names)}
     return LabelMatch(
         labels.key,

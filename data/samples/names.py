@@ -13,12 +13,12 @@ from data.store.manifest import SameContent
 from hyfi_core.errors import RequestError
 
 STORE_MANIFEST = "the store's manifest.csv"
-"""Default name, for messages, of the table that has the slides' own cases."""
+"""Default name, in messages, of the table with the slides and their cases."""
 
 
 @dataclass(frozen=True)
 class NamedTable:
-    """A table whose slides and cases are written in one way.
+    """A table with one spelling of each slide and case.
 
     Attributes:
         table: The table.
@@ -32,9 +32,9 @@ class NamedTable:
 def with_one_name_each(
     table: Table, rows: Iterable[Mapping[str, str]] = (), *, merge: bool = False, missing: Iterable[str] = MISSING
 ) -> NamedTable:
-    """Return a table with the names of slides and cases as they are in ``rows``, else in one spelling each.
+    """Return a table with one spelling of each slide and case: that of ``rows``, if they have it.
 
-    A slide or case whose name is missing is empty, unless a slide of ``rows`` has this name.
+    Names that mean missing (``NA``) become ``""``, unless a slide of ``rows`` has this name.
 
     Args:
         table: The table; columns other than ``slide_id`` and ``case_id`` are not changed.
@@ -63,7 +63,7 @@ def column_in_one_way(
     known_names: Iterable[str] = (),
     knows: str = "the store",
 ) -> NamedTable:
-    """Return the table with one spelling of each name in a column; the arguments are those of `one_spelling`.
+    """Return the table with one spelling of each name in a column; other arguments as for `one_spelling`.
 
     Raises:
         RequestError: A name has several spellings, and ``merge`` is off.
@@ -80,7 +80,7 @@ def column_in_one_way(
 def without_missing(
     named: NamedTable, column: str, missing: Iterable[str] = MISSING, *, keep: Iterable[str] = ()
 ) -> NamedTable:
-    """Return a table without the words in a column that mean that a value is missing; words in ``keep`` stay.
+    """Return a table in which words of a column that mean missing are replaced by ``""``; words in ``keep`` stay.
 
     Raises:
         RequestError: ``-`` would be read as missing, but the column has a class ``+``.
@@ -93,7 +93,7 @@ def without_missing(
     if not missing_words:
         return named
     rows = tuple({**row, column: "" if row[column] in missing_words else row[column]} for row in table.rows)
-    # One half of the class "negative" would be lost in silence.
+    # Otherwise all slides of the class "-" would be unlabelled in silence.
     if "+" in values and "-" in missing_words:
         raise RequestError(
             f"{table.name}: {column}: '-' is read as missing, but '+' is a class; write negative and positive, or list "
@@ -106,7 +106,7 @@ def without_missing(
 def cases_in_one_way(
     rows: Sequence[Mapping[str, str]], where: str, *, merge: bool, missing: Iterable[str] = MISSING
 ) -> list[dict[str, str]]:
-    """Return copies of manifest rows with each case written in one way, and empty where it is missing.
+    """Return copies of manifest rows with one spelling of each case; ``""`` where it is missing.
 
     Raises:
         RequestError: A case has several spellings, and ``merge`` is off.
@@ -118,9 +118,9 @@ def cases_in_one_way(
 
 
 def cases_of(table: Table) -> dict[str, str]:
-    """Return the case of each slide that has one; none if the table lacks one of the two columns.
+    """Return slide -> case, for slides with a case; empty if the table lacks one of the two columns.
 
-    A slide may have several rows: those without a case say nothing.
+    A slide may have several rows; its rows without a case are ignored.
 
     Raises:
         RequestError: A slide has two cases.
@@ -145,7 +145,7 @@ class AgreedCases:
     """Cases of slides on which the store's manifest and a table agree.
 
     Attributes:
-        cases: Slide to case; slides that have a case in neither are left out.
+        cases: Slide -> case; slides that have a case in neither are left out.
         notes: Sentences for the user about how the table's names of cases were read.
     """
 
@@ -158,26 +158,26 @@ class AgreedCases:
     ) -> AgreedCases:
         """Return the cases of the manifest, and where it has none, those of the table.
 
-        A table may call all cases by other names, one for one: those of the manifest are taken.
+        The table may have other names for all cases, one for one: the result has the manifest's names.
 
         Args:
-            stored: Slide to case in the manifest; "" where it is unknown.
-            own: Slide to case in the table, likewise.
+            stored: Slide -> case in the manifest; "" where it is unknown.
+            own: Slide -> case in the table; "" where it is unknown.
             table: Name of the table, for messages.
             manifest: Name of the manifest, for messages.
 
         Raises:
-            RequestError: Slides of one case in one of them are of two in the other, or the table calls a case by the
-                name of another. With one of the two, splits, bags and metrics by case would be wrong.
+            RequestError: Two slides are of the same case in one of them and of different cases in the other, or the
+                table has the name of one case for another. Splits, bags and metrics by case would be wrong.
         """
-        # A case has a name in the manifest, ``case``, and one in the table, ``name``; often they are the same.
+        # ``case`` is the name of a case in the manifest, ``name`` the name of the same case in the table.
         cases, names = set(stored.values()), set(own.values())
         first_of_case: dict[str, str] = {}
         first_of_name: dict[str, str] = {}
         # Sorted, so that the message names the same slides every time.
         for slide in sorted(slide for slide in stored.keys() & own.keys() if stored[slide] and own[slide]):
             case, name = stored[slide], own[slide]
-            # The first slide with this case, or this one.
+            # The first slides with the same case and with the same name, perhaps this slide itself.
             by_case, by_name = first_of_case.setdefault(case, slide), first_of_name.setdefault(name, slide)
             if own[by_case] != name:
                 both = f"of one case in the manifest ({case}), and of two in the table ({own[by_case]}, {name})"
@@ -191,7 +191,7 @@ class AgreedCases:
                 raise _contradiction(table, manifest, text)
         renamed = {name: stored[slide] for name, slide in first_of_name.items() if name != stored[slide]}
         merged = {slide: renamed.get(name, name) for slide, name in own.items() if name}
-        # The manifest's last: it wins where both have a case.
+        # Last, because the manifest wins where both have a case.
         merged |= {slide: case for slide, case in stored.items() if case}
         return cls(merged, (_renamed_note(table, manifest, renamed),) if renamed else ())
 
@@ -201,7 +201,10 @@ class AgreedCases:
 
 
 def _contradiction(table: str, manifest: str, text: str, shared: str = "") -> RequestError:
-    """Return a refusal; ``shared``: the name that one side has for slides of two cases, which may mean unknown."""
+    """Return the error for a contradiction, which ``text`` describes.
+
+    ``shared`` is a name that one side has for slides of two cases: perhaps a word that means unknown.
+    """
     correct = "correct the one that is wrong"
     if manifest == STORE_MANIFEST:  # an ingest writes it anew
         correct = "correct the table, or the manifest given to `hyfi ingest` and run that again"
@@ -214,7 +217,7 @@ def _contradiction(table: str, manifest: str, text: str, shared: str = "") -> Re
 
 
 def _renamed_note(table: str, manifest: str, renamed: Mapping[str, str]) -> str:
-    """Return the note that a table calls cases by other names than the manifest."""
+    """Return a note that the table has other names for cases than the manifest; ``renamed``: table's -> manifest's."""
     name, case = next(iter(renamed.items()))
     cases = "1 case" if len(renamed) == 1 else f"{len(renamed)} cases"
     return (
@@ -230,7 +233,7 @@ def refuse_content_in_two_splits(
 
     Args:
         groups: Slides with the same content, from `data.store.manifest.same_content`.
-        splits: Slide to split; slides that are not used are not in it.
+        splits: Slide -> split; without slides that are not used.
         where: The file, for messages.
 
     Raises:

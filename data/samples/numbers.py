@@ -1,4 +1,4 @@
-"""Numbers as labels: values that are missing, impossible, or only look like numbers."""
+"""Numbers as labels: reads them from a table, and refuses values that are not finite numbers, with a hint."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load_numbers(
 
 
 def numbers_by_key(table: Table, column: str) -> dict[str, float | None]:
-    """Return the number of each slide or case in a column, by its name; None: empty.
+    """Return slide or case -> its number in a column; None if the cell is empty.
 
     Raises:
         RequestError: A value is no finite number, a slide or case has two, or a row has a number but no key.

@@ -32,14 +32,14 @@ class Shelves:
         """Reserve a rectangle; return the (y, x) of its first pixel, None if it does not fit."""
         for shelf in self._shelves:
             top, tall, x = shelf
-            # A shelf is as high as whole blocks, so the last one may reach beyond the image.
+            # Shelves are whole blocks high, so the last shelf may reach beyond the image.
             if height <= tall and x + width <= self._width and top + height <= self._height:
                 shelf[2] = self._up(x + width)
                 return top, x
         top = self._next_top
         if top + height > self._height or width > self._width:
             return None
-        # In whole blocks, so that what follows starts on the grid.
+        # In whole blocks, so that the next rectangle and the next shelf start on the grid.
         self._shelves.append([top, self._up(height), self._up(width)])
         self._next_top = top + self._up(height)
         return top, 0
@@ -70,7 +70,7 @@ def overlapping(corners: NDArray[np.int64], box: Box) -> NDArray[np.bool_]:
 
 
 def _disjoint(boxes: Sequence[Box]) -> list[Box]:
-    """Merge boxes that overlap until none do."""
+    """Return the boxes after replacing overlapping ones by their hull, again and again until none overlap."""
     corners = corners_of(boxes)
     alive = np.ones(len(corners), bool)
     queue = list(range(len(corners)))
@@ -79,7 +79,7 @@ def _disjoint(boxes: Sequence[Box]) -> list[Box]:
         if not alive[i]:
             continue
         over = alive & overlapping(corners, Box(*map(int, corners[i])))
-        # Every box overlaps itself. The hull of the others may overlap new ones, so it is looked at again.
+        # Every box overlaps itself. The hull may overlap further boxes, so put it into the queue again.
         if over.sum() > 1:
             low, high = corners[over].min(axis=0), corners[over].max(axis=0)
             corners[i] = low[0], high[1], low[2], high[3]
@@ -90,7 +90,7 @@ def _disjoint(boxes: Sequence[Box]) -> list[Box]:
 
 
 def cut(box: Box, occupied: NDArray[np.bool_], side: int) -> Iterator[Box]:
-    """Cut a box into squares of at most ``side`` blocks, each shrunk to its occupied blocks; yield those not empty."""
+    """Cut a box into squares of ``side`` blocks; yield each square that has tissue, shrunk to its occupied blocks."""
     for y in range(box.y0, box.y1, side):
         for x in range(box.x0, box.x1, side):
             square = Box(y, min(y + side, box.y1), x, min(x + side, box.x1))
@@ -111,12 +111,12 @@ def shrink(box: Box, occupied: NDArray[np.bool_]) -> Box:
 
 
 def place_all(boxes: Sequence[Box], size_px: tuple[int, int], align: int) -> list[tuple[Box, tuple[int, int]]] | None:
-    """Place all boxes (pixels), tall ones first; return each with its (y, x) in the image, None if one does not fit."""
+    """Place all boxes in an image; return [(box, (y, x) in the image)], tall boxes first; None if not all fit."""
     if sum(box.area for box in boxes) > size_px[0] * size_px[1]:
         return None
     shelves = Shelves(*size_px, align)
     placed = []
-    # A shelf is as tall as its first piece: shorter ones behind it waste least.
+    # A shelf is as tall as its first piece, so tall pieces first waste the least room.
     for box in sorted(boxes, key=_tall_first):
         corner = shelves.place(box.height, box.width)
         if corner is None:
@@ -128,13 +128,13 @@ def place_all(boxes: Sequence[Box], size_px: tuple[int, int], align: int) -> lis
 def place_most(
     boxes: Sequence[Box], tissue_px: Sequence[int], size_px: tuple[int, int], align: int
 ) -> list[tuple[Box, tuple[int, int]]]:
-    """Place as many boxes (pixels) as fit, most tissue first; return each that fits with its (y, x) in the image.
+    """Place as many boxes in an image as fit; return [(box, (y, x) in the image)].
 
-    These are the largest number of boxes in order of tissue that fit together (found by bisection), then any others
-    that fit beside them.
+    First the n boxes with the most tissue, for the largest n whose boxes fit together (by bisection); then any other
+    boxes that fit beside these.
     """
     ranked = [box for _, box in sorted(zip(tissue_px, boxes, strict=True), key=lambda item: (-item[0], item[1]))]
-    # Bisection finds one boundary even where packing is not monotone: what it returns has been packed.
+    # Packing is not monotone, so bisection may find a smaller n, but one that has been packed.
     fits, fails = 0, len(ranked) + 1
     while fails - fits > 1:
         middle = (fits + fails) // 2

@@ -22,21 +22,21 @@ def load_splits(
     merge_alike: bool = False,
     missing: Iterable[str] = MISSING,
 ) -> dict[str, str]:
-    """Read the split of each slide from a CSV with ``slide_id`` or ``case_id`` and a column of splits.
+    """Read slide -> split from a CSV with ``slide_id`` or ``case_id`` and a column of splits.
 
-    The column has ``train``, ``val`` or ``test`` (empty or missing: the slide is not used). The file may be the labels
-    or the store's manifest.
+    The column has ``train``, ``val`` or ``test``; slides with an empty cell are not used. The file may be the labels or
+    the store's manifest.
 
     Args:
         path: The file.
-        rows: Rows with ``slide_id`` and ``case_id`` (a manifest's rows, :func:`data.samples.labels.with_cases`). They
-            give the slides of a case if the file is keyed by case, and else the case of a slide.
+        rows: Rows with ``slide_id`` and ``case_id``, such as those of :func:`data.samples.labels.with_cases`: they say
+            which slides a case has.
         column: The column to read.
         merge_alike: Whether several spellings of one slide or case are joined, see `data.spelling`.
         missing: Words that mean that a value is missing, see `data.missing`.
 
     Returns:
-        Slide to ``train``, ``val`` or ``test``; slides that are not used are left out.
+        Slide -> ``train``, ``val`` or ``test``; slides that are not used are left out.
 
     Raises:
         RequestError: The file or column is missing, a value is not a split, a case (or slide) is in two splits, a
@@ -53,15 +53,15 @@ def load_splits(
 
 
 def check_cases(splits: Mapping[str, str], cases: Mapping[str, str], where: str = "splits") -> None:
-    """Check that no case is in two splits; a slide without a case is a case of its own.
+    """Check that no case is in two splits; a slide without a case counts as a separate case.
 
     Args:
-        splits: Slide to split.
-        cases: Slide to case.
-        where: Start of the message: the file.
+        splits: Slide -> split.
+        cases: Slide -> case.
+        where: The file, for messages.
 
     Raises:
-        RequestError: A case is in two; the message names the case, both splits and a slide in each.
+        RequestError: A case is in two splits; the message names the case, both splits and a slide in each.
     """
     first: dict[str, str] = {}
     for slide, split in splits.items():
@@ -91,7 +91,7 @@ def _split_of_rows(table: Table, column: str) -> list[str]:
 
 
 def _slides(table: Table, row_splits: Sequence[str], stored: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the split of each slide from a table that is keyed by slide."""
+    """Return slide -> split, from a table with a row for each slide; ``stored``: slides and cases of the store."""
     cases = {row["slide_id"]: row["case_id"] for row in stored}
     cases |= cases_of(table)
     splits = _split_by_key(table, row_splits, "slide_id")
@@ -100,7 +100,7 @@ def _slides(table: Table, row_splits: Sequence[str], stored: Sequence[Mapping[st
 
 
 def _slides_by_case(table: Table, row_splits: Sequence[str], stored: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the split of each slide from a table that is keyed by case."""
+    """Return slide -> split, from a table with a row for each case; ``stored``: slides and cases of the store."""
     if not stored:
         raise RequestError(f"{table.name}: keyed by case_id, but no slide has a known case")
     by_case = _split_by_key(table, row_splits, "case_id")
@@ -111,7 +111,7 @@ def _slides_by_case(table: Table, row_splits: Sequence[str], stored: Sequence[Ma
 
 
 def _split_by_key(table: Table, row_splits: Sequence[str], key: str) -> dict[str, str]:
-    """Return the split of each key (slide or case); refuse a key in two splits."""
+    """Return slide or case (as ``key`` says) -> split; refuse one that is in two splits."""
     splits: dict[str, str] = {}
     noun = key.removesuffix("_id")
     for line, row, split in zip(table.lines, table.rows, row_splits, strict=True):

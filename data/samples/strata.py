@@ -1,4 +1,4 @@
-"""What is balanced over splits: classes, quantiles of numbers, or combinations of both."""
+"""Strata of slides, which `hyfi split` spreads evenly over splits: classes, quarters of numbers, combinations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _MOST_CLASSES = 10
 
 
 def strata_of(table: Table, columns: Sequence[str]) -> list[str]:
-    """Return the stratum of each row: its class, the quarter of its number, or both of several columns; empty: none.
+    """Return the stratum of each row: ``"HER2+"``, ``"quarter 1"``, or with several columns ``"er 1; age quarter 3"``.
+
+    It is empty if a column is empty in this row.
 
     Raises:
         RequestError: A column is missing, or a slide has two labels.
@@ -37,7 +39,7 @@ def strata_of(table: Table, columns: Sequence[str]) -> list[str]:
 
 
 def is_numbers(texts: Sequence[str]) -> bool:
-    """Whether cells are numbers with too many different values for classes (over 10); empty cells do not count."""
+    """Whether all cells but empty ones are numbers, with more than 10 different values: too many for classes."""
     values = {text for text in texts if text}
     return len(values) > _MOST_CLASSES and all(map(_is_number, values))
 
@@ -99,7 +101,7 @@ def _as_given(table: Table, column: str, values: Collection[str], merge: bool) -
 def _quarters(texts: Sequence[str]) -> list[str]:
     """Return ``quarter 1`` to ``quarter 4`` for each number, the lowest quarter first; empty cells stay empty."""
     numbers = np.array([float(text) for text in texts if text])
-    # Edges of all rows, before any is assigned: a stratum means the same in every split.
+    # Edges from all rows: a quarter means the same in every split.
     edges = np.quantile(numbers, [k / QUANTILES for k in range(1, QUANTILES)])
     return [f"quarter {int(np.searchsorted(edges, float(text))) + 1}" if text else "" for text in texts]
 

@@ -28,9 +28,9 @@ def load_survival(
     merge_alike: bool = False,
     missing: Iterable[str] = MISSING,
 ) -> Labels:
-    """Read (time, event) of each slide or case from two columns of a CSV; event is 1.0, or 0.0 if it was censored.
+    """Read the label (time, event) of each slide or case from two columns of a CSV; event is 1.0, or 0.0 if censored.
 
-    A slide or case without one of the two is unlabelled, and a note says so.
+    A slide or case that lacks its time or its event is unlabelled, and a note says so.
 
     Args:
         csv: The file.
@@ -41,8 +41,8 @@ def load_survival(
         missing: Words that mean that a value is missing.
 
     Raises:
-        RequestError: The file or a column is missing, a value is impossible, or a slide has two; the message names the
-            lines. Or no slide has both.
+        RequestError: The file or a column is missing, a value is impossible, two rows of a slide differ (the message
+            names lines), or no slide has both time and event.
     """
     table = read_table(csv, "labels")
     table.require(time, "the time of each slide: the first of data.target")
@@ -54,7 +54,7 @@ def load_survival(
     events, table = _events_by_key(named.table, event), named.table
     times = numbers_by_key(table, time)
     _refuse_negative(table, time)
-    # Both columns were checked by key: several rows of a slide agree.
+    # Several rows of a slide agree: both columns have been checked.
     pairs = {item: (at, events.get(item)) for item, at in times.items()}
     labelled = {item: (at, ended) for item, (at, ended) in pairs.items() if at is not None and ended is not None}
     if not labelled:
@@ -69,8 +69,8 @@ def load_survival(
 
 
 def event_of(text: str) -> float | None:
-    """Return 1.0 if a text says that there was an event, 0.0 if it says that there was none; None: neither."""
-    # "0: living" and "0:LIVING" are in use.
+    """Return 1.0 for words of an event (``dead``), 0.0 for words of a censored time (``alive``); None for others."""
+    # Without spaces: files have both "0: living" and "0:LIVING".
     word = canonical(text).replace(" ", "")
     if word in _EVENT:
         return 1.0
@@ -78,7 +78,7 @@ def event_of(text: str) -> float | None:
 
 
 def _events_by_key(table: Table, column: str) -> dict[str, float | None]:
-    """Return the event of each slide or case by its name, 1.0 or 0.0 (see `event_of`); None if its cell is empty.
+    """Return slide or case -> its event, 1.0 or 0.0 (see `event_of`); None if its cell is empty.
 
     Raises:
         RequestError: A value is neither an event nor a censored time, a slide or case has two, or a row has an event
@@ -115,6 +115,6 @@ def _refuse_negative(table: Table, time: str) -> None:
 
 
 def _rows_of(lines: list[int]) -> str:
-    """Return the subject and verb of a sentence about rows: ``2 rows have (line 3, 7)``."""
+    """Return the beginning of a sentence about rows: ``2 rows have (line 3, 7)``."""
     listed = ", ".join(map(str, lines[:_NAMED])) + (" …" if len(lines) > _NAMED else "")
     return f"{len(lines)} row{'s have' if len(lines) > 1 else ' has'} (line {listed})"

@@ -23,8 +23,8 @@ _EXCHANGES = (
     (2, np.uint64(16), np.uint64(0x0000FFFF0000FFFF)),
     (1, np.uint64(8), np.uint64(0x00FF00FF00FF00FF)),
 )
-"""Distance of two rows that exchange halves, bits of a half, and a mask of the low halves of a word: the second row
-gives these to the first, for its high halves."""
+"""(distance of two rows that exchange halves, bits of a half, mask of the low halves of a word). The first row gives
+its high halves to the second row, for the low halves of that."""
 
 
 def turned(pixels: NDArray[np.uint8], mirror: bool, turns: int) -> NDArray[np.uint8]:
@@ -40,22 +40,22 @@ def turned(pixels: NDArray[np.uint8], mirror: bool, turns: int) -> NDArray[np.ui
         return np.array(np.rot90(pixels[:, :, ::-1] if mirror else pixels, turns, axes=(1, 2)), order="C")
     result = np.empty((pixels.shape[0], pixels.shape[2], pixels.shape[1]), np.uint8)
     # One quarter turn transposes, then reverses the order of rows; three reverse the rows first, then transpose.
-    # Mirroring before the turn is the same as reversing the rows after the transposition.
+    # Mirroring before the turn equals reversing the rows after the transposition.
     target = result if mirror == (turns % 4 == 1) else result[:, ::-1]
     _transpose(pixels if turns % 4 == 1 else pixels[:, ::-1], target)
     return result
 
 
 def _transpose(pixels: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
-    """Write ``pixels (c, h, w)`` into ``target (c, w, h)``; rows of both have their columns side by side."""
+    """Write ``pixels (c, h, w)``, transposed, into ``target (c, w, h)``; the pixels of a row are adjacent in both."""
     channels, height, width = pixels.shape
     whole_h, whole_w = height // _SIDE * _SIDE, width // _SIDE * _SIDE
     if whole_h and whole_w:
         for channel in range(channels):
-            # Rows of both have adjacent bytes, so eight of them are a word, wherever a row begins.
+            # Eight adjacent bytes of a row are a word, wherever the row begins.
             words = target[channel, :whole_w, :whole_h].view(_WORD)
             _transpose_blocks(pixels[channel, :whole_h, :whole_w].view(_WORD), words)
-    # What is left of whole blocks: fewer than eight columns, then fewer than eight rows.
+    # The rest, which is no whole block: fewer than eight columns, then fewer than eight rows.
     target[:, whole_w:] = pixels[:, :, whole_w:].swapaxes(1, 2)
     target[:, :whole_w, whole_h:] = pixels[:, whole_h:, :whole_w].swapaxes(1, 2)
 
@@ -66,12 +66,12 @@ def _transpose_blocks(words: NDArray[np.uint64], target: NDArray[np.uint64]) -> 
     for first in range(0, rows, _BLOCK_ROWS):
         count = min(_BLOCK_ROWS, rows - first)
         part = words[first * _SIDE : (first + count) * _SIDE].reshape(count, _SIDE, columns)
-        # Row k of all blocks side by side: each exchange is one operation on long rows.
+        # (row of a block, row of blocks, column of blocks): each exchange is one operation on long rows.
         blocks = part.transpose(1, 0, 2).copy()
         for apart, bits, mask in _EXCHANGES:
             pairs = blocks.reshape(-1, 2, apart, count, columns)
             upper, lower = pairs[:, 0], pairs[:, 1]
-            # `exchanged` has the bits in which the two halves differ: XOR with them exchanges the halves.
+            # `exchanged` has the bits in which the two halves differ: XOR with it exchanges the halves.
             exchanged = ((upper >> bits) ^ lower) & mask
             lower ^= exchanged
             upper ^= exchanged << bits

@@ -48,7 +48,7 @@ class Piece:
 
     @property
     def offset(self) -> tuple[int, int]:
-        """(dy, dx) from target to source."""
+        """(dy, dx) from ``target`` to ``source``: slide position = image position + offset."""
         return self.source.y0 - self.target.y0, self.source.x0 - self.target.x0
 
 
@@ -76,7 +76,7 @@ class View:
         return Box.of_size(*self.size_px)
 
     def to_slide(self, box: Box) -> tuple[Piece, ...]:
-        """Return the parts of pieces that lie in ``box`` (image pixels); the rest of ``box`` is background."""
+        """Return the pieces, clipped to ``box`` (image pixels); the rest of ``box`` is background."""
         return tuple(
             Piece(shown.shift(*self.pieces[i].offset), shown)
             for i in np.flatnonzero(overlapping(self._targets, box)).tolist()
@@ -126,7 +126,7 @@ def make_views(
     squares as large as the image allows and fills one image after the other; ``crop`` tiles the tissue with windows.
 
     Args:
-        tissue: See :func:`make_view`, as for all arguments.
+        tissue: The tissue mask, aligned with the slide at the mpp of the images.
         size_px: (height, width) of each image.
         kind: ``pack`` or ``crop``.
         align_px: Grid on which pieces start.
@@ -143,14 +143,14 @@ def make_views(
     ends = _block_ends(tissue, align_px)
     counts = tissue.counts(*ends)
     blocks = _cuts(counts > 0, size_px, align_px, kind)
-    # Box in pixels -> its tissue pixels, of boxes that no image shows yet.
+    # Boxes (pixels) that no image shows yet -> their tissue pixels.
     unshown = {_pixels(block, *ends): int(counts[block.slices()].sum()) for block in blocks}
     views = []
     while unshown:
-        # Windows of a crop are as large as the image, so each has one of its own.
+        # Windows of a crop are as large as the image: one for each image.
         boxes = list(unshown)[:1] if kind == "crop" else list(unshown)
         placed = place_most(boxes, [unshown[box] for box in boxes], size_px, align_px)
-        # Ends: each box fits into an empty image, so at least one is placed.
+        # The loop ends: each box fits into an empty image, so at least one is placed.
         shown_px = sum(unshown.pop(box) for box, _ in placed)
         views.append(
             View(size_px, _centred(placed, size_px, align_px), shown_px / first.tissue_px, first.tissue_px, ())
@@ -178,23 +178,22 @@ def _pack(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
     ends = _block_ends(grid, align)
     tissue = grid.counts(*ends)
     sides = _sides(size_px, align)
-    # By pixels of tissue: blocks may hold less tissue than their area.
     if int(tissue.sum()) > size_px[0] * size_px[1]:
-        sides = sides[-1:]  # it cannot all fit: only the smallest squares are needed, to choose from
-    # From coarse to fine: one box, components, squares of each side. The first that fits cuts least of the tissue.
+        sides = sides[-1:]  # not all tissue can fit: only the smallest squares are needed, to choose from
+    # From coarse to fine: one box, components, squares of each side. The first that fits cuts the tissue least.
     for block_boxes in _coverings(tissue > 0, sides):
         boxes = [_pixels(box, *ends) for box in block_boxes]
         placed = place_all(boxes, size_px, align)
         if placed is not None:
             return _centred(placed, size_px, align), int(tissue.sum())
-    # None fits: of the finest covering, as much as fits.
+    # None fits: place as many boxes of the finest covering as fit.
     tissue_of = {box: int(tissue[block.slices()].sum()) for box, block in zip(boxes, block_boxes, strict=True)}
     placed = place_most(list(tissue_of), list(tissue_of.values()), size_px, align)
     return _centred(placed, size_px, align), sum(tissue_of[box] for box, _ in placed)
 
 
 def _block_ends(grid: TissueGrid, align: int) -> list[NDArray[np.int64]]:
-    """Return where the blocks of the alignment grid start, and where the last one ends: rows, columns."""
+    """Return the ends of blocks of the alignment grid, [rows, columns]: ``[0, 64, 128, 150]`` for 150 rows."""
     return [np.append(np.arange(0, length, align, dtype=np.int64), length) for length in grid.size_px]
 
 
@@ -208,7 +207,7 @@ def _coverings(occupied: NDArray[np.bool_], sides: Sequence[int]) -> Iterator[li
 
 
 def _sides(size_px: tuple[int, int], align: int) -> list[int]:
-    """Return the sides (in blocks) of the squares to try: the largest that fits, halved repeatedly, 256 px last."""
+    """Return the sides (in blocks) of the squares to try: the largest that fits, halved down to 256 px."""
     side = min(size_px) // align
     smallest = min(side, max(1, SMALLEST_CUT_PX // align))
     sides = []
@@ -219,7 +218,7 @@ def _sides(size_px: tuple[int, int], align: int) -> list[int]:
 
 
 def _crop(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple[Piece, ...], int]:
-    """Return the window with most tissue, and its tissue pixels; of equal windows the one nearest to their middle.
+    """Return (the window with most tissue as a piece, its tissue pixels); of equal windows the one in the middle.
 
     Counts all windows at once with a summed-area table over the rows and columns where windows start or end.
     """
@@ -234,7 +233,7 @@ def _crop(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
     y1, x1 = (np.searchsorted(c, e) for c, e in zip(cuts, ends, strict=True))
     tissue = summed[np.ix_(y1, x1)] - summed[np.ix_(y0, x1)] - summed[np.ix_(y1, x0)] + summed[np.ix_(y0, x0)]
     best = np.argwhere(tissue == tissue.max())
-    # Twice the distance to the middle of all best windows, which is then a whole number.
+    # Twice the distance to the middle of the best windows: a whole number.
     row, column = best[np.argmin((np.abs(best * 2 - best.min(axis=0) - best.max(axis=0))).sum(axis=1))]
     window = Box(int(starts[0][row]), int(ends[0][row]), int(starts[1][column]), int(ends[1][column]))
     return _centred([(window, (0, 0))], size_px, align), int(tissue.max())
@@ -248,7 +247,7 @@ def _starts(length: int, size: int, align: int) -> NDArray[np.int64]:
 
 
 def _centred(placed: Sequence[tuple[Box, tuple[int, int]]], size_px: tuple[int, int], align: int) -> tuple[Piece, ...]:
-    """Return the pieces, all shifted by the same whole blocks so that they are centred in the image."""
+    """Return placed boxes as pieces, all shifted by the same number of blocks to the middle of the image."""
     targets = [source.relative_to(source).shift(*corner) for source, corner in placed]
     used = hull(targets)
     # Whole blocks: targets stay on the grid.
@@ -258,7 +257,7 @@ def _centred(placed: Sequence[tuple[Box, tuple[int, int]]], size_px: tuple[int, 
 
 
 def _merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Merge pieces that are neighbours in a row of both image and slide, for fewer and longer reads."""
+    """Merge pieces that are side by side in both image and slide, for fewer and longer reads."""
     merged: list[Piece] = []
     for piece in pieces:
         last = merged[-1] if merged else piece
@@ -275,5 +274,5 @@ def _merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
 
 
 def _pixels(box: Box, y_ends: NDArray[np.int64], x_ends: NDArray[np.int64]) -> Box:
-    """Convert a box of blocks to pixels."""
+    """Return the box in pixels of a box of blocks; the arrays are those of `_block_ends`."""
     return Box(int(y_ends[box.y0]), int(y_ends[box.y1]), int(x_ends[box.x0]), int(x_ends[box.x1]))

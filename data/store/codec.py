@@ -27,7 +27,7 @@ from hyfi_core.errors import RequestError
 _codecs: Any = imagecodecs  # its type annotations allow only bytes; it accepts arrays too
 
 Buffers = tuple[bytes | Pixels, ...]
-"""Consecutive bytes in several pieces, kept apart to save the copy of joining them."""
+"""Consecutive bytes in several pieces, which are not joined to save a copy."""
 CRC_BYTES = 4
 _CRC32C = {"name": "crc32c"}
 _MAX_LEVEL = {"zstd": 22, "jpeg": 100}
@@ -41,7 +41,7 @@ class PixelCodec:
 
     Attributes:
         name: ``zstd`` (lossless) or ``jpeg``.
-        level: zstd's level 1–22 or JPEG's quality 1–100; None for JPEG streams that another encoder made.
+        level: zstd's level 1–22 or JPEG's quality 1–100; None for JPEG tiles copied from a slide's file.
     """
 
     name: str = "zstd"
@@ -96,19 +96,19 @@ class PixelCodec:
         raise ValueError(f"expected the codecs bytes, zstd, crc32c or transpose, imagecodecs_jpeg, crc32c; got {names}")
 
     def encode(self, pixels: Pixels) -> bytes:
-        """Encode a whole chunk, ``(c, y, x)`` or ``(y, x)`` of any strides; returns its bytes and then their crc32c."""
+        """Encode a whole chunk, ``(c, y, x)`` or ``(y, x)`` of any strides; return its bytes and their crc32c."""
         if self.name == "zstd":
             chunk = scratch("pixels", pixels.size).reshape(pixels.shape)
             np.copyto(chunk, pixels)
-            # Allocating an output that may be as large as the pixels for each chunk would take a fifth of the time.
-            # More than ZSTD_compressBound, size + size / 256, for pixels that cannot be compressed.
+            # A reused buffer: allocating one for each chunk would take a fifth of the time. It is larger than
+            # ZSTD_compressBound (size + size / 256), which pixels that cannot be compressed may need.
             room = scratch("encoded", pixels.size + pixels.size // 128 + 1024)
             size = _codecs.zstd_encode(chunk, level=self.level, out=room).size
             room[size : size + CRC_BYTES] = np.frombuffer(_checksum(room[:size]), np.uint8)
             # A copy: the next chunk of this thread is encoded into the same buffer.
             return room[: size + CRC_BYTES].tobytes()
         subsampling = "444" if (self.level or 0) >= _FULL_COLOUR_QUALITY else "420"
-        # JPEG's encoder takes the three values of a pixel side by side.
+        # The JPEG encoder needs the three values of a pixel side by side.
         interleaved = np.ascontiguousarray(pixels.transpose(1, 2, 0))
         return joined(with_checksum(_codecs.jpeg8_encode(interleaved, level=self.level, subsampling=subsampling)))
 
@@ -131,10 +131,10 @@ class PixelCodec:
             return flat.reshape(shape)
         channels, height, width = shape
         interleaved = flat.reshape(height, width, channels)
-        # Strict: treat libjpeg's warnings as damage.
+        # `strict` treats warnings of libjpeg as damage.
         if simplejpeg.decode_jpeg(body, "RGB", buffer=interleaved, strict=True).shape != interleaved.shape:
             raise ValueError(f"it is not {height} × {width} px")
-        # A view: whoever places the pixels copies them anyway.
+        # A view is enough: the caller copies the pixels to their place.
         return interleaved.transpose(2, 0, 1)
 
 
@@ -142,7 +142,7 @@ _local = threading.local()
 
 
 def scratch(name: str, size_bytes: int) -> Pixels:
-    """Return ``size_bytes`` of this thread's buffer ``name``, reused by each call so that it stays in the CPU cache."""
+    """Return ``size_bytes`` of this thread's buffer ``name``; all calls share it, so it stays in the CPU cache."""
     buffer: Pixels | None = getattr(_local, name, None)
     if buffer is None or buffer.size < size_bytes:
         buffer = np.empty(size_bytes, np.uint8)
@@ -172,7 +172,7 @@ def without_checksum(data: bytes | memoryview | Pixels) -> Pixels:
     """
     stored = np.frombuffer(data, np.uint8)
     body = stored[:-CRC_BYTES]
-    # Fewer bytes than a checksum has are equal to none.
+    # Also for data shorter than a checksum, which equals no checksum.
     if _checksum(body) != stored[-CRC_BYTES:].tobytes():
         raise ValueError("the checksum is wrong")
     return body

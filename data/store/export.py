@@ -58,7 +58,7 @@ def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[i
     final = slide_path(folder, store.slide_id)
     if _is_copy(final, store):
         return False
-    # Before the new one is begun: what a killed export left beside it may be as large as the slide.
+    # First, because the files that a killed export left may be as large as the slide.
     remove_leftovers(final)
     temporary = temporary_path(final)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -89,14 +89,14 @@ def _is_copy(final: Path, store: SlideStore) -> bool:
     except (StoreError, KeyError, TypeError, ValueError) as error:
         raise RequestError(f"{final} exists and was not written by hyfi export; choose another --out") from error
     identity = _identity(store)
-    # A slide that was ingested again, with other parameters, has the same file; names of slides repeat.
+    # The digest of the source file shows whether it is the same slide, ingested again, or another slide of this name.
     if source.get(_FILE_DIGEST, identity[_FILE_DIGEST]) != identity[_FILE_DIGEST]:
         raise RequestError(f"{final} is the copy of another slide of this name; choose another --out, or remove it")
     return bool(source == identity)
 
 
 def _identity(store: SlideStore) -> dict[str, Any]:
-    """Return what a copy keeps of its slide: name, and digests of its metadata and of the file it was read from."""
+    """Return what a copy records about its slide: name, and digests of its metadata and source file."""
     return {
         "slide_id": store.slide_id,
         _SOURCE_DIGEST: store.attributes.get(_SOURCE_DIGEST),
@@ -105,7 +105,7 @@ def _identity(store: SlideStore) -> dict[str, Any]:
 
 
 def _write_in_thread(store: SlideStore, path: Path, threads: int, progress: Callable[[int], None]) -> None:
-    """Write in a thread, so that Ctrl-C acts between blocks: interrupted inside a block, zarr prints long errors."""
+    """Write in a thread, so that Ctrl-C takes effect between blocks: inside a block, zarr would print long errors."""
     stop = threading.Event()
 
     def progress_or_stop(pixels: int) -> None:
@@ -123,10 +123,10 @@ def _write_in_thread(store: SlideStore, path: Path, threads: int, progress: Call
 
 
 class _CopiedFiles(LocalStore):
-    """The files of a copy.
+    """The files of a copy, which can be stopped.
 
-    zarr writes the chunks of a block at a time. If one fails, it raises at once and goes on with the others, which
-    would make the folder again that has just been removed.
+    zarr writes the chunks of a block at the same time. If one fails, zarr raises an error but goes on writing the
+    others, which would create the folder again after it has been removed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -153,7 +153,7 @@ class _CopiedFiles(LocalStore):
                 self._changed.notify_all()
 
     def stop(self) -> None:
-        """Return when no file is being written; none is from now on."""
+        """Allow no more writes; return when no file is being written."""
         with self._changed:
             self._stopped = True
             self._changed.wait_for(lambda: self._writing == 0)
@@ -169,7 +169,7 @@ def _write(store: SlideStore, files: LocalStore, threads: int, progress: Callabl
         _copy(root, store.images[dataset["path"]], dataset["path"], threads, progress)
     for dataset in label_ome["multiscales"][0]["datasets"]:
         source = ShardedArray.open(label / dataset["path"])
-        # Labels do not count, but `progress` is called all the same: it raises to stop the export.
+        # Labels count no pixels, but `progress` is still called: it raises to stop the export.
         _copy(root, source, f"labels/tissue/{dataset['path']}", threads, lambda _: progress(0))
     image_label = {"version": "0.4", **label_ome["image-label"]}
     root["labels"].attrs["labels"] = ["tissue"]
@@ -197,13 +197,13 @@ def _copy(root: Any, source: ShardedArray, name: str, threads: int, progress: Ca
         shape=source.shape,
         dtype="uint8",
         chunks=(*(1,) * leading, _CHUNK_PX, _CHUNK_PX),
-        # Without shuffling, which helps numbers of several bytes, not pixels of one.
+        # Shuffling helps only numbers of several bytes.
         compressors=Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE),
         fill_value=source.layout.fill,
         chunk_key_encoding={"name": "v2", "separator": "/"},
     )
     height, width = source.shape[-2:]
-    # In blocks of whole chunks: zarr would read a chunk that is written in part, change it and write it again.
+    # In blocks of whole chunks: to write a part of a chunk, zarr would read, change and write the whole chunk.
     for y in range(0, height, _BLOCK_PX):
         for x in range(0, width, _BLOCK_PX):
             box = Box(y, min(y + _BLOCK_PX, height), x, min(x + _BLOCK_PX, width))

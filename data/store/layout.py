@@ -30,7 +30,7 @@ class ArrayLayout:
     Attributes:
         shape: The array's shape.
         chunk_px: Height and width of a chunk.
-        shard_px: Height and width of a file: multiples of ``chunk_px``, or equal to it without shards.
+        shard_px: Height and width of the box in a file: multiples of ``chunk_px``; without shards, ``chunk_px``.
         sharded: Whether files are shards with an index, or bare chunks.
         codec: How chunks are encoded.
     """
@@ -75,7 +75,7 @@ class ArrayLayout:
     def files(self, box: Box | None = None) -> Iterator[tuple[int, int]]:
         """Yield (row, column) of the files that hold ``box`` (default: all), row by row."""
         box, (sh, sw) = box or self.box, self.shard_px
-        # From the file of the first pixel to the one after that of the last: half-open, so rounded up.
+        # -(-a // b) rounds up: the first file after the box.
         for row in range(box.y0 // sh, -(-box.y1 // sh)):
             for column in range(box.x0 // sw, -(-box.x1 // sw)):
                 yield row, column
@@ -145,7 +145,7 @@ class ArrayLayout:
         if sharded:
             sharding = chain[0]["configuration"]
             chain, inner = sharding["codecs"], _integers(sharding["chunk_shape"])
-            # The index at the start is allowed by zarr, too; reading looks for it at the end.
+            # zarr also allows the index at the start of a shard, which `read_index` does not.
             if len(meta["codecs"]) != 1 or sharding.get("index_location", "end") != "end":
                 raise ValueError("expected sharding as the only codec, with the index at the end")
         if inner[:-2] != shape[:-2] or outer[:-2] != shape[:-2]:
@@ -179,7 +179,7 @@ def pyramid_levels(
         sizes: Sizes of the levels, finest first.
         mpp_um: Microns per pixel of the finest level, in both axes.
         codec: How chunks are encoded; default ``zstd:1``.
-        sharded: Whether files are shards of 8 × 8 chunks; otherwise every chunk is a file.
+        sharded: True: each file is a shard of 8 × 8 chunks; False: each chunk is a file.
     """
     side = SHARD_PX if sharded else CHUNK_PX
     levels = []

@@ -43,7 +43,7 @@ COLUMNS = (
     "stain_e",
     "source_sha256",
 )
-"""Columns of ``manifest.csv`` that this project writes; the user's own follow."""
+"""Columns of ``manifest.csv`` that this project writes; columns of the user's manifest follow."""
 
 _REQUIRED = COLUMNS[: COLUMNS.index("flags")]
 """Columns that the manifest of every store has, whatever version wrote it."""
@@ -62,7 +62,7 @@ class SlideRecord:
         slide_id: Its name in the store.
         source_path: The file it was read from; empty if slides are pseudonymised.
         status: ``done`` or ``failed``.
-        reason: Why the slide failed. If done: why a later attempt to ingest it again failed, else empty.
+        reason: Why the slide failed; of a done slide, why a later attempt to ingest it again failed; else empty.
         source_mpp: Microns per pixel of the source's finest level (mean of both axes).
         store_mpp: Microns per pixel of the store's finest level.
         height_px, width_px: Size of the store's finest level.
@@ -126,14 +126,14 @@ class SlideRecord:
         """
         value = read_json(path)
         names = {f.name for f in fields(cls)}
-        # Unknown names are refused: a later version may mean by them what this one would ignore.
+        # Refuse unknown names: a later version may use them for something that must not be ignored.
         if not {"slide_id", "source_path", "status"} <= value.keys() <= names:
             raise StoreError(f"{path}: not a slide record of this version; remove it to ingest the slide again")
         return cls.of_json(value)
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> SlideRecord:
-        """Return a record from its attributes, with lists for tuples."""
+        """Return a record from a JSON object of its attributes, in which tuples are lists."""
         lists = ("flags", "stain_h", "stain_e", "file_notes")
         return cls(**values | {name: tuple(values.get(name, ())) for name in lists})
 
@@ -162,12 +162,12 @@ def load_records(store: Path) -> dict[str, SlideRecord]:
 def merge_manifest(store: Path) -> Path:
     """Write ``manifest.csv`` from the records, atomically, and return its path.
 
-    Many processes may call this at the same time: each writes again until no record changed while it wrote, so the
-    last one to end has written every record that was saved before.
+    Many processes may call this at the same time: each writes again if records changed while it wrote, so the process
+    that ends last has written every record.
     """
     path = store / "manifest.csv"
     written = None
-    # Read before the records: one that is saved while they are read makes another round.
+    # Read the states before the records: a record that is saved meanwhile causes another round.
     while written != (current := record_states(store)):
         written = current
         rows = [record.row() for record in load_records(store).values()]
@@ -185,7 +185,7 @@ def load_manifest(store: Path) -> list[dict[str, str]]:
         StoreError: There is no store in this folder, or its records cannot be read.
     """
     try:
-        # On a disk the records: while slides are ingested, ``manifest.csv`` is behind them.
+        # On a disk, read the records: during an ingest, ``manifest.csv`` is older than they are.
         records = {} if is_remote(store) else load_records(store)
     except OSError as error:
         raise StoreError(f"{store}: cannot be read ({error.strerror or error})") from error
@@ -207,7 +207,7 @@ class SameContent:
 
     Attributes:
         slides: Their names, in the manifest's order.
-        scenes: Whether they are different scenes of one file, and thus of one glass slide, but not the same picture.
+        scenes: Whether they are different scenes of one file: different pictures of the same glass slide.
     """
 
     slides: tuple[str, ...]
@@ -227,7 +227,7 @@ def same_content(rows: Iterable[Mapping[str, str]]) -> list[SameContent]:
             groups.setdefault(row["source_sha256"], []).append(row)
     duplicates = []
     for group in groups.values():
-        # One file may hold several glass slides: its scenes share the digest, but not the pixels.
+        # Scenes of one file share its digest, but not their pixels.
         scenes = [row.get("scene", "") for row in group]
         if len(group) > 1:
             names = tuple(row["slide_id"] for row in group)
@@ -271,7 +271,7 @@ def read_user_manifest(path: Path) -> list[dict[str, str]]:
 
 
 def _reserved(path: Path, columns: tuple[str, ...]) -> list[str]:
-    """Return the columns that describe stored slides; refuse them in a table that is not the manifest of a store."""
+    """Return the columns that only the manifest of a store may have; refuse them in any other table."""
     reserved = [name for name in columns if name in COLUMNS and name not in _USER_COLUMNS]
     if reserved and not set(_REQUIRED) <= set(columns):
         raise RequestError(

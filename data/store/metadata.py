@@ -17,17 +17,17 @@ def group_json(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def digest_of_group(group: dict[str, Any]) -> str:
-    """Return the SHA-256 of a slide's ``zarr.json``, without the digest itself and however the JSON is formatted."""
+    """Return the SHA-256 of a slide's ``zarr.json`` without this digest; it does not depend on the JSON's format."""
     attributes = dict(group.get("attributes", {}))
     attributes["hyfi"] = {k: v for k, v in attributes.get("hyfi", {}).items() if k != "metadata_sha256"}
-    # Keys sorted, and no white space of the file: tools that write the JSON again do not change the digest.
+    # Sorted keys and fixed white space: tools that rewrite the JSON do not change the digest.
     text = json.dumps({**group, "attributes": attributes}, ensure_ascii=False, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def image_attributes(mpp: Sequence[Mpp]) -> dict[str, Any]:
     """Return the `ome` attributes of an RGB image; ``mpp``: microns per pixel (y, x) of its levels, finest first."""
-    # "mean" says that each level is the mean of 2 × 2 pixels of the finer one; a scanner's own levels are not.
+    # The type "mean": each pixel is the mean of 2 × 2 pixels of the finer level. Levels of a scanner may not be.
     halves = all(abs(b[i] / a[i] - 2) < 1e-6 for a, b in pairwise(mpp) for i in (0, 1))
     multiscale = _multiscale("image", ("c", "y", "x"), mpp, mpp[0])
     return {
@@ -66,7 +66,7 @@ def omero() -> dict[str, Any]:
 
 
 def _multiscale(name: str, axes: tuple[str, ...], mpp: Sequence[Mpp], origin: Mpp) -> dict[str, Any]:
-    """Return one entry of NGFF's ``multiscales``.
+    """Return one entry of NGFF's ``multiscales``, with the scale and translation of each level.
 
     All levels begin at the slide's corner, so a level's first pixel centre lies (s − s₀) / 2 from that of the
     image's finest level, which is the origin::

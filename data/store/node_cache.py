@@ -1,10 +1,10 @@
-"""Decoded chunks that all processes of a node share, so that each part of a store is read and decoded once on a node.
+"""A cache of decoded chunks that all processes of a node share: each chunk is read and decoded once on a node.
 
 ```
 FOLDER/<digest>          crc32c, then the pixels of one chunk; appears complete, by renaming
 FOLDER/locks/<0 … 255>   held by the process that reads a row of chunks from the store, while others wait for the result
-FOLDER/locks/index-<…>   likewise, by the process that reads the index of a file
-FOLDER/locks/room        removed by the first process that finds the disk full, which says so
+FOLDER/locks/index-<…>   held by the process that reads the index of a file
+FOLDER/locks/room        the first process that finds the disk full removes it, and prints a warning
 ```
 
 The folder is on a disk of the node, or in ``/dev/shm``, and only its user may read it. Names are digests of the slide's
@@ -43,18 +43,18 @@ VARIABLE = "HYFI_NODE_CACHE"
 INDEX = "@index"
 _LOCKS = 256
 _FILLED = 0.9
-"""Share of the size that is kept when chunks are removed."""
+"""Fraction of the largest size to which the cache is trimmed."""
 _OURS = re.compile(r"[0-9a-f]{40}|\.[0-9a-f]{40}-\d+-\d+")
-"""Names of chunks, and of those that are being written or whose writer was killed."""
+"""Names of chunks, and of temporary files of chunks, also of killed processes."""
 _CHECK_SHARE = 0.02
-"""The size is checked after this share of it was written by one process."""
+"""A process checks the cache's size each time it has written this fraction of the largest size."""
 
 Load = Callable[[list[int]], Iterable[tuple[int, Pixels | None]]]
-"""Reads and decodes chunks from the store: (slot, pixels), None for a chunk without pixels."""
+"""Reads and decodes chunks (slots) from the store: yields (slot, pixels), None for a blank chunk."""
 
 
 def user_folder(folder: Path | None = None) -> Path:
-    """Return this user's folder of the cache in ``folder``, which may have other files; None: the temporary folder."""
+    """Return this user's folder for the cache, inside ``folder`` (default: the system's temporary folder)."""
     return (folder or Path(tempfile.gettempdir())) / f"hyfi-chunks-{os.getuid()}"
 
 
@@ -128,20 +128,21 @@ class NodeCache:
         return CacheRoom(disk.free + sum(size for _, size, _ in self._chunks()), disk.total)
 
     def announce_room(self) -> None:
-        """Let the next process that finds the disk full say so."""
+        """Make the next process that finds the disk full print a warning."""
         with contextlib.suppress(OSError):
             self._room_mark().touch(mode=0o600)
 
     def read(
         self, row: str, names: Mapping[int, str], shape: tuple[int, ...], load: Load
     ) -> Iterator[tuple[int, Pixels | None]]:
-        """Yield the pixels of chunks that are read together, each valid until the next; None for one without pixels.
+        """Yield (slot, pixels) of chunks, from the cache or else by ``load``; pixels are valid until the next chunk.
 
-        Of many processes that need the same, one calls ``load``; the others wait for it.
+        Pixels are None for a blank chunk. If several processes need the same chunks, one calls ``load``, and the
+        others wait for it.
 
         Args:
-            row: Identifier of the row of chunks; one process at a time reads a row from the store. Indexes of files
-                end in `INDEX`: they are read while a row is held, and have locks of their own.
+            row: Identifier of the row of chunks; one process at a time reads a row from the store. The identifier of a
+                file's index ends in `INDEX`: it has another lock, because it is read while that of a row is held.
             names: Identifier of each chunk's content, by slot.
             shape: Shape of a chunk.
             load: Reads chunks from the store; its exceptions are passed on.
@@ -157,14 +158,14 @@ class NodeCache:
             return
         with self._held(row):
             still = []
-            # Looked up again under the lock: whoever held it before may have added all that is missing.
+            # Look again under the lock: the process that held it before may have added the missing chunks.
             for slot in missing:
                 cached = self._get(names[slot], shape)
                 if cached is None:
                     still.append(slot)
                 else:
                     yield slot, cached
-            # Added one by one, so that the memory is that of one chunk.
+            # One by one: only one chunk is in memory.
             for slot, pixels in load(still) if still else ():
                 if pixels is not None:
                     self._put(names[slot], pixels)
@@ -181,9 +182,9 @@ class NodeCache:
         except OSError:
             return None
         try:
-            # The time of change: many disks do not write that of access (noatime, relatime).
-            os.utime(handle)  # used now
-            # Mapped, the pixels stay readable after the file is closed, and after another process has removed it.
+            # Mark it as used now, by the time of change: many disks do not record that of access (noatime, relatime).
+            os.utime(handle)
+            # Mapped pixels stay readable after the file is closed, and after another process has removed it.
             stored = np.frombuffer(mmap.mmap(handle, 0, prot=mmap.PROT_READ), np.uint8)
             body = without_checksum(stored)
         except (OSError, ValueError):  # damaged: read it from the store again
@@ -198,13 +199,13 @@ class NodeCache:
         return body.reshape(shape)
 
     def _put(self, name: str, pixels: Pixels) -> None:
-        """Add a chunk; without room on the disk it is left out, and all later ones."""
+        """Add a chunk to the cache; once the disk is full, this process adds no more chunks."""
         with self._lock:
             self.store_bytes += pixels.size
         if self._full:
             return
         path = self._path(name)
-        # Processes and threads may add the same chunk at once: each writes a file of its own, and any of them may stay.
+        # Processes and threads may add the same chunk at the same time: each writes its own file, and any may stay.
         temporary = path.with_name(f".{path.name}-{os.getpid()}-{threading.get_ident()}")
         try:
             with temporary.open("wb") as file:
@@ -218,14 +219,14 @@ class NodeCache:
             return
         with self._lock:
             self._unchecked_bytes += pixels.size + CRC_BYTES
-            # Counted under the lock, trimmed outside of it: other threads go on while this one lists the folder.
+            # Count under the lock, trim outside of it: other threads go on while this one lists the folder.
             check = self._unchecked_bytes > _CHECK_SHARE * self._size_bytes
             self._unchecked_bytes = 0 if check else self._unchecked_bytes
         if check:
             self._trim()
 
     def _stop_adding(self, error: OSError) -> None:
-        """Add no more chunks, because the disk is full; the first process of the node says so."""
+        """Add no more chunks, because the disk is full; the first process of the node prints a warning."""
         self._full = True
         with contextlib.suppress(OSError):  # another was first
             # Exactly one process succeeds in removing the file, and that one warns.
@@ -256,12 +257,12 @@ class NodeCache:
         return chunks
 
     def _trim(self) -> None:
-        """Remove the chunks used longest ago if the cache is larger than it may be."""
+        """Remove the chunks used longest ago if the cache is too large."""
         chunks = self._chunks()
         total = sum(size for _, size, _ in chunks)
         if total <= self._size_bytes:
             return
-        # Without a lock: processes that do this at the same time remove the same files.
+        # No lock is needed: processes that trim at the same time remove the same files.
         for _, size, path in sorted(chunks):
             if total <= _FILLED * self._size_bytes:
                 return
@@ -275,21 +276,22 @@ class NodeCache:
 
         Where the disk has no locks, or the folder was removed meanwhile, chunks may be read twice.
         """
-        # Rows that share a lock wait for each other without need; a file for each row would never be removed.
+        # A fixed number of locks, although rows with the same number wait for each other: with a file for each row,
+        # there would be ever more files.
         number = int(hashlib.sha256(row.encode()).hexdigest()[:8], 16) % _LOCKS
-        # An index is read by the holder of a row. If both used the same locks, two processes could wait for each other.
+        # The holder of a row also locks an index. With the same locks for both, two processes could deadlock.
         name = f"index-{number}" if row.endswith(INDEX) else str(number)
         with contextlib.ExitStack() as opened:
             with contextlib.suppress(OSError):
                 handle = os.open(self._locks() / name, os.O_RDWR | os.O_CREAT, 0o600)
                 # Closing ends the lock, as does the end of the process, however it ends.
                 opened.callback(os.close, handle)
-                # `flock` belongs to the open file, so it excludes threads of this process, too; `lockf` would not.
+                # `flock` belongs to the open file, so it also excludes other threads of this process, unlike `lockf`.
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield
 
     def _locks(self) -> Path:
-        """Return the folder of locks; made anew where old files of temporary folders are removed by the system."""
+        """Return the folder of locks; create it again if the system has removed old temporary files."""
         locks = self.folder / "locks"
         for folder in (self.folder, locks):
             with contextlib.suppress(FileExistsError):

@@ -21,7 +21,7 @@ from data.store.sharded_array import ABSENT
 TEMPORARY = ".tmp-"
 """Marks the name of an incomplete file."""
 _BATCH_BYTES = 2**18
-"""Small chunks are written and digested in batches: per chunk, switching threads would cost more than the work."""
+"""Small chunks are written and digested in batches: one by one, switching threads would take longer than the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def write_file(
     Args:
         path: Final path; its folder exists.
         layout: The array's layout.
-        chunks: (slot, encoded bytes with checksum, in pieces) of each used slot in rising order; None omits the chunk.
-        written: Called when the operating system has all bytes. What follows waits for the disk and holds no memory.
+        chunks: (slot, encoded bytes with checksum) of each used slot, in ascending order; None omits the chunk.
+        written: Called when the operating system has all bytes; afterwards the chunks' memory is no longer needed.
 
     Raises:
         OSError: The file cannot be written.
@@ -97,7 +97,7 @@ def write_file(
 
 
 def _index(layout: ArrayLayout, places: list[tuple[int, int, int]]) -> bytes:
-    """Return the index of a shard whose chunks are (slot, offset, length)."""
+    """Return the index of a shard, from the (slot, offset, length) of its chunks."""
     # zarr: 2⁶⁴ − 1 in both numbers means that the chunk is absent.
     index = np.full((layout.slots[0] * layout.slots[1], 2), ABSENT, "<u8")
     if places:
@@ -112,7 +112,7 @@ class _TemporaryFile:
     def __init__(self, path: Path) -> None:
         self._final = path
         self._path = path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
-        # The process's id in the name: what a killed writer left does not get in the way of the one that resumes.
+        # With the process id in its name, the file of a killed writer does not disturb the one that resumes.
         self._handle = self._path.open("wb", buffering=_BATCH_BYTES)
         self._waiting: list[bytes | Pixels] = []
         self._waiting_bytes = 0
@@ -120,7 +120,7 @@ class _TemporaryFile:
         self.size = 0
 
     def write(self, data: Buffers) -> None:
-        """Append bytes, which are written in batches."""
+        """Append bytes; they are written in batches."""
         length = sum(map(len, data))
         self._waiting += data
         self._waiting_bytes += length
@@ -129,7 +129,7 @@ class _TemporaryFile:
             self.flush()
 
     def flush(self) -> None:
-        """Digest what waits, and pass it to the operating system."""
+        """Digest the waiting bytes, and pass them to the operating system."""
         data: Any = self._waiting[0] if len(self._waiting) == 1 else joined(self._waiting)
         self._waiting, self._waiting_bytes = [], 0
         self.digest.update(data)
@@ -138,7 +138,7 @@ class _TemporaryFile:
 
     def publish(self) -> None:
         """Sync the file and give it its final name."""
-        # Content before name; entries of folders are synced once for the whole slide, by `SlideWriter.publish`.
+        # Sync the content before renaming; `SlideWriter.publish` syncs the folders, once for the whole slide.
         os.fsync(self._handle.fileno())
         self._path.replace(self._final)
 

@@ -35,7 +35,7 @@ from hyfi_core.plan.box import Box
 ABSENT = np.uint64(2**64 - 1)
 _LONGEST_READ_BYTES = 2**22
 _LONGEST_RUN = 8
-"""Most chunks that one task reads and decodes: few, so that threads are equally busy."""
+"""Most chunks that one task reads and decodes; with few, all threads are equally busy."""
 
 Index = npt.NDArray[np.uint64]
 
@@ -55,9 +55,9 @@ class ShardedArray:
     Attributes:
         path: The array's directory.
         layout: Its shape, chunks, shards and codec.
-        blank: By file name, the slots of chunks that were left out on purpose; they read as background.
-        sizes: By file name, the bytes that each file must have; a file of another size is an error. Empty: unknown.
-        digest: Differs if the array's content does; names its chunks in the node's cache. Empty: they are not shared.
+        blank: File name -> slots of chunks that were left out on purpose; they read as background.
+        sizes: File name -> bytes that the file must have; another size is an error. Empty: unknown.
+        digest: Identifies the array's content in the names of its chunks in the node's cache; empty: not cached there.
     """
 
     path: Path
@@ -95,8 +95,8 @@ class ShardedArray:
     def read_into(self, box: Box, out: Pixels, threads: int = 1) -> None:
         """Fill ``out`` with the pixels of ``box``, which must lie inside the array.
 
-        Memory beside ``out``: for each thread one chunk and a read of at most a few MB; over a network for each
-        request under way, at most 32.
+        Memory in addition to ``out``: one chunk and a read of at most a few MB, for each thread; over a network, for
+        each of at most 32 simultaneous requests.
 
         Args:
             box: Rectangle of the array.
@@ -121,7 +121,7 @@ class ShardedArray:
         if self._cache() is None and len(runs) > 1:  # otherwise indexes are read with their chunks
             files = [file for file in dict.fromkeys(run.file for run in runs) if file not in self._index]
             each(self._load_index, files, self.path)
-        # Decoded in the threads that wait for the network; otherwise only one thread may decode, this one.
+        # Decode in the threads that wait for the network; but with ``threads=1``, only in this thread.
         if threads > 1 or self._cache() is not None:
             each(lambda run: self._read_run(run, box, out), runs, self.path)
             return
@@ -137,7 +137,7 @@ class ShardedArray:
     def _runs(self, box: Box) -> Iterator[_ChunkRun]:
         """Yield the chunks that ``box`` overlaps, in runs of at most ``_LONGEST_RUN``."""
         layout = self.layout
-        # Slots count all columns of a shard, also those beyond the array's border.
+        # Columns of chunks in a shard, including those beyond the array's border: slots count them all.
         (ch, cw), columns = layout.chunk_px, layout.slots[1]
         for file in layout.files(box):
             inside = layout.file_box(file).intersect(box)
@@ -150,14 +150,14 @@ class ShardedArray:
                     yield _ChunkRun(file, tuple(range(row * columns + start, row * columns + stop)))
 
     def _read_run(self, run: _ChunkRun, box: Box, out: Pixels) -> None:
-        """Read neighbouring chunks of one file, from the node's cache if there is one, and copy them into ``out``."""
+        """Read a run of chunks, from the node's cache if there is one, and copy their part of ``box`` into ``out``."""
         cache = self._cache()
         if cache is None:
             self._place(run, self._read_chunks(run), box, out)
             return
         file = f"{self.digest}/{self.layout.file_name(run.file)}"
         names = {slot: f"{file}#{slot}" for slot in run.slots}
-        # One lock for the whole row of chunks, since runs of other boxes overlap this one: each is decoded once a node.
+        # One lock for the whole row of chunks, because runs of other boxes may overlap this one.
         lock_name = f"{file}@{run.slots[0] // self.layout.slots[1]}"
         for slot, pixels in cache.read(
             lock_name, names, self.layout.chunk_shape, lambda slots: self._decoded(run, slots)
@@ -174,13 +174,13 @@ class ShardedArray:
             yield slot, None if data is None else self._decode(data, self.file_path(run.file), slot)
 
     def _place(self, run: _ChunkRun, chunks: Iterable[tuple[int, Pixels | None]], box: Box, out: Pixels) -> None:
-        """Decode chunks, ``(slot, encoded bytes)``, and write their pixels in ``box`` to ``out``."""
+        """Decode chunks, ``(slot, encoded bytes)``, and copy their part of ``box`` into ``out``."""
         for slot, data in chunks:
             pixels = None if data is None else self._decode(data, self.file_path(run.file), slot)
             self._place_chunk(run, slot, pixels, box, out)
 
     def _place_chunk(self, run: _ChunkRun, slot: int, pixels: Pixels | None, box: Box, out: Pixels) -> None:
-        """Write a chunk's pixels in ``box`` to ``out``; None: background."""
+        """Copy a chunk's part of ``box`` into ``out``; without pixels (None), background."""
         chunk_box = self.layout.chunk_box(run.file, slot)
         common = chunk_box.intersect(box)
         target = out[(..., *common.relative_to(box).slices())]
@@ -194,7 +194,7 @@ class ShardedArray:
         """Yield (slot, encoded bytes) of each chunk; None for a chunk that was left out on purpose."""
         path = self.file_path(run.file)
         blank = self.blank.get(self.layout.file_name(run.file), ())
-        # The only chunk of its file, so there is no file.
+        # Without shards, a blank chunk has no file.
         if not self.layout.sharded and 0 in blank:
             yield 0, None
             return
@@ -244,10 +244,10 @@ class ShardedArray:
             raise _unreadable(path, error) from error
 
     def _index_of(self, open_file: OpenFile, path: Path, file: tuple[int, int]) -> Index:
-        """Return the index of the file at this (row, column), which is read once."""
+        """Return the index of the file at this (row, column); cached."""
         index = self._index.get(file)
         if index is None:
-            # Threads that come together read it twice; the results are equal.
+            # Two threads may read it at the same time, with equal results.
             index = self._index[file] = self._read_index(open_file, path, self.layout.file_name(file))
         return index
 
@@ -258,13 +258,13 @@ class ShardedArray:
             return read_index(open_file, path, self.layout, expected)
 
         def load(slots: list[int]) -> list[tuple[int, Pixels | None]]:
-            # As bytes: the cache holds arrays of uint8.
+            # As bytes, because the cache has arrays of uint8.
             return [(0, read_index(open_file, path, self.layout, expected).astype("<u8").reshape(-1).view(np.uint8))]
 
         key, size = f"{self.digest}/{name}{INDEX}", self.layout.index_bytes - CRC_BYTES
         ((_, stored),) = cache.read(key, {0: key}, (size,), load)
         assert stored is not None, "every index has bytes"
-        # A copy: indexes are kept, and what the cache gives is valid until its next chunk only.
+        # A copy: the index is kept, but arrays of the cache are valid only until its next chunk.
         return np.frombuffer(stored.tobytes(), "<u8").reshape(-1, 2)
 
 
@@ -278,9 +278,9 @@ def read_index(file: OpenFile, path: Path, layout: ArrayLayout, expected_size: i
     """Return (offset, length) of each slot of an open file as ``(slots, 2)``; both ``ABSENT`` for a missing chunk.
 
     Raises:
-        StoreError: The file has not its expected size, is too short or its index is altered.
+        StoreError: The file does not have its expected size, is too short, or its index is altered.
     """
-    # One byte tells the size, all that there is to know of a file without an index.
+    # A file without an index is one chunk: read one byte, to learn the file's size.
     length = layout.index_bytes if layout.sharded else 1
     tail, size = file.tail(length)
     if expected_size is not None and size != expected_size:
@@ -302,7 +302,7 @@ def _adjacent(index: Index, slots: list[int]) -> Iterator[list[int]]:
     length = 0
     for slot in slots:
         offset, size = (int(n) for n in index[slot])
-        # zarr allows the chunks of a shard in any order.
+        # Not always: zarr allows the chunks of a shard in any order.
         follows = group and offset == int(index[group[-1]].sum()) and length + size <= _LONGEST_READ_BYTES
         if group and not follows:
             yield group
@@ -338,7 +338,7 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
     key = (os.getpid(), threads)
     pool = _pools.get(key)
     if pool is None:
-        # Of two threads that come first at the same time, both take the same pool.
+        # `setdefault`: two threads that create it at the same time get the same pool.
         pool = _pools.setdefault(key, ThreadPoolExecutor(threads, thread_name_prefix="store-read"))
     return pool
 

@@ -70,15 +70,14 @@ class SlideStore:
 
         Args:
             path: ``STORE/<slide_id>.zarr``, a folder or on object storage.
-            check_files: Whether to look at every file now; the size of a shard is checked in any case when it is read
-                first.
+            check_files: Whether to check every file now; when a shard is first read, its size is checked in any case.
 
         Raises:
             StoreError: The slide is missing or of another version, or a shard is missing or has the wrong size.
         """
         path = location(path)
         label = path / "labels" / "tissue"
-        # At once: on object storage each group is a request.
+        # Both groups at once: on object storage, each is a request.
         (attributes, ome), (_, label_ome) = each(
             lambda group: group_attributes(group) if group is path else _attributes(group), (path, label), path
         )
@@ -161,7 +160,7 @@ class SlideStore:
         if mpp_um is not None:
             nearest = min(range(len(masks)), key=lambda k: abs(np.log(masks[k][1][0] / mpp_um)))
         array, mpp = masks[nearest]
-        # Whole: a mask at 8 µm per pixel is small, and the callers need all of it.
+        # The whole mask: at 8 µm per pixel it is small.
         return array.read(array.layout.box) != 0, mpp
 
     def with_tissue(self, mask: npt.NDArray[np.bool_]) -> SlideStore:
@@ -185,7 +184,7 @@ class SlideStore:
 
 
 def group_attributes(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the `hyfi` and the `ome` attributes of a slide.
+    """Return (`hyfi` attributes, `ome` attributes) of a slide.
 
     Raises:
         StoreError: There is no such slide, or it is of another version.
@@ -206,13 +205,13 @@ def group_attributes(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _attributes(group: Path) -> tuple[Any, Any]:
-    """Return the `hyfi` and the `ome` attributes of a group, None where it has not got them."""
+    """Return (`hyfi` attributes, `ome` attributes) of a group; None if it has none."""
     attributes = read_json(group / "zarr.json").get("attributes", {})
     return attributes.get("hyfi"), attributes.get("ome")
 
 
 def listed_files(path: Path, attributes: dict[str, Any]) -> dict[str, FileEntry]:
-    """Return the entry of each pixel file (shard or chunk), by its path inside the slide.
+    """Return path inside the slide -> entry of each pixel file (shard or chunk).
 
     Raises:
         StoreError: The slide's file list is missing or damaged.
@@ -227,7 +226,7 @@ def listed_files(path: Path, attributes: dict[str, Any]) -> dict[str, FileEntry]
 
 
 def _check_shards(path: Path, files: dict[str, FileEntry]) -> None:
-    """Refuse a slide that lacks a shard, or has one of another size than its list says."""
+    """Refuse a slide that lacks a shard of its list, or has one with another size."""
     expected = {name: entry.size for name, entry in files.items() if entry.size is not None}
     try:
         sizes = sizes_of(path, expected)
@@ -242,7 +241,7 @@ def _check_shards(path: Path, files: dict[str, FileEntry]) -> None:
 
 
 def _sizes(files: dict[str, FileEntry]) -> dict[str, dict[str, int]]:
-    """Return the size of each file, by array and file name."""
+    """Return array -> file name -> size: ``{"0": {"c/0/0/0": 1234}}``."""
     sizes: dict[str, dict[str, int]] = {}
     for name, entry in files.items():
         if entry.size is not None:
@@ -253,7 +252,7 @@ def _sizes(files: dict[str, FileEntry]) -> dict[str, dict[str, int]]:
 
 
 def _blank(files: dict[str, FileEntry]) -> dict[str, dict[str, frozenset[int]]]:
-    """Return the slots of chunks left out on purpose, by array and file name."""
+    """Return array -> file name -> slots of chunks left out on purpose: ``{"0": {"c/0/0/0": {5, 6}}}``."""
     slots: dict[str, dict[str, frozenset[int]]] = {}
     for name, entry in files.items():
         if entry.blank:
@@ -263,7 +262,7 @@ def _blank(files: dict[str, FileEntry]) -> dict[str, dict[str, frozenset[int]]]:
 
 
 def _datasets(path: Path, ome: dict[str, Any]) -> list[tuple[str, tuple[float, float]]]:
-    """Return the path and the microns per pixel (y, x) of each level, finest first."""
+    """Return (path, microns per pixel (y, x)) of each level, finest first."""
     try:
         datasets = ome["multiscales"][0]["datasets"]
         levels = []

@@ -21,7 +21,7 @@ from data.arrays import Mask
 from hyfi_core.plan.box import Box
 
 LARGEST_DENOMINATOR = 100_000
-"""Largest denominator of a ratio of two mpp as a fraction: products with numbers of pixels stay within int64."""
+"""Largest denominator of the ratio of two mpp: products of the fraction with numbers of pixels stay within int64."""
 
 
 def first_pixels(length_px: int, pixel_mpp: float, mask_length: int, mask_mpp: float) -> NDArray[np.int64]:
@@ -37,7 +37,7 @@ def first_pixels(length_px: int, pixel_mpp: float, mask_length: int, mask_mpp: f
         mask_mpp: Microns per pixel of the mask.
 
     Returns:
-        ``(mask_length + 1,)`` int64, rising.
+        ``(mask_length + 1,)`` int64, in ascending order.
     """
     ratio = (Fraction(pixel_mpp) / Fraction(mask_mpp)).limit_denominator(LARGEST_DENOMINATOR)
     rows = np.arange(mask_length + 1, dtype=np.int64)
@@ -56,7 +56,7 @@ class TissueGrid:
     Attributes:
         mask: (h, w) bool, not owned.
         rows: (h + 1,) first image row on each mask row, then the image's height; see `first_pixels`.
-        columns: (w + 1,) likewise for columns.
+        columns: (w + 1,) first image column on each mask column, then the image's width.
     """
 
     mask: NDArray[np.bool_]
@@ -91,12 +91,12 @@ class TissueGrid:
         Memory: 64 mask rows, and (rows of blocks, mask columns), as int64.
 
         Args:
-            y_ends: Rows where blocks start and end, not falling, inside the image.
-            x_ends: Columns likewise.
+            y_ends: Image rows where blocks start or end, in ascending order: ``[0, 64, 128]`` for two rows of blocks.
+            x_ends: Image columns where blocks start or end.
         """
         strips = np.zeros((len(y_ends) - 1, self.mask.shape[1]), np.int64)
         for i, (y0, y1) in enumerate(pairwise(y_ends.tolist())):
-            # Mask rows [first, stop) overlap image rows [y0, y1); each counts once for every image row that it covers.
+            # Mask rows [first, stop) cover image rows [y0, y1); a mask row counts once for each of its image rows.
             first = max(0, int(np.searchsorted(self.rows, y0, "right")) - 1)
             stop = int(np.searchsorted(self.rows, y1))
             ends = np.clip(self.rows[first : stop + 1], y0, y1)
@@ -125,14 +125,14 @@ class TissueGrid:
         """
         before = np.zeros((len(strips), strips.shape[1] + 1), np.int64)
         np.cumsum(strips * np.diff(self.columns), axis=1, out=before[:, 1:])
-        # All of the mask columns before the one with the end, and of that one the image columns left of the end.
+        # Whole mask columns before that of the end, plus the image columns left of the end in its mask column.
         column = np.clip(np.searchsorted(self.columns, x_ends, "right") - 1, 0, strips.shape[1] - 1)
         return np.asarray(before[:, column] + strips[:, column] * (x_ends - self.columns[column]), dtype=np.int64)
 
 
 def halve_mask(mask: Mask) -> Mask:
     """Return the mask at half its size (ceil): set where at least two of the 2 × 2 pixels are set."""
-    # An odd last row counts twice, so that it is set where at least one of its two pixels is.
+    # An odd last row is repeated: the result is set where at least one of its two pixels is.
     padded = np.pad(mask, ((0, mask.shape[0] % 2), (0, mask.shape[1] % 2)), mode="edge").astype(np.uint8)
     total = padded[0::2, 0::2] + padded[1::2, 0::2] + padded[0::2, 1::2] + padded[1::2, 1::2]
     result: Mask = total >= 2
@@ -140,8 +140,8 @@ def halve_mask(mask: Mask) -> Mask:
 
 
 def _rows_around(firsts: NDArray[np.int64], start: int, stop: int) -> slice:
-    """Return the mask's rows (or columns) under pixels ``[start, stop)``, and one or more on each side."""
-    # Of a mask that is finer than the image, several rows have one first pixel: all that a border pixel may cover.
+    """Return the mask's rows (or columns) under pixels ``[start, stop)``, and at least one more on each side."""
+    # If the mask is finer than the image, several mask rows have the same first pixel: include all of them.
     first = min(int(np.searchsorted(firsts, start, "right")) - 1, int(np.searchsorted(firsts, start, "left")))
     end = max(int(np.searchsorted(firsts, stop, "left")), int(np.searchsorted(firsts, stop, "right")) - 1)
     return slice(max(0, first - 1), end + 1)

@@ -1,8 +1,8 @@
 """An unfinished slide: the folder in which it is written, and the journal of its finished files.
 
 ```
-STORE/.<slide_id>.zarr.part-<digest>         with an identity: a later writer of the same identity resumes it
-STORE/.<slide_id>.zarr.tmp-<host>-<pid>      without: removed once its process has ended
+STORE/.<slide_id>.zarr.part-<digest>         with an identity: a later writer with the same identity resumes it
+STORE/.<slide_id>.zarr.tmp-<host>-<pid>      without an identity: removed once its process has ended
     journal.jsonl                            one line for each finished pixel file
 ```
 
@@ -34,9 +34,9 @@ _MOST_NAMED = 5
 
 
 def working_folder(store: Path, base: Path | None = None) -> Path:
-    """Return the local folder in which slides of a store are written: the store's own, or one for its uploads.
+    """Return the local folder in which slides of a store are written: the store itself, or a folder for its uploads.
 
-    A later run of the same user on the same machine continues there.
+    It is the same for later runs of this user on this machine, so they can resume slides.
 
     Args:
         store: A folder, or on object storage.
@@ -49,7 +49,7 @@ def working_folder(store: Path, base: Path | None = None) -> Path:
 
 
 def make_private(store: Path, base: Path | None = None) -> None:
-    """Make the folder of this user's uploads; do nothing for a store in a folder. Arguments as of `working_folder`.
+    """Make the folder of this user's uploads, if the store is on object storage; arguments as for `working_folder`.
 
     Raises:
         OSError: It cannot be made, or belongs to another user, who could read the pixels.
@@ -63,7 +63,7 @@ def _uploads(base: Path | None) -> Path:
 
 
 def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:
-    """Return the folder in which to write ``final``; remove those of other identities and of ended processes.
+    """Return the folder in which to write ``final``; remove unfinished folders that no writer can resume.
 
     Args:
         final: Path of the finished slide.
@@ -75,10 +75,10 @@ def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:
         folder = temporary_path(final)
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        # In the name: another identity has another folder, so files of two never mix.
+        # The digest of the identity is in the name: files of two identities never mix.
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         folder = final.with_name(f"{prefix}{digest[:16]}")
-    # They can never be finished: this writer will replace the slide that they were for.
+    # Unfinished slides of other identities: nobody will finish them, because this writer replaces the slide.
     for path in final.parent.iterdir():
         if path.name.startswith(prefix) and path != folder:
             shutil.rmtree(path, ignore_errors=True)
@@ -88,17 +88,17 @@ def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:
 
 
 def unfinished_slides(store: Path) -> list[str]:
-    """Return the names of slides that a store in a folder lacks so far: being written now, or left by a stopped ingest.
+    """Return the names of unfinished slides: being written now, or left by a stopped ingest.
 
-    Of a store on object storage nothing is known here: its slides are written on other machines.
+    Empty for a store on object storage, whose slides may be written on other machines.
     """
     if is_remote(store):
         return []
     try:
         names = [match[1] for path in store.iterdir() if (match := _UNFINISHED.fullmatch(path.name))]
     except OSError:
-        return []  # its reader reports it
-    # A slide that is being replaced is there; one that failed has a record, which says so.
+        return []  # whoever reads the store reports the error
+    # Leave out slides that are being replaced (they exist) and slides that failed (their records say so).
     return sorted(
         {name for name in names if not (slide_path(store, name).exists() or record_path(store, name).exists())}
     )
@@ -132,7 +132,7 @@ class Journal:
         """Whether this run or an earlier one wrote this file; a file of an earlier run is read once to check it."""
         if name in self.entries:
             return True
-        # Popped: a file is read to check it only once.
+        # `pop`, so that a file is read only once to check it.
         entry = self._earlier.pop(name, None)
         if entry is None or not _is_intact(self._folder / name, entry):
             return False
@@ -146,7 +146,7 @@ class Journal:
         with self._lock:
             self.entries[name] = entry
             self._file.write(line)
-            # Not synced: a line that a power cut takes costs one file written again, and nothing else.
+            # Not synced: if a power cut loses the line, one file is written again.
             self._file.flush()
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class Journal:
 
 
 def _load(path: Path) -> dict[str, FileEntry]:
-    """Return the entries of a journal by file; lines that were cut off are left out."""
+    """Return file -> entry of a journal, without truncated lines."""
     entries: dict[str, FileEntry] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -176,8 +176,8 @@ def _load(path: Path) -> dict[str, FileEntry]:
 
 
 def _is_intact(path: Path, entry: FileEntry) -> bool:
-    """Whether a file is as its entry says, by size and digest."""
-    # All of its chunks are blank, so it has no file.
+    """Whether a file has the size and digest of its entry."""
+    # Without a size, all chunks are blank, and there is no file.
     if entry.size is None:
         return not path.exists()
     try:

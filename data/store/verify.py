@@ -71,7 +71,7 @@ class _File:
 
 
 def verify_store(store: Path, threads: int, progress: Progress | None = None) -> VerifyReport:
-    """Verify every slide of a store, and that every record has its slide and every slide its record.
+    """Verify every slide of a store, and that each slide has a record and each record of a done slide has its slide.
 
     Memory: one chunk or a few MB for each thread.
 
@@ -99,7 +99,7 @@ def verify_store(store: Path, threads: int, progress: Progress | None = None) ->
 
 
 def slides_in(store: Path) -> list[Path]:
-    """Return the paths of a store's slides, sorted. A web server cannot list a folder: there the manifest names them.
+    """Return the paths of a store's slides, sorted; from the manifest on web servers, which cannot list folders.
 
     Raises:
         StoreError: There is no store.
@@ -154,7 +154,7 @@ def verify_slide(
 
 
 def size_of_store(paths: Iterable[Path]) -> int:
-    """Return the bytes of all pixel files that these slides list; damaged slides count as 0."""
+    """Return the bytes of all pixel files of these slides, from their file lists; damaged slides count as 0."""
     total = 0
     for path in paths:
         try:
@@ -175,7 +175,7 @@ def _known_metadata(path: Path, attributes: dict[str, Any], fault: Callable[[Pat
     if digest_of_group(read_json(path / "zarr.json")) != stated:
         fault(path / "zarr.json", "the slide's metadata was altered (its digest differs)")
     for name, entry in listed.items():
-        # A damaged list may have anything here; without size and digest, the file is a fault.
+        # A damaged list may have anything here; a file without size and digest is then a fault.
         facts = entry if isinstance(entry, dict) else {}
         reason = _metadata_fault(path / name, facts.get("size"), facts.get("sha256"))
         if reason:
@@ -197,7 +197,7 @@ def _metadata_fault(path: Path, size: int | None, sha256: str | None) -> str:
 def _files(
     path: Path, entries: dict[str, FileEntry], arrays: set[str], fault: Callable[[Path, str], None]
 ) -> Iterator[_File]:
-    """Yield every pixel file of the slide's arrays; report those not in the file list, and listed ones of no array."""
+    """Yield the pixel files of the slide's arrays; report files that are missing in the file list or in all arrays."""
     listed: set[str] = set()
     for name in sorted(arrays):
         folder = Path(name).parent
@@ -207,7 +207,7 @@ def _files(
                 continue
             layout = ArrayLayout.from_json(meta)
         except (StoreError, KeyError, TypeError, ValueError, IndexError, AttributeError):
-            # Reported already by its digest. Which files it should have is unknown: accept those that are listed.
+            # Its digest was reported already. The files that it should have are unknown: accept all listed ones.
             listed.update(file for file in entries if file.startswith(f"{folder.as_posix()}/c/"))
             continue
         for position in layout.files():
@@ -250,7 +250,7 @@ def _reasons_inside(handle: OpenFile, file: _File) -> list[str]:
     except StoreError as error:
         reasons.append(str(error).removeprefix(f"{file.path}: "))
     digest = hashlib.sha256()
-    # In the order of the file, for one pass over it: the digest needs every byte once.
+    # One pass in the order of the file, because the digest needs every byte once.
     for start, end, slot in _pieces(sorted(chunks), file.entry.size or 0):
         data = handle.read(start, end - start)
         digest.update(data)
@@ -262,16 +262,16 @@ def _reasons_inside(handle: OpenFile, file: _File) -> list[str]:
 
 
 def _reasons_of_chunk(data: bytes | memoryview, slot: int, layout: ArrayLayout) -> list[str]:
-    """Return what is wrong with a chunk: its checksum and, where that does not prove it, its pixels."""
+    """Return what is wrong with a chunk: its checksum, or, for a copied JPEG tile, its pixels."""
     try:
         body = without_checksum(data)
     except ValueError as error:
         return [f"{error} in chunk {slot}"]
-    # Encoded by this project from pixels: with the right checksum it decodes.
+    # A chunk that this project has encoded can be decoded if its checksum is right.
     if layout.codec.exact or layout.codec.level is not None:
         return []
     try:
-        # A JPEG tile that was copied from the source without being decoded.
+        # A JPEG tile that was copied from the slide's file without being decoded.
         layout.codec.decode(body, layout.chunk_shape)
     except (ValueError, RuntimeError) as error:
         return [
@@ -282,7 +282,7 @@ def _reasons_of_chunk(data: bytes | memoryview, slot: int, layout: ArrayLayout) 
 
 
 def _reasons_of_index(index: Index, file: _File) -> list[str]:
-    """Return what is wrong with the chunks that an index lists as absent."""
+    """Return the differences between the chunks that are absent in an index and those that are listed as blank."""
     used = file.layout.used_slots(file.position)
     absent = {slot for slot in used if index[slot, 0] == ABSENT}
     blank = set(file.entry.blank)
@@ -302,7 +302,7 @@ def _pieces(chunks: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple
     for start, end, slot in [*chunks, (size, size, -1)]:
         for begin in range(at, min(start, size), _PIECE_BYTES):
             yield begin, min(begin + _PIECE_BYTES, start, size), None
-        # Never back: a chunk that overlaps the one before is skipped, and its bytes are read as a gap.
+        # Never go back: skip a chunk that overlaps the one before; its bytes are read as a gap.
         at = max(at, min(start, size))
         if slot >= 0 and start >= at and end <= size:
             yield start, end, slot
@@ -314,7 +314,7 @@ def _some(slots: Sequence[int]) -> str:
 
 
 def _records(store: Path) -> tuple[dict[str, SlideRecord], list[Fault]]:
-    """Return the records of a store by slide, and a fault for each that cannot be read."""
+    """Return (slide -> record, a fault for each record that cannot be read) of a store."""
     records: dict[str, SlideRecord] = {}
     faults: list[Fault] = []
 
@@ -334,7 +334,7 @@ def _records(store: Path) -> tuple[dict[str, SlideRecord], list[Fault]]:
 
 
 def _against_record(record: SlideRecord, path: Path) -> list[Fault]:
-    """Return the faults of a slide that its record calls done."""
+    """Return the differences between a slide and its record, which says that it is done."""
     if not path.is_dir():
         return [Fault(record.slide_id, path, "the slide is missing, although its record says it is done")]
     try:

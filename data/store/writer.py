@@ -54,8 +54,8 @@ class SlideWriter:
         tissue: Tissue mask, whose corner is the slide's corner, and its microns per pixel: chunks without tissue are
             left out and listed as blank. None: all chunks are written.
         identity: JSON of what determines the slide's pixels (parameters, the source's size and time). A new writer
-            resumes what a killed one of the same identity left. None: every writer starts from nothing.
-        threads: Chunks encoded at a time; 0: as many as this process has cores.
+            resumes the slide of a killed one with the same identity. None: every writer starts from the beginning.
+        threads: Number of chunks encoded at a time; 0: one for each core of this process.
         scratch: For a store on object storage: folder on a local disk from which the finished slide is uploaded;
             default: the system's temporary folder.
 
@@ -81,17 +81,17 @@ class SlideWriter:
         self.levels = tuple(levels)
         self._resumable = identity is not None
         self._uploading = False
-        # Part of the identity: files of another layout or codec must not be taken for finished ones.
+        # Layouts are part of the identity: files with another layout or codec must not count as finished.
         layouts = [[level.layout.to_json(), level.mpp] for level in self.levels]
         self.path = unfinished_folder(local, None if identity is None else [dict(identity), layouts, FORMAT])
         self._tissue = [_tissue_grid(level, tissue) for level in self.levels]
         for k, level in enumerate(self.levels):
             self._make_array(str(k), level.layout)
         self._journal = Journal(self.path)
-        # Bounded: a place that is released twice is an error, not more memory.
+        # A bounded semaphore raises an error if a block is released twice.
         self._free_blocks = threading.BoundedSemaphore(_BLOCKS_IN_FLIGHT)
         self._threads = threads or usable_cores()
-        # Two pools: disk threads wait for chunks, and in one pool they could occupy all threads that would encode them.
+        # Two pools: disk threads wait for encoded chunks, and in one pool they could occupy all threads.
         self._encoders = ThreadPoolExecutor(self._threads, "store-encode")
         self._disk = ThreadPoolExecutor(_FILES_IN_FLIGHT, "store-write")
         self._pending: list[Future[None]] = []
@@ -103,11 +103,11 @@ class SlideWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # First: their threads write into the folder that may be removed below.
+        # First, because their threads write into the folder that may be removed below.
         for pool in (self._encoders, self._disk):
             pool.shutdown(wait=True, cancel_futures=True)
         self._journal.close()
-        # KeyboardInterrupt or SystemExit: the run can be resumed. Other errors would occur again, except an upload's.
+        # A stopped run (KeyboardInterrupt, SystemExit) can be resumed, and so can an upload; other errors would recur.
         stopped = kind is not None and (self._uploading or not issubclass(kind, Exception))
         if not (self._resumable and stopped):
             shutil.rmtree(self.path, ignore_errors=True)
@@ -119,9 +119,9 @@ class SlideWriter:
         return self._journal.finished(f"{level}/{layout.file_name((row, column))}")
 
     def read_back(self, level: int, box: Box) -> Pixels | None:
-        """Return the pixels of ``box`` ``(3, h, w)`` as this run or an earlier one wrote them.
+        """Return the pixels of ``box`` ``(3, h, w)`` that this run or an earlier one wrote.
 
-        None if some are not written yet, are lossy, or lack chunks that were left out for having no tissue.
+        None if a file is not finished, the codec is lossy, or chunks without tissue are left out.
         """
         layout = self.levels[level].layout
         names = [f"{level}/{layout.file_name(file)}" for file in layout.files(box)]
@@ -199,7 +199,7 @@ class SlideWriter:
         Raises:
             OSError: A file could not be written.
         """
-        # Before the list of files: it must name only files that are there.
+        # First, because the list of files must name only files that exist.
         for future in self._pending:
             future.result()
         self._encoders.shutdown()
@@ -209,12 +209,12 @@ class SlideWriter:
         if is_remote(self.final):
             self._upload()
             return
-        # Not earlier: if the sync above is killed, the slide is resumed by its journal.
+        # Not earlier: if the process is killed before, the journal is needed to resume.
         self._journal.remove()
         publish_directory(self.path, self.final)
 
     def _upload(self) -> None:
-        """Copy the slide to object storage; if that is interrupted, the next writer continues by the journal."""
+        """Copy the slide to object storage; if that is interrupted, the next writer resumes by the journal."""
         self._journal.close()
         # From here on the slide is complete, and an error keeps the folder: see `__exit__`.
         self._uploading = True
@@ -222,7 +222,7 @@ class SlideWriter:
         self._uploading = False
 
     def _write_groups(self, attributes: dict[str, Any]) -> None:
-        """Write the metadata of all groups; that of the slide last, with the lists of all files."""
+        """Write the metadata of all groups, at last that of the slide, with the lists of all files."""
         groups = {"labels": metadata.labels_attributes()} if self._label_mpp else {}
         if self._label_mpp:
             groups["labels/tissue"] = metadata.label_attributes(self._label_mpp, self.levels[0].mpp)
@@ -252,15 +252,15 @@ class SlideWriter:
     def _write_block(
         self, array: str, layout: ArrayLayout, y0: int, x0: int, block: Pixels, tissue: TissueGrid | None
     ) -> None:
-        """Encode a block of an array and write it to the files that it fills; those written before are left out.
+        """Encode a block of an array and write the files that it fills, except files that are finished.
 
         Args:
             array: Name of the array.
-            layout: Of the array.
+            layout: Layout of the array.
             y0: First row of the block.
             x0: First column of the block.
             block: ``(…, h, w)``.
-            tissue: Where tissue is: chunks without any are blank; None: all are written.
+            tissue: The tissue of the slide: chunks without tissue are blank; None: all chunks are written.
         """
         box = Box(y0, y0 + block.shape[-2], x0, x0 + block.shape[-1])
         names = {file: f"{array}/{layout.file_name(file)}" for file in layout.files(box)}
@@ -268,7 +268,7 @@ class SlideWriter:
         if not unfinished:
             return
         self._acquire_block()
-        # One block may fill several files; its place is free when the last of them is written.
+        # One block may fill several files; it is released when the last of them is written.
         release = _Countdown(len(unfinished), self._free_blocks.release)
         for file in unfinished:
             chunks = [
@@ -280,7 +280,7 @@ class SlideWriter:
     def _encode(
         self, layout: ArrayLayout, chunk: Box, box: Box, block: Pixels, tissue: TissueGrid | None
     ) -> Future[bytes] | None:
-        """Start encoding the chunk with the box ``chunk`` from a block with the box ``box``; None: it has no tissue."""
+        """Start encoding the chunk at box ``chunk``, a part of ``block`` at box ``box``; None if it has no tissue."""
         if tissue is not None and tissue.is_glass(chunk):
             return None
         return self._encoders.submit(lambda: layout.codec.encode(_whole_chunk(layout, chunk, box, block)))
@@ -292,10 +292,10 @@ class SlideWriter:
         chunks: Iterator[tuple[int, Buffers | None]],
         when_written: Callable[[], object],
     ) -> None:
-        """Write a file in a disk thread; ``when_written`` is called once, when written (not yet synced) or failed."""
+        """Write a file in a disk thread; call ``when_written`` once, when it is written (not yet synced) or failed."""
         once = _Once(when_written)
         future = self._disk.submit(self._store, name, layout, chunks, once)
-        # Also if the file fails before it is written: otherwise `write` would wait for its place for ever.
+        # Also if the file fails: otherwise its block would never be released, and `write` would wait for ever.
         future.add_done_callback(once)
         self._pending.append(future)
 
@@ -306,16 +306,16 @@ class SlideWriter:
         self._journal.add(name, write_file(self.path / name, layout, chunks, written))
 
     def _acquire_block(self) -> None:
-        """Wait until fewer than ``_BLOCKS_IN_FLIGHT`` blocks are being written; raise the error of an earlier one."""
+        """Wait until fewer than ``_BLOCKS_IN_FLIGHT`` blocks are being written; raise the error of an earlier block."""
         self._free_blocks.acquire()
-        # Looked at here, so that an error of an earlier block is raised while there is still work to save.
+        # Check earlier files now: after an error, further work would be in vain.
         written = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if not future.done()]
         try:
             for future in written:
                 future.result()
         except BaseException:
-            # The caller's block will not be written, so nothing else would free its place.
+            # The caller's block will not be written, so nothing else would release it.
             self._free_blocks.release()
             raise
 
@@ -348,28 +348,28 @@ class _Once:
 
 
 def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[int, Buffers | None]]:
-    """Yield (slot, bytes) in order, waiting for each, and keep no reference to what was yielded."""
-    chunks.reverse()  # the last one of a list is removed at no cost
+    """Yield (slot, bytes) in order, waiting for each chunk; yielded chunks are not kept in memory."""
+    chunks.reverse()  # `pop` takes the last item of a list at no cost
     while chunks:
         slot, future = chunks.pop()
         yield slot, None if future is None else (future.result(),)
 
 
 def _whole_chunk(layout: ArrayLayout, chunk: Box, box: Box, block: Pixels) -> Pixels:
-    """Return a chunk's pixels, padded beyond the array's border: with background, or for JPEG with the last pixels."""
+    """Return a chunk's pixels; beyond the array's border, background, or for JPEG copies of the border's pixels."""
     inside = chunk.intersect(box)
     pixels = block[(..., *inside.relative_to(box).slices())]
     if inside == chunk:
         return pixels
     padding = [(0, 0)] * (pixels.ndim - 2) + [(0, chunk.y1 - inside.y1), (0, chunk.x1 - inside.x1)]
-    # JPEG spreads a sharp edge over its blocks of 8 × 8 or 16 × 16: the padding would show inside the image.
+    # JPEG spreads a sharp edge over its blocks of 8 × 8 or 16 × 16: background would show inside the image.
     if layout.codec.exact:
         return np.pad(pixels, padding, constant_values=layout.fill)
     return np.pad(pixels, padding, mode="edge")
 
 
 def _tissue_grid(level: StoredLevel, tissue: tuple[Mask, float] | None) -> TissueGrid | None:
-    """Return a mask and its microns per pixel aligned with a level; None without a mask."""
+    """Return (mask, its microns per pixel) as a grid aligned with a level; None without a mask."""
     if tissue is None:
         return None
     shape = level.layout.shape

@@ -86,8 +86,8 @@ class TileBags:
 
     Args:
         dataset: The slides.
-        tiling: What tiles to take of them.
-        most: Tiles of a slide in an epoch, drawn by (seed, epoch, slide); None: all.
+        tiling: Size, distance and resolution of tiles.
+        most: Largest number of tiles of a slide in an epoch, drawn by (seed, epoch, slide); None: all.
         augment: Ranges of the augmentation of each tile; None: none.
     """
 
@@ -117,7 +117,7 @@ class TileBags:
         """Return all tissue tiles of a slide.
 
         Raises:
-            RequestError: It is coarser than the tiles, or has no tile with enough tissue.
+            RequestError: The slide is coarser than the tiles, or has no tile with enough tissue.
         """
         return self._grids.get(index, lambda: tissue_tiles(self.slide(index), self.tiling))
 
@@ -135,7 +135,7 @@ class TileBags:
 
         Args:
             index: Index of the slide.
-            epoch: Epoch of training, by which tiles are drawn and augmented; None: all tiles, as they are.
+            epoch: Epoch of training, for which tiles are drawn and augmented; None: all tiles, not augmented.
         """
         slide, grid, colours = self.slide(index), self.grid(index), self.dataset.colour_map(index)
         if epoch is None:
@@ -144,7 +144,7 @@ class TileBags:
         return StoreTiles(slide, drawn, colours=colours, augment=self._augment, seed=seed, epoch=epoch)
 
     def check(self) -> list[dict[str, Any]]:
-        """Return a row for each slide (keys: ``COVERAGE_COLUMNS``): the tissue in its tiles, and their number.
+        """Return a row of ``coverage.csv`` for each slide: the share of its tissue in tiles, and their number.
 
         Raises:
             RequestError: Slides have no tile with enough tissue; the message names them, and what would work.
@@ -177,7 +177,7 @@ class TileBags:
 
 
 def tissue_seen(mask: NDArray[np.bool_], mask_mpp: tuple[float, float], tiles: TissueTiles) -> tuple[float, int]:
-    """Return the share of a slide's tissue that lies in ``tiles``, and the area of all its tissue in their pixels.
+    """Return (share of a slide's tissue that lies in ``tiles``, area of all of its tissue in pixels of the tiles).
 
     Args:
         mask: The slide's tissue ``(h, w)``.
@@ -185,13 +185,13 @@ def tissue_seen(mask: NDArray[np.bool_], mask_mpp: tuple[float, float], tiles: T
         tiles: The tiles.
     """
     scale = [mpp / coarse for mpp, coarse in zip(tiles.plane.mpp, mask_mpp, strict=True)]
-    # The mask's pixels whose centres a tile covers: from ⌊y + ½⌋ to ⌊end + ½⌋, so neighbours share none.
-    # Tiles of other tools may begin outside the stored slide, where a negative index would count from its end.
+    # Mask pixels whose centres a tile covers: from ⌊y + ½⌋ to ⌊end + ½⌋, so that neighbouring tiles share none.
+    # `clip`: tiles of other tools may begin outside the stored slide, and a negative index would count from its end.
     starts = np.floor(tiles.corners * scale + 0.5).astype(int).clip(0)
     ends = np.floor((tiles.corners + tiles.size_px) * scale + 0.5).astype(int).clip(0)
     covered = np.zeros(mask.shape, bool)
     for (y0, x0), (y1, x1) in zip(starts.tolist(), ends.tolist(), strict=True):
-        # Painted, not added: tiles may overlap.
+        # Set, not added: tiles may overlap.
         covered[y0:y1, x0:x1] = True
     total = int(mask.sum())
     tissue_px = round(total * float(np.prod(mask_mpp)) / float(np.prod(tiles.plane.mpp)))

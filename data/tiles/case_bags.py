@@ -18,14 +18,14 @@ from data.tiles.grouping import Grouping
 from hyfi_core.tiles.source import tile_like
 
 _APART_PX = 100_000
-"""Distance between the slides of a case in positions of tiles, which are in level-0 pixels."""
+"""Distance between the slides of a case in the positions of tiles, in level-0 pixels."""
 
 
 class JoinedTiles:
     """The tiles of several slides, one slide after the other; a `hyfi_core.tiles.source.TileSource`.
 
-    Memory: only the slide that was read last keeps something between reads, such as decoded chunks. Positions of the
-    slides are side by side, so that tiles of different slides are never neighbours:
+    Memory: only the slide that was read last keeps data between reads, such as decoded chunks. In positions, the slides
+    are side by side with a gap, so that tiles of different slides are never neighbours:
 
     ::
 
@@ -86,11 +86,11 @@ class JoinedTiles:
 
     def read(self, indices: Sequence[int]) -> torch.Tensor:
         """Return some tiles, in the order of ``indices``, as their slides return them."""
-        # To the right: the end of a slide is the number of the next slide's first tile.
+        # `bisect_right`: the end of a slide is the index of the next slide's first tile.
         slides = [bisect_right(self._ends, index) for index in indices]
         starts = [0, *self._ends]
         read: dict[int, torch.Tensor] = {}
-        # Slide by slide, whatever the order of the indices: each change of slides frees decoded chunks.
+        # Slide by slide, whatever the order of the indices, because each change of slides frees decoded chunks.
         for slide in dict.fromkeys(slides):
             if slide != self._keeping:
                 self.forget()

@@ -1,4 +1,4 @@
-"""Chunks of one level of a slide, as they were decoded last."""
+"""A cache of the decoded chunks of one level of a slide."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ChunkPlace = tuple[int, int]
 
 
 class DecodedChunks:
-    """Reads the chunks of one level; those that were used last stay in memory. May be pickled; not thread-safe.
+    """Reads the chunks of one level, and keeps those that were used last. May be pickled; not thread-safe.
 
     Args:
         slide: The open slide.
         level: Index of the level.
-        cache_bytes: Decoded chunks that stay in memory.
-        threads: Chunks decoded at a time.
+        cache_bytes: Most bytes of decoded chunks that stay in memory.
+        threads: Number of chunks decoded at a time.
     """
 
     def __init__(self, slide: SlideStore, level: int, cache_bytes: int, threads: int = 1) -> None:
@@ -60,15 +60,15 @@ class DecodedChunks:
         return Box(row * height, (row + 1) * height, column * width, (column + 1) * width).intersect(self.bounds)
 
     def read(self, places: Sequence[ChunkPlace]) -> Iterator[tuple[ChunkPlace, NDArray[np.uint8]]]:
-        """Yield chunks ``(3, h, w)`` uint8, each once, not to be changed: first those in memory, then the others.
+        """Yield (place, chunk ``(3, h, w)`` uint8), each once: first chunks in memory, then the others.
 
-        Over a network many are requested at a time.
+        The caller must not change the chunks. Over a network many are requested at a time.
 
         Raises:
             StoreError: A file of the store is missing or damaged.
         """
         missing = [position for position in places if position not in self._recent]
-        # Those in memory first: decoding the others may push them out.
+        # Chunks in memory first, because decoding the others may evict them.
         for position in places:
             if position in self._recent:
                 self._recent.move_to_end(position)
@@ -80,7 +80,7 @@ class DecodedChunks:
             yield position, chunk
 
     def _decoded(self, places: Sequence[ChunkPlace]) -> Iterator[NDArray[np.uint8]]:
-        """Yield chunks in order; two for each thread are under way or waiting."""
+        """Yield decoded chunks in order; two for each thread are decoded in advance."""
         if self._threads <= 1 or is_far(self._slide.path):
             yield from ahead(self._decode, places, self._slide.path)
             return

@@ -1,4 +1,4 @@
-"""What a run takes as one sample: a slide, or all slides of a case together."""
+"""Samples of a run: each slide is one, or all slides of a case together."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Grouping:
         members   (0, 2), (1,)                   samples  A1, B1: the first slide of each
 
     Attributes:
-        members: Indices of the slides of each sample; samples in the order of their first slides.
-        samples: The first slide of each; all slides of a sample have its label.
+        members: For each sample, the indices of its slides; samples are in the order of their first slides.
+        samples: For each sample, its first slide, whose label all slides of the sample have.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -33,7 +33,7 @@ class Grouping:
 
     @classmethod
     def of(cls, slides: Sequence[SlideRef], unit: SampleUnit) -> Self:
-        """Return each slide as a sample, or each case; slides of a case are in the order of their names.
+        """Return samples of one slide, or of all slides of a case in the order of their names, as ``unit`` says.
 
         Raises:
             RequestError: Slides of a case have different labels; the message names cases, slides and labels.
@@ -64,7 +64,7 @@ class Grouping:
         return sum(map(len, self.members))
 
     def to_slides(self, values: Sequence[Value]) -> list[Value]:
-        """Return for each slide the value of its sample."""
+        """Return, for each slide, the value of its sample."""
         of_slide = {index: value for indices, value in zip(self.members, values, strict=True) for index in indices}
         return [of_slide[index] for index in range(self.slides)]
 
@@ -79,7 +79,7 @@ def _difference(slides: Sequence[SlideRef]) -> str:
 
 
 def _equal(one: Target | None, other: Target | None) -> bool:
-    """Whether two labels are the same; a number that is missing (NaN) in both counts as the same."""
+    """Whether two labels are the same; NaN, a missing number, equals NaN."""
     if not (isinstance(one, tuple) and isinstance(other, tuple)):
         return one == other
     return len(one) == len(other) and all(a == b or (a != a and b != b) for a, b in zip(one, other, strict=True))

@@ -27,16 +27,16 @@ CACHE_BYTES = 2**26
 class StoreTiles:
     """The tiles of one slide of a store; a :class:`hyfi_core.tiles.source.TileSource`. May be pickled.
 
-    Memory: the tiles of a call, as they are and at the resolution of the level that is read, and ``cache_bytes``.
+    Memory: the tiles of a call, the pixels of the level that they are made from, and ``cache_bytes``.
 
     Args:
         slide: The open slide.
-        tiles: Its tiles.
+        tiles: The slide's tiles.
         colours: Stain normalisation of the slide, before augmentation; None: none.
         augment: Ranges of the augmentation of each tile; None: none.
-        seed, epoch: Keys of the augmentation, together with slide and corner of a tile.
-        cache_bytes: Decoded chunks that stay in memory between calls.
-        threads: Chunks decoded, and tiles reduced, at a time.
+        seed, epoch: Keys of the augmentation, together with the slide and a tile's corner.
+        cache_bytes: Most bytes of decoded chunks that stay in memory between calls.
+        threads: Number of chunks decoded, or tiles reduced, at a time.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class StoreTiles:
             y, x = corners[index].tolist()
             result[index] = self._finished(y, x, pixels[index])
 
-        # Unchanged tiles are only copied, which threads do not speed up.
+        # Plain tiles are only copied, which threads do not speed up.
         plain = self.tiles.plane.is_level and self._augment is None and self._colours is None
         if self._threads > 1 and not plain:
             list(thread_pool(self._threads).map(finish, range(len(corners))))
@@ -115,7 +115,7 @@ class StoreTiles:
         return result
 
     def read_level(self, indices: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """Return the pixels of the level under some tiles, each ``(3, h, w)``; white outside the slide.
+        """Return, for each tile, the pixels ``(3, h, w)`` of the level that it covers; white outside the slide.
 
         Raises:
             StoreError: A file of the store is missing or damaged.
@@ -125,20 +125,26 @@ class StoreTiles:
         return self._level_pixels([self.tiles.level_box(corner) for corner in corners])
 
     def _finished(self, y: int, x: int, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return a tile, given its corner in the plane and the level's pixels around it."""
+        """Return a finished tile: reduced, with its colours normalised, augmented.
+
+        Args:
+            y: First row of the tile in the plane.
+            x: First column of the tile in the plane.
+            pixels: Pixels of the level that the tile covers.
+        """
         plane, size = self.tiles.plane, (self.tiles.size_px, self.tiles.size_px)
         tile = pixels if plane.is_level else reduced(pixels, (y, x), size, plane.step)
         if self._colours is not None:
             tile = self._colours(tile)
         if self._augment is None:
             return tile
-        # By corner, not by index: the variation does not depend on which tiles were drawn, or on the rank that reads.
+        # The key has the corner, not an index: it does not depend on which tiles were drawn.
         return self._augment.draw(*self._key, f"{self.name}@{y},{x}", size).apply(tile)
 
     def _level_pixels(self, boxes: Sequence[Box]) -> list[NDArray[np.uint8]]:
         """Return the pixels of boxes of the level."""
         pixels = [np.full((3, *box.shape), BACKGROUND, np.uint8) for box in boxes]
-        # By chunk, not by tile: each is decoded once for all tiles that overlap it.
+        # Chunk by chunk: each is decoded once for all tiles that overlap it.
         users: dict[ChunkPlace, list[int]] = defaultdict(list)
         for index, box in enumerate(boxes):
             for position in self._chunks.places(box):

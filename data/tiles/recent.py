@@ -1,4 +1,4 @@
-"""A cache of what was computed from the slides used last, in limited memory."""
+"""A cache, of limited size, of values computed from the slides used last."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_LOCK = threading.Lock()  # one for all caches, which are sent to decoding processes: a lock of their own could not be
+_LOCK = threading.Lock()  # one for all caches: these are pickled for decoding processes, and a lock cannot be pickled
 
 
 class Recent(Generic[T]):
@@ -26,18 +26,18 @@ class Recent(Generic[T]):
         self._kept_bytes = 0
 
     def get(self, index: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of a slide, made now if it is not kept; ``index``: names the slide.
+        """Return the value of the slide ``index``, from the cache or else from ``make``.
 
-        Threads may call it at the same time: two that need the same value may both make it, and get the same one.
+        Threads may call it at the same time: two may both make the value of a slide, but they get the same one.
         """
         with _LOCK:
             if index in self._values:
                 self._values.move_to_end(index)
                 return self._values[index]
-        # Outside the lock: making a value may read a slide, and other threads need other values meanwhile.
+        # Outside the lock, because other threads need other values while this one reads a slide.
         made = make()
         with _LOCK:
-            # The first one stays, so that all threads share one memory.
+            # The first value stays, so that all threads share its memory.
             value = self._values.setdefault(index, made)
             if value is made:
                 self._kept_bytes += self._bytes_of(value)

@@ -32,12 +32,12 @@ def reduced(
     """Return new pixels ``(c, *size_px)``, each the mean of its area, halves rounded up.
 
     Args:
-        pixels: ``(c, h, w)``: those that the new ones cover, as `covered` gives them.
+        pixels: ``(c, h, w)``: the pixels that the result covers, see `covered`.
         corner: (y, x) of the first new pixel, in new pixels of the whole plane.
         size_px: Height and width of the result.
         step: Pixels (y, x) for each new pixel.
     """
-    # Both sums go over the first axis, so that they copy whole rows.
+    # First along y, then along x; `_sums` adds along the first axis, so it copies whole rows.
     rows = _sums(pixels.transpose(1, 0, 2), corner[0], size_px[0], step[0], _WHITE * step[0].numerator)
     area = step[0].numerator * step[1].numerator
     total = _sums(rows.transpose(2, 1, 0), corner[1], size_px[1], step[1], _WHITE * area)
@@ -52,9 +52,14 @@ def reduced(
 def _sums(
     values: NDArray[Any], start: int, length: int, step: Fraction, largest: int
 ) -> NDArray[np.float32] | NDArray[np.float64]:
-    """Return, for each new pixel along the first axis, the sum of the pixels it covers, each times its covered units.
+    """Return weighted sums along the first axis: for each new pixel, of pixels times their covered units of 1 / q.
 
-    ``largest``: bound of these sums. float32 has all whole numbers to 2²⁴: half of it leaves room for rounding up.
+    Args:
+        values: Pixels along the first axis.
+        start: Index of the first new pixel.
+        length: Number of new pixels.
+        step: p / q, pixels for each new pixel.
+        largest: Bound of the sums. float32 has all whole numbers up to 2²⁴; half of it leaves room for rounding up.
     """
     values = np.ascontiguousarray(values)
     p, q = step.numerator, step.denominator
@@ -68,7 +73,7 @@ def _sums(
         pixel = first + tap
         # The overlap of pixel [pixel · q, (pixel + 1) · q) with the new one [begin, begin + p), in units of 1 / q.
         units = np.clip(np.minimum((pixel + 1) * q, begin + p) - np.maximum(pixel * q, begin), 0, q)
-        index = np.minimum(pixel - origin, len(values) - 1)  # beyond the last one: weight 0
+        index = np.minimum(pixel - origin, len(values) - 1)  # beyond the last pixel, units are 0
         np.multiply(values[index], units.astype(dtype)[:, None, None], out=part)
         total += part
     return total

@@ -1,4 +1,4 @@
-"""Bags as images, so that loaders, which know boxes of images, read tiles.
+"""Bags as images: loaders, which send boxes of images, then send tiles.
 
 ::
 
@@ -25,7 +25,7 @@ from hyfi_core.plan.box import Box
 
 _BANDS = 3
 _SLIDES = 2
-"""Slides of which a process keeps decoded chunks."""
+"""Number of slides whose decoded chunks a process keeps."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class TileRow:
         return prod(self.shape) * self.dtype.itemsize
 
     def pack(self, tiles: torch.Tensor) -> Pixels:
-        """Return ``(3, n, width)``, the rows of tiles ``(n, *shape)``."""
-        # Bytes, whatever the dtype: loaders send uint8 only.
+        """Return the rows ``(3, n, width)`` of tiles ``(n, *shape)``."""
+        # As bytes, whatever the dtype: loaders send only uint8.
         flat = tiles.contiguous().view(len(tiles), -1).view(torch.uint8).numpy()
-        # To a multiple of three: a row has three bands of equal width.
+        # Pad to a multiple of three: a row has three bands of equal width.
         padded = np.pad(flat, ((0, 0), (0, _BANDS * self.width - self.size_bytes)))
         return np.ascontiguousarray(padded.reshape(len(tiles), _BANDS, self.width).transpose(1, 0, 2))
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the tiles ``(n, *shape)`` of rows ``(3, n, width)`` uint8, in memory of their own."""
-        # A new tensor: the rows' memory receives the next message, and `view` as another dtype needs aligned memory.
+        """Return the tiles ``(n, *shape)`` of rows ``(3, n, width)`` uint8, in new memory."""
+        # A new tensor: the memory of ``rows`` receives the next message, and a `view` as another dtype must be aligned.
         flat = torch.empty((rows.shape[1], self.size_bytes), dtype=torch.uint8)
         flat.copy_(rows.transpose(0, 1).reshape(len(flat), -1)[:, : self.size_bytes])
         return flat.view(self.dtype).view(len(flat), *self.shape)
@@ -86,12 +86,12 @@ class BagRows:
         self._sources: Recent[BagSource] = Recent(self.kept_bytes, _cache_bytes)
 
     def source(self, index: int, box: Box, epoch: int | None) -> Box:
-        """Return the box in the columns of the epoch: `read_plain` learns the epoch by the columns alone."""
+        """Return the box in the columns of the epoch, by which `read_plain` recognises the epoch."""
         first = (epoch or 0) * self._row.width
         return Box(box.y0, box.y1, box.x0 + first, box.x1 + first)
 
     def read_plain(self, index: int, box: Box) -> Pixels:
-        """Return the rows of some tiles as they are in the epoch of the box's columns, ``(3, n, width)`` uint8.
+        """Return the rows ``(3, n, width)`` uint8 of some tiles, in the epoch that the box's columns belong to.
 
         Raises:
             StoreError: A file of the store is missing or damaged.

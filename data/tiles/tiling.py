@@ -1,4 +1,4 @@
-"""How slides are divided into tiles: size, distance and resolution of tiles, and the tissue that one must show."""
+"""Division of slides into tiles: size, distance and resolution of tiles, and the share of tissue that they need."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hyfi_core.errors import RequestError
 
 @dataclass(frozen=True)
 class Tiling:
-    """What tiles to take of slides.
+    """The tiles to take from slides.
 
     Attributes:
         size_px: Height and width of a tile.
         stride_px: Distance between neighbouring tiles; None: the size, so that they neither overlap nor leave gaps.
         mpp: Microns per pixel of tiles; None: that of the slide's finest level.
-        min_tissue: Share of a tile's area that must be tissue by the store's label; 0: every tile, glass too.
+        min_tissue: Share of a tile's area that must be tissue in the store's label; 0: all tiles, even of glass.
     """
 
     size_px: int = 224
@@ -77,7 +77,7 @@ class TilePlane:
 def plane_of(levels: Sequence[StoreLevel], mpp_um: float | None, slide_id: str) -> TilePlane:
     """Return the plane of a slide with the resolution of the tiles.
 
-    A level within 2 % of ``mpp_um`` is taken as it is; otherwise the coarsest finer one is reduced.
+    It is a level within 2 % of ``mpp_um``, or else a reduction of the coarsest level that is finer.
 
     Args:
         levels: The slide's pyramid, finest first.
@@ -100,10 +100,10 @@ def plane_of(levels: Sequence[StoreLevel], mpp_um: float | None, slide_id: str) 
             f"tiles of {mpp_um:g} µm/px: slide {slide_id} has {finest:g} µm/px at its finest level; use {finest:g} or "
             f"more, or ingest with `hyfi ingest --mpp {mpp_um:g}`"
         )
-    # The coarsest that is finer: the fewest pixels to read, and none is invented.
+    # The coarsest level that is finer: it has the fewest pixels to read, and none are interpolated.
     read = max(finer, key=lambda k: max(levels[k].mpp))
     level = levels[read]
-    # Fractions, so that positions are computed in whole numbers, the same in every box and on every machine.
+    # Fractions: positions are computed in whole numbers, with the same result in every box and on every machine.
     y, x = (Fraction(mpp_um / side).limit_denominator(LARGEST_DENOMINATOR) for side in level.mpp)
     size = (-(-level.height_px * y.denominator // y.numerator), -(-level.width_px * x.denominator // x.numerator))
     return TilePlane(read, (y, x), (mpp_um, mpp_um), size)

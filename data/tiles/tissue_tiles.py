@@ -37,7 +37,7 @@ class NoTilesError(RequestError):
 
 @dataclass(frozen=True, eq=False)
 class TissueTiles:
-    """The tiles of one slide that show tissue, in the order of the store's files, in each row by row.
+    """The tiles of one slide that show tissue, in the order of the store's files, and within a file row by row.
 
     Attributes:
         slide_id: The slide.
@@ -46,10 +46,10 @@ class TissueTiles:
         plane: The slide at the resolution of the tiles.
         corners: ``(N, 2)`` int64: (y, x) of each tile's upper left corner in the plane; read-only.
         tissue: ``(N,)`` float64: share of each tile's area that is tissue; read-only.
-        to_source: Map from (y, x, 1) of the plane to (y, x) of level 0 of the slide that was ingested, both measured
-            from the corner of pixel 0.
+        to_source: Rows of the matrix that maps (y, x, 1) of the plane to (y, x) of level 0 of the ingested file; both
+            are measured from the corner of pixel 0.
         content: Digest of the slide's pixels; empty if the store has none.
-        square_px: Side of a heatmap's squares, which divides the size; None: the largest that also divides the stride.
+        square_px: Side of a heatmap's squares, a divisor of the size; None: the largest that also divides the stride.
     """
 
     slide_id: str
@@ -102,7 +102,7 @@ class TissueTiles:
         return Box(floor(y * sy), ceil((y + size) * sy), floor(x * sx), ceil((x + size) * sx))
 
     def drawn(self, most: int | None, seed: int, epoch: int) -> TissueTiles:
-        """Return at most ``most`` of the tiles, drawn by (seed, epoch, slide), in the order of all.
+        """Return at most ``most`` of the tiles, drawn at random by (seed, epoch, slide), in their present order.
 
         Raises:
             RequestError: ``most`` is below 1.
@@ -111,7 +111,7 @@ class TissueTiles:
             raise RequestError(f"at most {most} tiles of a slide; use 1 or more, or none for all tiles")
         if most is None or most >= len(self):
             return self
-        # In the order of the store's files again: drawn in random order, each tile would decode its chunks anew.
+        # Sorted into the order of the store's files: in random order, each tile would decode its chunks again.
         chosen = np.sort(keyed_permutation(len(self), "tiles", seed, epoch, self.slide_id)[:most])
         return replace(self, corners=read_only(self.corners[chosen]), tissue=read_only(self.tissue[chosen]))
 
@@ -135,7 +135,7 @@ def tissue_tiles(slide: SlideStore, tiling: Tiling) -> TissueTiles:
 
     Args:
         slide: A stored slide.
-        tiling: What tiles to take.
+        tiling: The tiles to take.
 
     Raises:
         RequestError: The slide is coarser than the tiles.
@@ -153,7 +153,7 @@ def tissue_tiles(slide: SlideStore, tiling: Tiling) -> TissueTiles:
             f"is tissue to {tiling.min_tissue:.0%}; the most is {share.max():.1%}"
         )
     corners = np.stack([starts[0][chosen[:, 0]], starts[1][chosen[:, 1]]], axis=1)
-    # A reader keeps about as many decoded chunks as one file has: tiles of a file must follow one another.
+    # A reader keeps about as many decoded chunks as a file has, so tiles of a file must follow one another.
     order = _by_file(corners, plane, slide)
     return TissueTiles(
         slide_id=slide.slide_id,
@@ -187,7 +187,7 @@ def _tissue_share(tissue: TissueGrid, starts: list[Corners], size: int) -> NDArr
 
 
 def _by_file(corners: Corners, plane: TilePlane, slide: SlideStore) -> NDArray[np.intp]:
-    """Return the order of tiles by the file of the store that has their corner, then row by row."""
+    """Return the indices of tiles sorted by the store's file that has their corner, and within a file row by row."""
     layout = slide.images[slide.levels[plane.level].path].layout
     file_px = [side / step for side, step in zip(layout.shard_px, plane.step, strict=True)]
     file = [corners[:, k] * file_px[k].denominator // file_px[k].numerator for k in (0, 1)]
@@ -196,7 +196,7 @@ def _by_file(corners: Corners, plane: TilePlane, slide: SlideStore) -> NDArray[n
 
 
 def to_source_of(slide: SlideStore, plane: TilePlane) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Return the map from the plane to the slide that was ingested; to the store's level 0 if it is not known."""
+    """Return ``TissueTiles.to_source`` of a plane; if that is unknown, the map to the store's level 0."""
     rows = slide.attributes.get("affine") or _WHOLE
     scale = [mpp / finest for mpp, finest in zip(plane.mpp, slide.levels[0].mpp, strict=True)]
     y, x = ((float(a) * scale[0], float(b) * scale[1], float(c)) for a, b, c in rows)

@@ -78,7 +78,7 @@ class IngestWork:
 
     Attributes:
         jobs: Slides to ingest.
-        finished: Finished slides by name, with their new records.
+        finished: Name of a finished slide -> its updated record.
         key: The pseudonyms, not saved yet; None if slides keep their names.
         note: Cases that are missing or were joined, slides without given tissue outlines, and outlines without a slide;
             empty if there are none.
@@ -100,7 +100,7 @@ class Request:
         options: How to ingest; see `IngestOptions`.
         overwrite: Ingest finished slides again, also with other parameters.
         part: (i, n): ingest only the i-th (from 1) of n parts, whose sizes differ by at most one slide.
-        pseudonyms: ``KEY.csv``: slides get random names, see `pathology.ingest.pseudonyms`.
+        pseudonyms: ``KEY.csv`` with random names for slides, see `pathology.ingest.pseudonyms`; None: no pseudonyms.
         merge_alike: Whether several spellings of one case are joined, see `data.spelling`.
     """
 
@@ -126,11 +126,11 @@ def ingest(
 
     Args:
         request: What to ingest; see `Request`.
-        workers: Processes; 0: as many as cores and memory allow, 1: this process.
-        memory_bytes: Memory of all processes together; default: the free memory.
+        workers: Number of processes; 0: as many as cores and memory allow; 1: only this process.
+        memory_bytes: Memory of all processes together; None: the free memory.
         finished: Called with the result of each slide.
         progress: Called periodically with the completed fraction of each job.
-        work: From `compare_with_store`, if it exists already.
+        work: The result of `compare_with_store`, if it has been called; None: it is called here.
 
     Raises:
         RequestError: A path is wrong, or the store cannot be written or has slides with other parameters.
@@ -146,7 +146,7 @@ def ingest(
 
     try:
         with store_errors(report, store):
-            # First: the records of skipped slides are right even if the run is stopped later.
+            # First, so that the records of skipped slides are up to date even if the run is stopped later.
             refresh(work.finished, store)
             SlidePool(store, request.options, processes, take, progress).run(work.jobs)
     finally:
@@ -155,7 +155,7 @@ def ingest(
 
 
 def begin(request: Request, work: IngestWork) -> IngestWork:
-    """Create the store and save its pseudonyms; return the work, which is compared anew if its key is out of date.
+    """Create the store and save its pseudonyms; return the work, updated if another run has changed the pseudonyms.
 
     Raises:
         RequestError: The store cannot be written.
@@ -168,7 +168,7 @@ def begin(request: Request, work: IngestWork) -> IngestWork:
 
 @contextmanager
 def store_errors(report: IngestReport, store: Path) -> Iterator[None]:
-    """Context in which errors of the store end the work and are noted in the report."""
+    """Context that an error of the store ends; the error goes into ``report.stopped``."""
     try:
         yield
     except OSError as error:
@@ -178,24 +178,23 @@ def store_errors(report: IngestReport, store: Path) -> Iterator[None]:
 
 def end(store: Path) -> None:
     """Compile the store's manifest and contact sheet, and remove what killed runs left."""
-    # Each on its own: a manifest that cannot be written must not keep claims of killed runs.
+    # Each step by itself: even if the manifest cannot be written, claims of killed runs are removed.
     for step in (merge_manifest, write_contact, sweep_unfinished, sweep_claims):
-        with suppress(OSError):  # a full disk; the next run writes it
+        with suppress(OSError):  # such as a full disk; the next run does it
             step(store)
 
 
 def compare_with_store(request: Request) -> IngestWork:
-    """Compare the request with the store, without writing.
+    """Return the slides to ingest and those that are finished, by comparing the request with the store; write nothing.
 
     Raises:
-        RequestError: A path is wrong, the store would be among its own slides, finished slides were made with other
-            parameters, or from another file of the same name, and ``overwrite`` is off, or slides with and without
-            pseudonyms would be mixed.
+        RequestError: A path is wrong, the store would be among its own slides, slides with and without pseudonyms would
+            be mixed, or (without ``overwrite``) finished slides were made with other parameters or from another file.
     """
     store = request.store
     if not is_remote(store) and store.exists() and not store.is_dir():
         raise RequestError(f"{store} is a file; choose a folder for the store")
-    # States first: if another run saves a record in between, its state is out of date here, and `do_job` sees that.
+    # States before records: if another run saves a record in between, `do_job` notices that its state has changed.
     try:
         states = record_states(store)
         records = load_records(store)
@@ -219,7 +218,7 @@ def compare_with_store(request: Request) -> IngestWork:
             if key is not None:
                 key.refuse_another_file(job)
             to_do.append(replace(job, seen=states.get(job.slide_id, "")))
-            if not is_of_another(record, job):  # else its file is missing, and its ingest says so
+            if not is_of_another(record, job):  # otherwise its file is missing, which its ingest reports
                 renewed.append(job.slide_id)
         else:
             finished[job.slide_id] = updated
@@ -233,7 +232,7 @@ def compare_with_store(request: Request) -> IngestWork:
 
 
 def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[SlideJob], KeyFile | None, str]:
-    """Return the slides of this part with their names in the store, the key of pseudonyms, and a note."""
+    """Return (jobs of the request's part, key of pseudonyms or None, note or ``""``)."""
     _refuse_mixed_names(request, records)
     key, store = None if request.pseudonyms is None else KeyFile(request.pseudonyms, request.store), request.store
     cases_by_name = (
@@ -258,7 +257,7 @@ def _files_of(records: dict[str, SlideRecord]) -> dict[str, str]:
 
 
 def _refuse_mixed_names(request: Request, records: dict[str, SlideRecord]) -> None:
-    """Refuse pseudonyms in a store of slides under their own names, and the other way round."""
+    """Refuse a store in which some slides would have pseudonyms and others their own names."""
     named = [record.slide_id for record in records.values() if record.source_path]
     if request.pseudonyms is not None and named:
         raise RequestError(
@@ -273,7 +272,7 @@ def _refuse_mixed_names(request: Request, records: dict[str, SlideRecord]) -> No
 
 
 def _finished_record(record: SlideRecord | None, store: Path) -> SlideRecord | None:
-    """Return the record if its slide is finished and undamaged."""
+    """Return the record if its slide is finished and not damaged, else None."""
     if record is None or record.status != DONE:
         return None
     try:
@@ -284,13 +283,13 @@ def _finished_record(record: SlideRecord | None, store: Path) -> SlideRecord | N
 
 
 def _other_parameters(record: SlideRecord, job: SlideJob, options: IngestOptions) -> list[str]:
-    """Return the parameters that differ from those of a finished slide, as ``name: old → new``."""
+    """Return the parameters in which the options differ from a finished slide, as ``name: old → new``."""
     stored = dict(record.identity.get("parameters", {}))
     requested: dict[str, Any] = options.parameters(job.slide_id)
     for values in (stored, requested):
         values["tissue outlines"] = str(values.pop("given_tissue", "detected"))[:12]
     stored_mpp, requested_mpp = stored.pop("given_mpp", None), _given_mpp(job, options)
-    # Without a given value, the slide has the one of its file, which `--force-mpp` replaces.
+    # A slide ingested without a given mpp has that of its file, which `--force-mpp` would replace.
     compared_mpp = record.source_mpp if stored_mpp is None and options.force_mpp else stored_mpp
     if compared_mpp is not None:
         if requested_mpp is not None and not math.isclose(requested_mpp, compared_mpp, rel_tol=1e-6):
@@ -318,16 +317,16 @@ def _given_mpp(job: SlideJob, options: IngestOptions) -> float | None:
 
 
 def _unchanged_source(record: SlideRecord, job: SlideJob) -> SlideRecord | None:
-    """Return the updated record if the source file is unchanged; None to ingest it again."""
+    """Return the record, with the job's path and columns, if the source file is unchanged; None to ingest it again."""
     extra = user_columns(job.row) or record.extra
     updated = replace(record, extra=extra, reason="")
     try:
         stamp = SourceStamp.of(job.source)
     except SlideError:
-        # The file was removed, but its slide is in the store; at another place, a path may be wrong.
+        # The file was removed, but its slide is in the store. If the record is that of another path, the path is wrong.
         return None if is_of_another(record, job) else updated
     stored = record.identity
-    # The size first: it differs at no cost, where the digest reads the whole file.
+    # The size first, because the digest reads the whole file.
     current = stamp.to_json(job.secret)
     if current["size_bytes"] != stored.get("size_bytes"):
         return None
@@ -380,12 +379,12 @@ def _make_store(store: Path) -> None:
     try:
         if isinstance(store, ObjectPath):
             probe = store / f".probe-{secrets.token_hex(8)}"
-            # Rights to write are known by writing only.
+            # Only writing shows whether one may write.
             probe.write_bytes(b"")
             probe.unlink()
             return
         store.mkdir(parents=True, exist_ok=True)
-        # Tried: access rights alone do not show quotas, read-only mounts and what a file server allows.
+        # Write a file: access rights do not show quotas, read-only mounts and restrictions of a file server.
         with tempfile.TemporaryFile(dir=store):
             pass
         restore_replaced(store)

@@ -3,7 +3,7 @@
 ```
 STORE/contact.html                 one page with embedded pictures, without network and scripts
 STORE/contact/<slide_id>.png       each slide with its outline, pen and blur, larger
-STORE/contact/<slide_id>.jpg       the same as a thumbnail
+STORE/contact/<slide_id>.jpg       thumbnail of this picture
 ```
 """
 
@@ -55,7 +55,7 @@ class Card:
 
 
 def write_contact(store: Path) -> Path:
-    """Write ``contact.html`` with all slides in ``store`` and return its path; missing pictures are drawn.
+    """Write ``contact.html`` with all slides of ``store``, after drawing missing pictures; return its path.
 
     Raises:
         OSError: The store cannot be written.
@@ -85,10 +85,10 @@ def write_picture(store: Path, slide_id: str) -> None:
     large, small = _files(store, slide_id)
     large.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()
-    # A palette: few bytes, and outlines stay sharp, which JPEG blurs.
+    # A palette needs few bytes and keeps outlines sharp, which JPEG blurs.
     drawn.quantize(128, Image.Quantize.FASTOCTREE).save(buffer, "PNG", optimize=True)
     write_atomically(large, buffer.getvalue())
-    # Changes the picture itself, so it comes last.
+    # Last, because `thumbnail` changes the picture in place.
     drawn.thumbnail((SMALL_PX, SMALL_PX), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     drawn.save(buffer, "JPEG", quality=80, optimize=True)
@@ -108,7 +108,7 @@ def draw(slide: SlideStore, longest_px: int = PICTURE_PX) -> RGB:
     size = slide.levels[0]
     extent_um = (size.height_px * size.mpp[0], size.width_px * size.mpp[1])
     blur, patch_um = blur_from_json(maps["blur"])
-    # NaN, where there is no tissue, is not below any limit.
+    # ``blur`` is NaN where there is no tissue, which is not below the limit.
     with np.errstate(invalid="ignore"):
         unsharp = _resampled(blur < OUT_OF_FOCUS, patch_um, picture.shape, extent_um)
     y, x = np.ogrid[: picture.shape[0], : picture.shape[1]]
@@ -119,7 +119,14 @@ def draw(slide: SlideStore, longest_px: int = PICTURE_PX) -> RGB:
 
 
 def _resampled(mask: Mask, mpp_um: float, shape: tuple[int, ...], extent_um: tuple[float, float]) -> Mask:
-    """Return a mask of ``mpp_um`` resampled (nearest neighbour) to a picture ``shape`` of the whole slide."""
+    """Return a mask, resampled (nearest neighbour) to the ``shape`` of a picture of the whole slide.
+
+    Args:
+        mask: The mask, whose corner is the slide's corner.
+        mpp_um: Microns per pixel of the mask.
+        shape: Shape of the picture, (height, width, …).
+        extent_um: Height and width of the slide.
+    """
 
     def nearest(axis: int) -> npt.NDArray[np.intp]:
         # The mask's pixel under the centre of each pixel of the picture.
@@ -144,7 +151,7 @@ def _files(store: Path, slide_id: str) -> tuple[Path, Path]:
 
 
 def _card(store: Path, record: SlideRecord) -> Card:
-    """Return the card of a slide; its picture is drawn if it is missing."""
+    """Return the card of a slide, after drawing its picture if that is missing."""
     if record.status != DONE:
         return Card(record.slide_id, "", "", "", (), record.reason or "failed")
     large, small = _files(store, record.slide_id)

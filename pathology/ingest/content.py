@@ -1,6 +1,6 @@
-"""The content written for a slide: its pixels resampled to a pyramid, or its JPEG tiles unchanged.
+"""The content written for a slide: its pixels resampled to a pyramid, or copies of its JPEG tiles.
 
-Copied tiles are not decoded; such a slide is measured separately:
+Copied tiles are not decoded, so such a slide is measured separately:
 
 ```
 finest level     tiles are copied, none is decoded
@@ -63,7 +63,7 @@ class SlideContent(Protocol):
 
     @property
     def glass(self) -> tuple[Mask, float] | None:
-        """The tissue mask far from which chunks are omitted, and its microns per pixel; None to write all chunks."""
+        """(tissue mask, its microns per pixel): chunks far from tissue are omitted; None: all chunks are written."""
 
     @property
     def bad_tiles(self) -> int:
@@ -91,11 +91,11 @@ def content_of(
         slide: Open for reading.
         mpp: Microns per pixel of its finest level.
         options: How to ingest.
-        tissue: The slide's given tissue; None to detect it.
+        tissue: Tissue outlines that the user gave; None: detect the tissue.
 
     Raises:
         SlideError: The slide cannot be ingested with these options.
-        RequestError: The given tissue is not of this slide.
+        RequestError: The given outlines do not belong to this slide.
     """
     if options.lossless:
         return LosslessContent(slide, mpp, options, tissue)
@@ -114,7 +114,7 @@ class ResampledContent:
         self._options = options
         self._to_srgb = ToSrgb(slide.icc) if options.icc == "apply" and slide.icc else None
         self.frame = find_frame(slide, mpp, options, tissue)
-        # After the frame, which says which level is read.
+        # After the frame, which determines the level to read.
         self._reader = LevelReader(slide, self.frame.choice, options.max_bad)
         self._sizes = self.frame.sizes(options)
         self.levels = pyramid_levels(self._sizes, options.mpp, options.pixel_codec, options.sharded)
@@ -140,17 +140,17 @@ class ResampledContent:
             nonlocal done_px
             progress(done_px / all_px)
             done_px += box.area
-            # Shards of a killed run are reused, unless bad tiles are allowed: these must be counted again.
+            # Reuse shards of a killed run, unless bad tiles are allowed: these must be counted again.
             written = writer.read_back(0, box) if self._options.max_bad == 0 else None
             if written is not None:
                 return written
-            # The reader counts from the slide's corner, the writer from the crop's.
+            # The reader's coordinates begin at the slide's corner, the writer's at the frame's.
             pixels = self._reader.read(box.shift(self.frame.box.y0, self.frame.box.x0))
             return pixels if self._to_srgb is None else self._to_srgb.planes(pixels)
 
         def write(level: int, y0: int, x0: int, block: Planes) -> None:
             writer.write(level, y0, x0, block)
-            # The writer's threads only read the block, so it is measured meanwhile.
+            # Measure the block while the writer's threads read it.
             accumulator.add(level, y0, x0, block)
 
         PyramidBuilder(self._sizes, read, write).build()
@@ -174,13 +174,13 @@ class LosslessContent:
         self.levels = self._copy.stored_levels(mpp.um)
         self.glass: tuple[Mask, float] | None = None
         self._quality: Quality | None = None
-        if options.glass == "blank":  # the omitted chunks must be known first
+        if options.glass == "blank":  # which chunks to omit must be known first
             self._quality = self._measure()
             self.glass = (self._quality.masks.tissue, self._quality.mpp_um)
         self.bad_tiles = self.tiles = 0
 
     def _measure(self) -> Quality:
-        """Return the measurements; those that were made before, if there are any."""
+        """Return the measurements: earlier ones if there are any, else new ones."""
         return self._quality or measure_lossless(self._slide, self._mpp, self._options.tissue, self._tissue)
 
     def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
@@ -189,7 +189,7 @@ class LosslessContent:
         with ThreadPoolExecutor(1, "measure") as pool:
             measured = pool.submit(self._measure)
             copied = self._copy.copy(writer, self._options.max_bad)
-            # After the copy: an error of the copy names the damaged tile, which measuring only shows white.
+            # After the copy, whose error names the damaged tile; for measuring, the tile is only white.
             quality = measured.result()
         self.bad_tiles, self.tiles = len(copied.bad), copied.tiles
         writer.write_tissue(quality.masks.tissue, quality.mpp_um)
@@ -199,7 +199,7 @@ class LosslessContent:
 def measure_lossless(
     slide: SlideSource, source_mpp: SourceMpp, parameters: TissueParameters, tissue: SlideTissue | None = None
 ) -> Quality:
-    """Measure a slide that is copied; tiles that cannot be decoded are white here and reported by the copy.
+    """Measure a slide whose tiles are copied; tiles that cannot be decoded count as white (the copy reports them).
 
     Memory: the slide at about 8 µm per pixel, and the pixels that are decoded for it.
 
@@ -207,14 +207,14 @@ def measure_lossless(
         slide: Open for reading.
         source_mpp: Microns per pixel of its finest level.
         parameters: Parameters of the tissue mask.
-        tissue: The slide's given tissue; None to detect it.
+        tissue: Tissue outlines that the user gave; None: detect the tissue.
 
     Raises:
         SlideError: A level cannot be read at all.
-        RequestError: The given tissue is not of this slide.
+        RequestError: The given outlines do not belong to this slide.
     """
     mpp = source_mpp.um
-    # Not finer than what blur and stains are defined for; a slide that is coarser is measured as it is.
+    # The resolution for which blur and stains are defined, or that of a coarser slide.
     base_um = max(MEASURED_MPP_UM, sum(mpp) / 2)
     fine = choose_level(slide, mpp, base_um)
     level = mask_level(base_um, parameters)
@@ -224,7 +224,7 @@ def measure_lossless(
     mask = None if tissue is None else tissue.mask(slide_grid(slide, source_mpp, mpp, mask_mpp), shape)
     coarse = choose_level(slide, mpp, mask_mpp)
     overview = LevelReader(slide, coarse, max_bad=1.0).read(Box.of_size(coarse.height_px, coarse.width_px))
-    # Its own level may have another size by a pixel, and masks must lie on the grid of the pyramid.
+    # The slide's level may differ by a pixel from that of the pyramid, on whose grid masks must lie.
     overview = fitted(overview, sizes[level])
     masks = find_tissue(overview, mask_mpp, parameters)
     accumulator.add(level, 0, 0, overview)
@@ -243,9 +243,15 @@ def measure_lossless(
 
 
 def _samples(tissue: Mask, scale: int, extent: Box) -> list[Box]:
-    """Return blocks with tissue in their middle, evenly distributed, row by row."""
+    """Return up to ``_SAMPLES`` blocks with tissue in their middle, spread over the slide, row by row.
+
+    Args:
+        tissue: The tissue mask.
+        scale: Pixels of a block for each pixel of the mask.
+        extent: Box of the whole level.
+    """
     step = _SAMPLE_PX // scale
-    # One mask pixel for each block: that in its middle.
+    # The mask pixel in the middle of each block.
     rows, columns = np.nonzero(tissue[step // 2 :: step, step // 2 :: step])
     chosen = np.unique(np.linspace(0, max(0, len(rows) - 1), _SAMPLES).astype(int))[: len(rows)]
     corners = [(int(rows[k]) * _SAMPLE_PX, int(columns[k]) * _SAMPLE_PX) for k in chosen]
@@ -266,7 +272,7 @@ class ToSrgb:
         self._profile = profile
         # Little CMS transforms cache the last colour and are not thread-safe.
         self._transforms = PerThread(self._build, lambda transform: None)
-        # Built once now, so that a profile that cannot be used is refused before anything is written.
+        # Build one now: an unusable profile is then refused before anything is written.
         self._transforms.get()
 
     def _build(self) -> Any:

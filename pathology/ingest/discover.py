@@ -25,7 +25,7 @@ from pathology.search import header_or_none, is_gone, slides_at
 
 _LONGEST_NAME_BYTES = 160
 SceneKey = tuple[Path, str]
-"""Where a slide is: its file, and the number of its scene; empty if the file has one."""
+"""(file of a slide, number of its scene; empty if the file has only one scene)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,15 @@ def find_jobs(
 ) -> list[SlideJob]:
     """Return the slides in ``paths``, without duplicates, with unique names.
 
-    A slide is named after its file without suffix; with suffix, if the folder has another slide of that name; and with
-    a digest of the folder, if a slide of another folder has it. The order of ``paths`` does not matter.
+    A slide has the name of its file without suffix; with suffix, if the folder has another slide of that name; and with
+    a digest of the folder, if a slide of another folder has this name. The order of ``paths`` does not matter.
 
     Args:
-        paths: Slides, folders (searched, links to folders followed once) and manifest CSVs.
-        files_by_name: The file of each slide that has a name already, by slide_id, empty if it is not known; slides
-            keep their names, and others do not get them while the file exists.
-        scene: Which scenes of files with several are slides: ``all``, ``largest`` or a number.
-        store: The store that is written, whose slides are not searched; None: there is none.
+        paths: Slides, folders (searched; each link to a folder is followed once) and manifest CSVs.
+        files_by_name: slide_id -> file of the slides in the store, empty if unknown; these slides keep their names, and
+            others do not get these names while the file exists.
+        scene: Which scenes of a file with several become slides: ``all``, ``largest`` or a number.
+        store: The store to write, in which no slides are searched; None: there is none.
 
     Raises:
         RequestError: A path does not exist, a folder has no slide, a manifest is invalid, a name is used twice, or two
@@ -83,25 +83,25 @@ def find_jobs(
     rows: dict[SceneKey, dict[str, str]] = {}
     for path in paths:
         for source, row in slides_at(location(path), store):
-            # The same slide by a folder and by a manifest is one: its rows are merged.
+            # A slide may come from a folder and from a manifest: merge its rows.
             key = (source, row.get("scene", ""))
             rows[key] = _merged(path, source, rows.get(key, {}), row)
     return _jobs_with_names(_each_scene(_one_of_each_series(rows), scene), files_by_name)
 
 
 def _each_scene(rows: Mapping[SceneKey, dict[str, str]], scene: str) -> dict[SceneKey, dict[str, str]]:
-    """Return a row for each scene to ingest, with its number in a column ``scene`` if the file has several."""
+    """Return a row for each scene to ingest; if its file has several scenes, with a column ``scene``."""
     scenes: dict[SceneKey, dict[str, str]] = {}
     for (source, stated_scene), row in rows.items():
         count = 1 if stated_scene else scene_count(source)
         if count == 1 and not stated_scene and scene.isdecimal() and int(scene) > 1:
-            scenes[source, scene] = {**row, "scene": scene}  # its reader says that there is no such scene
+            scenes[source, scene] = {**row, "scene": scene}  # its reader will report that there is no such scene
         elif count == 1:
             scenes[source, stated_scene] = row
         else:
             for number in _scene_numbers(source, count, scene):
                 scenes[source, number] = {**row, "scene": number}
-                # Of a name that the manifest gives, several scenes need one each.
+                # Several scenes need different names: add the number to the manifest's name.
                 if row.get("slide_id") and scene == "all":
                     scenes[source, number]["slide_id"] = row["slide_id"] + _suffix(number)
     return scenes
@@ -122,17 +122,16 @@ def _suffix(scene: str) -> str:
 def written_in_one_way(
     jobs: Sequence[SlideJob], names: Iterable[str], cases: Iterable[str], *, merge: bool
 ) -> tuple[list[SlideJob], str]:
-    """Return the jobs with one spelling of each case, and a sentence about cases; empty if there is nothing to say.
+    """Return (jobs with one spelling of each case, note about cases or ``""``).
 
     Args:
-        jobs: From `find_jobs`.
-        names: Names of slides that the store has.
-        cases: Cases that it has, in their spellings.
+        jobs: The result of `find_jobs`.
+        names: Names of the store's slides.
+        cases: Cases of the store, in their spellings.
         merge: Whether several spellings of one case are joined, see `data.spelling`.
 
     Raises:
-        RequestError: Two slides of manifests have names that differ in spelling only; or cases have, and ``merge`` is
-            off.
+        RequestError: Names of slides in manifests differ only in spelling; or names of cases do, and ``merge`` is off.
     """
     names_given = [job.row.get("slide_id", "") for job in jobs]
     advice = "slides need names that differ in more than spelling: change slide_id"

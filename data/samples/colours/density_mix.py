@@ -10,21 +10,21 @@ from data.arrays import Pixels
 # A step of 8 / 8192 is a quarter of a pixel value at white, where a density changes the value most.
 STEPS = 8192
 """Steps of the density in the table of values."""
-# Black has a density of ln 256 = 5.5; what is mixed to more than 8 is black as well.
+# Black has a density of ln 256 = 5.5; mixed densities above 8 are black, too.
 MAX_DENSITY = 8.0
 STRIP_PX = 32_768
 """Pixels computed at a time, so that their floats stay in the processor's cache."""
 
 
 def density_table(glass: float = 255.0) -> NDArray[np.float32]:
-    """Return the density of each pixel value 0 … 255, in steps of `value_table`; 0 where it is brighter than glass."""
-    # Plus one, as black has no logarithm.
+    """Return ``(256,)``: the density of each pixel value, in steps of `value_table`; 0 if it is brighter than glass."""
+    # Plus one, because 0 (black) has no logarithm.
     density: NDArray[np.float64] = np.maximum(-np.log((np.arange(256) + 1.0) / (glass + 1.0)), 0.0)
     return (density * (STEPS / MAX_DENSITY)).astype(np.float32)
 
 
 def value_table(contrast: float = 1.0) -> NDArray[np.uint8]:
-    """Return the pixel value (uint8) in the middle of each density step; ``contrast`` scales its distance to white."""
+    """Return ``(STEPS,)`` uint8: the pixel value of each density step; ``contrast`` scales its distance to white."""
     density = (np.arange(STEPS) + 0.5) * (MAX_DENSITY / STEPS)
     values = 256.0 * np.exp(-density) - 1.0
     table: NDArray[np.float64] = np.clip(np.rint(255.0 - (255.0 - values) * contrast), 0, 255)
@@ -36,14 +36,14 @@ def mixed_densities(
 ) -> Pixels:
     """Return pixels whose densities are ``densities @ mix``; (3, …) uint8, a new array.
 
-    Between the tables are only elementwise float32 products and sums in a fixed order: unlike with a matrix product, a
-    pixel's result does not depend on its position in the array.
+    It uses only elementwise float32 products and sums in a fixed order: unlike with a matrix product, a pixel's result
+    does not depend on its position in the array.
 
     Args:
         pixels: (3, …) uint8.
-        to_density: ``density_table`` of all channels, or (3, 256), one of each.
-        mix: (3, 3), from (red, green, blue) to (red, green, blue).
-        to_value: ``value_table``.
+        to_density: A ``density_table`` for all channels, or (3, 256): one for each channel.
+        mix: (3, 3), from densities of (red, green, blue) to densities of (red, green, blue).
+        to_value: A ``value_table``.
     """
     result = np.empty(pixels.shape, np.uint8)
     flat, out = pixels.reshape(3, -1), result.reshape(3, -1)
@@ -52,7 +52,7 @@ def mixed_densities(
     for start in range(0, flat.shape[1], STRIP_PX):
         strip = slice(start, min(start + STRIP_PX, flat.shape[1]))
         red, green, blue = density[:, : strip.stop - start]
-        # Indices are always valid, but with the default mode np.take would write into a buffer first.
+        # Indices are always valid; "clip" only avoids the buffer that np.take fills first in its default mode.
         for table, channel, values in zip(tables, (red, green, blue), flat[:, strip], strict=True):
             np.take(table, values, out=channel, mode="clip")
         for k in range(3):
@@ -60,6 +60,6 @@ def mixed_densities(
             mixed += green * mix[1, k]
             mixed += blue * mix[2, k]
             np.clip(mixed, 0, STEPS - 1, out=mixed)
-            # `astype` rounds down to the step, whose value is that of its middle.
+            # `astype` rounds down to the step, whose table entry is the value in its middle.
             np.take(to_value, mixed.astype(np.uint16), out=out[k, strip], mode="clip")
     return result

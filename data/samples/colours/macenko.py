@@ -62,7 +62,7 @@ class MacenkoMap:
         return cls(identity, glass, (amounts @ np.diag(factors) @ target).astype(np.float32))
 
     def __call__(self, pixels: Pixels) -> Pixels:
-        """Return pixels (3, …) uint8 in the reference's colours, a new array; glass and what is brighter become 255."""
-        # Relative to the glass of each channel, so that glass has density 0 and becomes white.
+        """Return pixels (3, …) uint8 in the reference's colours, a new array; glass and brighter pixels become 255."""
+        # Densities relative to the glass of each channel: glass has density 0 and becomes white.
         tables = np.stack([density_table(float(value)) for value in self.glass])
         return mixed_densities(pixels, tables, self.mix, value_table())

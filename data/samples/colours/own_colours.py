@@ -4,8 +4,8 @@
 
     function(pixels (3, h, w) uint8, rng: numpy.random.Generator) -> (3, h, w) uint8
 
-Ranks read parts of an image. So that the parts fit together, a pixel's new colour may depend on its old colour and on
-``rng`` only, which is the same for all parts of an image and differs between images and epochs.
+Ranks read parts of an image. For the parts to fit together, a pixel's new colour may depend only on its old colour and
+on ``rng``, which is the same for all parts of an image and differs between images and epochs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _TRIED_PX = (24, 40)
 
 
 def own_colours(name: str, pixels: NDArray[np.uint8], draw: float) -> NDArray[np.uint8]:
-    """Return (3, h, w) pixels with the colours of a user's function; ``draw``: 0 to 1, the seed of its ``rng``.
+    """Return (3, h, w) pixels after a user's change of colours; ``draw`` (0 to 1) is the seed of its ``rng``.
 
     Raises:
         RequestError: The function cannot be imported.
     """
-    # The 53 random bits that `draw` was made of.
+    # Back to the 53 random bits from which `draw` was made.
     rng = np.random.default_rng(int(draw * 2**53))
-    # A copy: the function may work in place, and these pixels may be those of the cache.
+    # A copy: the function may change its pixels in place, and these may belong to the cache.
     changed: NDArray[np.uint8] = load_user_code(KEY, name, _WHAT)(pixels.copy(), rng)
     return changed
 
@@ -38,13 +38,14 @@ def try_colours(name: str) -> None:
     """Try a user's function on a small image, whole and in parts.
 
     Raises:
-        RequestError: It cannot be imported, fails, returns something else, or changes a pixel otherwise in a part.
+        RequestError: It cannot be imported, fails, returns another shape or dtype, or returns different colours when it
+            is called again, or for a part of the image.
     """
     image = np.random.default_rng(0).integers(0, 256, (3, *_TRIED_PX), dtype=np.uint8)
     try:
         whole = own_colours(name, image, 0.5)
         again = own_colours(name, image, 0.5)
-        # Not from the corner, and of another shape: shows what depends on position, size or neighbours.
+        # Not at a corner, and of another shape: shows whether colours depend on position, size or neighbours.
         part = own_colours(name, image[:, 5:17, 8:], 0.5)
     except RequestError:
         raise

@@ -36,7 +36,10 @@ class LabStatistics:
 
     @classmethod
     def of(cls, windows: Iterable[Pixels], glass: NDArray[np.float32]) -> LabStatistics | None:
-        """Return the statistics of the stained pixels of windows ``(3, n)``; None for fewer than 1000, or no spread."""
+        """Return the statistics of the stained pixels of windows ``(3, n)``.
+
+        None for fewer than 1000 stained pixels, or if these do not differ in one of the axes.
+        """
         stained = [window[:, _densities(window, glass) >= STAINED_DENSITY] for window in windows]
         pixels = np.concatenate(stained, axis=1) if stained else np.empty((3, 0), np.uint8)
         if pixels.shape[1] < _FEWEST_PX:
@@ -79,9 +82,9 @@ class ReinhardMap:
         return cls(identity, glass, factors.astype(np.float32), summands.astype(np.float32))
 
     def __call__(self, pixels: Pixels) -> Pixels:
-        """Return pixels (3, …) uint8 in the reference's colours, a new array; glass and what is brighter become 255.
+        """Return pixels (3, …) uint8 in the reference's colours, a new array; glass and brighter pixels become 255.
 
-        Only elementwise products and sums, in a fixed order: a pixel's result does not depend on its position.
+        It uses only elementwise products and sums in a fixed order: a pixel's result does not depend on its position.
         """
         result = np.empty(pixels.shape, np.uint8)
         flat, out = pixels.reshape(3, -1), result.reshape(3, -1)
@@ -90,7 +93,7 @@ class ReinhardMap:
             strip = slice(start, start + STRIP_PX)
             values = np.ascontiguousarray(flat[:, strip])
             share = np.minimum(_densities(values, self.glass) * np.float32(1 / STAINED_DENSITY), np.float32(1))
-            # Values plus one, as black has no logarithm.
+            # Values plus one, because 0 (black) has no logarithm.
             lms = np.log(_product(_TO_LMS.astype(np.float32), values + np.float32(1)))
             lms = np.exp(_product(self.factors, lms) + self.summands[:, None])
             rgb = np.clip(_product(np.linalg.inv(_TO_LMS).astype(np.float32), lms) - np.float32(1), 0, 255)
@@ -99,7 +102,7 @@ class ReinhardMap:
 
 
 def _product(matrix: Matrix, values: Matrix) -> Matrix:
-    """Return ``matrix @ values`` ``(3, n)``, elementwise."""
+    """Return ``matrix @ values`` ``(3, n)``, by elementwise products and sums."""
     result = np.empty_like(values)
     for row, target in zip(matrix, result, strict=True):
         np.multiply(values[0], row[0], out=target)
@@ -109,7 +112,7 @@ def _product(matrix: Matrix, values: Matrix) -> Matrix:
 
 
 def _densities(pixels: Pixels, glass: NDArray[np.float32]) -> Matrix:
-    """Return the mean density of the three channels relative to glass, ``(n,)``; 0 where they are brighter."""
+    """Return ``(n,)``: the mean density of each pixel's channels relative to glass; 0 for a brighter channel."""
     total = np.zeros(pixels.shape[1], np.float32)
     for channel, light in zip(pixels, glass, strict=True):
         table = np.maximum(np.log((light + 1) / (np.arange(256, dtype=np.float32) + 1)), 0) / np.float32(3)

@@ -16,7 +16,7 @@ from data.store.slide_store import StoreLevel
 from hyfi_core.plan.box import Box
 
 STAINED_DENSITY = 0.15
-"""Optical density (natural logarithm) from which a pixel is stained tissue; Macenko et al. have the same limit."""
+"""Least optical density (natural logarithm) of stained tissue; Macenko et al. use the same limit."""
 
 _LEAST_DEGREES = 8.0
 """Smallest angle between two stains. H&E has 15° to 40°; one stain and noise 1.5° to 3.5°."""
@@ -26,7 +26,7 @@ _HISTOGRAM_PX = 2**20
 _OVERVIEW_UM, _TISSUE_UM = 8.0, 1.0
 """Microns per pixel at which glass and tissue are measured; the store's nearest level is used."""
 _OVERVIEW_PX = 2**24
-"""Most pixels that are read to measure the glass: of larger levels a few strips of rows."""
+"""Most pixels that are read to measure the glass; from larger levels, a few strips of rows are read."""
 _STRIPS = 32
 _WINDOWS, _WINDOW_PX = 64, 128
 
@@ -49,9 +49,9 @@ class MeasuredSlide(Protocol):
 
 
 def stains_of(slide: object) -> Mapping[str, Any] | None:
-    """Return haematoxylin, eosin and their strength, as ingest measured them; None: the slide has no two stains.
+    """Return ``haematoxylin``, ``eosin`` and their ``strength``, as ingest measured them; None without two stains.
 
-    Noise spreads one stain into two directions a few degrees apart. Such a slide has one stain only.
+    Noise can spread one stain into two directions a few degrees apart: such a slide has only one stain.
     """
     attributes: Mapping[str, Any] = getattr(slide, "attributes", {})
     stains: Mapping[str, Any] | None = attributes.get("stains")
@@ -64,20 +64,20 @@ def stains_of(slide: object) -> Mapping[str, Any] | None:
 def glass_colour(image: Pixels) -> NDArray[np.float32]:
     """Return the colour of a slide's glass, ``(3,)``: the mode of the bright pixels of each channel.
 
-    Values below 200 are not considered, because an image that is all tissue shows no glass; the limit is lower only if
-    the brightest pixels are darker than that (a grey scanner).
+    Values below 200 do not count, so that tissue is not taken for glass in an image without glass. The limit is lower
+    only if the brightest pixels are darker than that (a grey scanner).
 
     Args:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
     """
     modes = []
-    # Whole rows, as every n-th pixel of memory costs as much to read as all of them.
+    # A sample of whole rows: to read every n-th pixel takes as long as to read all.
     rows = slice(None, None, max(1, image[0].size // _HISTOGRAM_PX))
     for channel in image[:, rows]:
         counts = np.bincount(channel.reshape(-1), minlength=256).astype(np.float64)
-        # Over five values, as the highest single count of a sparse histogram is left to chance.
+        # Sums over five values, because the highest single count of a sparse histogram is random.
         smooth = np.convolve(counts, np.ones(5), mode="same")
-        # Not the maximum: a few saturated pixels must not decide how dark glass may be.
+        # The 98th percentile, not the maximum: a few saturated pixels must not decide how dark glass may be.
         brightest = int(np.searchsorted(counts.cumsum(), 0.98 * counts.sum()))
         lowest = max(0, min(_DARKEST_GLASS, brightest - 20))
         modes.append(lowest + int(np.argmax(smooth[lowest:])))
@@ -102,7 +102,7 @@ def glass_of(slide: MeasuredSlide) -> NDArray[np.float32]:
 
 
 def tissue_windows(slide: MeasuredSlide) -> Iterator[Pixels]:
-    """Yield tissue pixels ``(3, n)`` of up to 64 windows of the level of about 1 µm per pixel, spread over the tissue.
+    """Yield the tissue pixels ``(3, n)`` of each of up to 64 windows, spread over the tissue, at about 1 µm per pixel.
 
     Raises:
         StoreError: A file of the store is missing or damaged.
@@ -113,15 +113,14 @@ def tissue_windows(slide: MeasuredSlide) -> Iterator[Pixels]:
     level = slide.levels[index]
     scale = [own / coarse for own, coarse in zip(level.mpp, mask_mpp, strict=True)]
     for k in range(min(_WINDOWS, len(places))):
-        # The middle one of each of as many equal parts of all tissue pixels: windows are spread over the tissue.
+        # Divide the list of tissue pixels into as many equal parts as there are windows; take the middle pixel of each.
         y, x = divmod(int(places[(2 * k + 1) * len(places) // (2 * min(_WINDOWS, len(places)))]), mask.shape[1])
         top, left = (int(at / s) - _WINDOW_PX // 2 for at, s in zip((y, x), scale, strict=True))
         window = Box(top, top + _WINDOW_PX, left, left + _WINDOW_PX)
         window = window.intersect(Box.of_size(level.height_px, level.width_px))
         if window.empty:
             continue
-        # The mask's pixel at the centre of each row of the window; the last one may end before the level does, by
-        # rounding.
+        # The mask's row at the centre of each row of the window. By rounding, the mask may end before the level does.
         rows = np.minimum(((np.arange(window.y0, window.y1) + 0.5) * scale[0]).astype(int), mask.shape[0] - 1)
         columns = np.minimum(((np.arange(window.x0, window.x1) + 0.5) * scale[1]).astype(int), mask.shape[1] - 1)
         yield slide.read(window, index)[:, mask[rows][:, columns]]

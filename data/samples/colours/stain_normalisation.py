@@ -39,11 +39,11 @@ class ColourMap(Protocol):
 
 @dataclass(frozen=True)
 class StainNormalisation:
-    """The method and its reference, as a checkpoint keeps them.
+    """The method and its reference, as stored in a checkpoint.
 
     Attributes:
         method: ``macenko`` or ``reinhard``.
-        reference: Names and numbers of the reference; see ``REFERENCE`` of `macenko` and `reinhard`.
+        reference: (name, numbers) of the reference; see ``REFERENCE`` of `macenko` and `reinhard`.
     """
 
     method: StainMethod
@@ -61,7 +61,7 @@ class StainNormalisation:
         """Build from the ``stain_normalisation`` of ``model.json``; None: there is none, as in older checkpoints.
 
         Raises:
-            RequestError: It is of an unknown method, or lacks numbers of its reference.
+            RequestError: The method is unknown, or the reference lacks numbers.
         """
         if not value:
             return None
@@ -77,7 +77,7 @@ class StainNormalisation:
                 f"model.json: stain_normalisation has a reference of {', '.join(reference)}; needed: "
                 f"{', '.join(names)}; use another checkpoint"
             )
-        # In the order of the method, not of the file: the text of `identity` must be the same.
+        # In the order of ``REFERENCE``, not of the file: the text of `identity` must be the same.
         return cls(method, tuple((name, tuple(map(float, reference[name]))) for name in names))
 
     def to_json(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class StainNormalisation:
 
 
 def as_scanned_text(slides: Sequence[str]) -> str:
-    """Return a warning of slides that stain normalisation leaves as they are; there is one or more."""
+    """Return a warning that stain normalisation leaves these slides (at least one) as they are."""
     more = f" and {len(slides) - 5} more" if len(slides) > 5 else ""
     return (
         f"stain normalisation leaves slides as scanned, because their two stains could not be measured (too little "

@@ -1,4 +1,4 @@
-"""What a checkpoint knows of the slides it is evaluated on: trained on them, or far from all that it was trained on."""
+"""Slides that a checkpoint was trained on, and slides far from all of these, among those that it is evaluated on."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from data.samples.trained.trained_range import SlideFigures
 from data.samples.trained.trained_slides import TrainedSlides, source_sha256
 
 TRAINED_ON = "trained_on"
-"""Flag of slides that the model was trained on, or on others of their cases."""
+"""Flag of slides that the model was trained on; also if it was trained on another slide of the same case."""
 OUTSIDE = "outside_training"
-"""Flag of slides far from those of training; ``reason`` says in which figure."""
+"""Flag of slides far from all training slides in a figure (area, resolution, stain); ``reason`` says in which."""
 
 
 @dataclass(frozen=True)
 class TrainedNotes:
-    """Slides of a dataset that are in training, or far from it, according to a checkpoint.
+    """Slides of a dataset that a checkpoint was trained on, or that are far from all of its training slides.
 
     Attributes:
-        trained: Names of slides that the model was trained on, or on others of their cases.
-        outside: For slides that are far from all training slides, by name: sentences that say how.
+        trained: Names of slides that the model was trained on, or that share a case with a training slide.
+        outside: Name of a slide far from all training slides -> sentences that say how.
     """
 
     trained: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class TrainedNotes:
 
     @classmethod
     def of(cls, model: Mapping[str, Any], dataset: SlideDataset) -> Self:
-        """Return the notes of ``model.json`` on a dataset; opens each slide, and reads no pixels."""
+        """Return the notes on a dataset for a checkpoint's ``model.json``; opens each slide, but reads no pixels."""
         known = TrainedSlides.of_json(model.get("trained_on"))
         trained, outside = [], {}
         for index, sample in enumerate(dataset.samples):

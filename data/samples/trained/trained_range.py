@@ -10,9 +10,9 @@ from typing import Any, Self
 from data.samples.dataset import SlideDataset
 
 _AREA_FACTOR, _MPP_FACTOR = 3.0, 1.5
-"""How many times larger or smaller, or coarser or finer, a slide may be than all training slides."""
+"""Largest factor by which a slide may be larger or smaller (coarser or finer) than all training slides."""
 _STAIN_FACTOR, _STAIN_DEGREES = 1.5, 10.0
-"""Largest angle of a stain to the mean: this factor times the largest one of training, plus these degrees."""
+"""Largest allowed angle of a stain to the mean of training: this factor times that of training, plus these degrees."""
 _STAINS = ("haematoxylin", "eosin")
 _NUMBERS = ("area_mm2", "source_mpp")
 Vector = tuple[float, ...]
@@ -27,15 +27,15 @@ class StainRange:
 
     @classmethod
     def of(cls, vectors: Sequence[Vector]) -> Self:
-        """Return the range of some vectors, one or more."""
+        """Return the smallest range around the mean of ``vectors``, of which there is at least one."""
         mean = _unit([sum(numbers) for numbers in zip(*vectors, strict=True)])
         return cls(mean, max(_degrees(mean, one) for one in vectors))
 
     @classmethod
     def union(cls, ranges: Sequence[StainRange]) -> Self:
-        """Return a range that contains all others."""
+        """Return a range that contains all of ``ranges``."""
         mean = _unit([sum(numbers) for numbers in zip(*(one.mean for one in ranges), strict=True)])
-        # By the triangle inequality of angles, no vector of a range is farther from the new mean.
+        # By the triangle inequality, every vector of a range is within this angle of the new mean.
         return cls(mean, max(one.degrees + _degrees(mean, one.mean) for one in ranges))
 
 
@@ -46,7 +46,7 @@ class SlideFigures:
     Attributes:
         area_mm2: Area of the whole slide as it is stored.
         source_mpp: Microns per pixel of the file.
-        stains: Name to the optical density of (red, green, blue), of length 1.
+        stains: Name -> optical density of (red, green, blue), a vector of length 1.
     """
 
     area_mm2: float = math.nan
@@ -63,17 +63,17 @@ class SlideFigures:
         finest = slide.levels[0]
         area = finest.height_px * finest.width_px * finest.mpp[0] * finest.mpp[1] / 1e6
         known = {name: tuple(map(float, stains[name])) for name in _STAINS if stains.get(name)}
-        # The geometric mean of both directions: that of a square pixel of the same area.
+        # The geometric mean of y and x: the side of a square pixel with the same area.
         return cls(area, math.nan if mpp is None else math.sqrt(float(mpp[0]) * float(mpp[1])), known)
 
 
 @dataclass(frozen=True)
 class TrainedRange:
-    """Ranges of the training slides; what none of them states is left out.
+    """Ranges of the training slides' figures; figures that no slide has are left out.
 
     Attributes:
-        numbers: ``area_mm2`` and ``source_mpp``: (least, greatest).
-        stains: Range of each stain by its name.
+        numbers: ``area_mm2`` and ``source_mpp`` -> (least, greatest).
+        stains: Name of a stain -> its range.
     """
 
     numbers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class TrainedRange:
 
     @classmethod
     def union(cls, ranges: Iterable[TrainedRange]) -> Self:
-        """Return ranges that contain all others."""
+        """Return ranges that contain all of ``ranges``."""
         ranges = list(ranges)
         pairs = {name: [one.numbers[name] for one in ranges if name in one.numbers] for name in _NUMBERS}
         stains = {name: [one.stains[name] for one in ranges if name in one.stains] for name in _STAINS}
@@ -152,5 +152,5 @@ def _unit(vector: Sequence[float]) -> Vector:
 
 def _degrees(one: Vector, other: Vector) -> float:
     """Return the angle between two unit vectors."""
-    # Rounding makes the product of two equal unit vectors larger than 1 at times, which has no angle.
+    # By rounding, the product of two equal unit vectors may be larger than 1, of which acos is undefined.
     return math.degrees(math.acos(max(-1.0, min(1.0, sum(a * b for a, b in zip(one, other, strict=True))))))

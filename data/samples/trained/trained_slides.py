@@ -17,10 +17,10 @@ _DIGITS = 16
 
 @dataclass(frozen=True)
 class TrainedSlides:
-    """Digests of names, cases and files. Names of patients do not leave a site with its checkpoints.
+    """Digests of names, cases and files of training slides: names of patients do not leave a site with a checkpoint.
 
     Attributes:
-        slides: ``name:file``, the digests of each slide's name and file; ``name:`` if the file is unknown.
+        slides: ``name:file``, digests of each slide's name and file; ``name:`` if the file is unknown.
         cases: Digests of the names of their cases.
         ranges: Their sizes, resolutions and stains.
     """
@@ -31,7 +31,7 @@ class TrainedSlides:
 
     @classmethod
     def of(cls, dataset: SlideDataset) -> Self:
-        """Return the slides of a dataset; opens each, and reads no pixels."""
+        """Return the slides of a dataset; opens each, but reads no pixels."""
         samples = dataset.samples
         contents = [source_sha256(dataset, index) for index in range(len(samples))]
         slides = (_entry(sample.slide_id, content) for sample, content in zip(samples, contents, strict=True))
@@ -59,23 +59,23 @@ class TrainedSlides:
         return {"slides": sorted(self.slides), "cases": sorted(self.cases), "ranges": self.ranges.to_json()}
 
     def has(self, slide_id: str, case_id: str, sha256: str) -> bool:
-        """Whether the model was trained on a slide: on its file, on another of its case, or on one of its name.
+        """Whether the model was trained on a slide: one with the same case, the same file, or the same name.
 
-        The name alone counts only if one of the files is unknown: many archives have a slide ``1``.
+        The same name counts only if one of the two files is unknown: many archives have a slide ``1``.
 
         Args:
-            slide_id: Its name.
-            case_id: Its case; empty if unknown.
-            sha256: Digest of the file; empty if unknown.
+            slide_id: Name of the slide.
+            case_id: Case of the slide; empty if unknown.
+            sha256: Digest of the slide's file; empty if unknown.
         """
         if case_id and _digest(case_id) in self.cases:
             return True
         name, content = _entry(slide_id, sha256).split(":")
-        # By content first: a copy of a training slide under another name is the same slide.
+        # The file first: a copy of a training slide under another name is the same slide.
         if content in self._files:
             return True
-        # Two known files of one name that differ are different slides: beside a known file, the name counts only for
-        # training slides whose file is unknown.
+        # Different files with one name are different slides: if this file is known, its name counts only for training
+        # slides whose file is unknown.
         return name in self._unread if content else name in self._names
 
     @cached_property

@@ -17,7 +17,7 @@ from data.tiles.recent import Recent
 from hyfi_core.errors import RequestError
 
 SCALE_TOLERANCE = 1.25
-"""Largest ratio of the sides of tiles on their slides: scanners' mpp at one magnification differ by as much."""
+"""Largest ratio of the sides of tiles, in µm, of two slides: the mpp of scanners at one magnification differs so."""
 _COORDS_BYTES = 2**26
 """Bytes of tiles' positions that stay in memory."""
 
@@ -27,8 +27,8 @@ class FeatureBags:
 
     Args:
         dataset: The slides.
-        stored: Features by slide id.
-        missing: Why slides have no features, by slide id, as far as it is known.
+        stored: Slide id -> its features.
+        missing: Slide id -> why the slide has no features, if that is known.
 
     Raises:
         RequestError: A slide has no features; the message names such slides.
@@ -83,10 +83,10 @@ class FeatureBags:
         return {name: side for name, side in sides.items() if side is not None}
 
     def check(self) -> list[dict[str, Any]]:
-        """Return a row for each slide (keys: ``COVERAGE_COLUMNS``): the tissue in its tiles, and their number.
+        """Return a row of ``coverage.csv`` for each slide: the share of its tissue in tiles, and their number.
 
         Raises:
-            RequestError: Features are of another slide, or tiles of slides differ in size; the message names them.
+            RequestError: Features belong to another slide, or tiles of slides differ in size; the message names them.
         """
         faults = []
         for index, stored in enumerate(self.stored):
@@ -121,16 +121,16 @@ class FeatureBags:
 
 
 def check_sides(sides_um: Mapping[str, float], usual_um: float | None = None) -> None:
-    """Check that tiles of all slides have about the same size on their slide.
+    """Check that tiles of all slides have about the same size in micrometres.
 
     Args:
-        sides_um: Height and width of a tile, in micrometres, by slide id.
+        sides_um: Slide id -> height and width of a tile.
         usual_um: The expected height and width; None: the median of ``sides_um``.
 
     Raises:
-        RequestError: They do not; the message names slides.
+        RequestError: Some differ; the message names these slides.
     """
-    # The median, as one slide of another resolution must not move what the others are compared with.
+    # The median, which one slide of another resolution does not change.
     usual = usual_um or median(sides_um.values() or [1.0])
     off = {name: side for name, side in sides_um.items() if not 1 / SCALE_TOLERANCE <= side / usual <= SCALE_TOLERANCE}
     if off:
@@ -146,7 +146,7 @@ def check_sides(sides_um: Mapping[str, float], usual_um: float | None = None) ->
 def _describe_missing(
     lacking: list[str], slides: int, stored: Mapping[str, StoredFeatures], why: Mapping[str, str]
 ) -> str:
-    """Return the message about slides without features; ``why`` has the reason of some."""
+    """Return the message about slides without features; ``why``: slide -> the reason, if known."""
     folder = next(iter(stored.values())).path.parent
     lines = [f"slide {name}{f': {why[name]}' if name in why else ''}" for name in lacking]
     count = "1 slide has no features" if len(lacking) == 1 else f"{len(lacking)} slides have no features"
@@ -158,7 +158,7 @@ def _describe_missing(
 
 
 def _listed(what: str, lines: list[str]) -> str:
-    """Return a message with the first of some lines, and the number of others."""
+    """Return a message about ``what`` with the first lines, and the number of further ones."""
     shown = [f"  {line}" for line in lines[:MAX_LISTED]]
     shown += [f"  … and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
     return f"data.features: {what}:\n" + "\n".join(shown)

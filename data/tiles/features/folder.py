@@ -11,17 +11,17 @@ from data.tiles.features.stored import StoredFeatures
 from hyfi_core.errors import RequestError
 
 _PLACES = (("", "*.h5"), ("", "*.zarr"), ("h5_files", "*.h5"), ("pt_files", "*.pt"), ("", "*.pt"))
-"""Folder and pattern, in the order in which they are looked for: CLAM has the same vectors in both of its folders."""
+"""(subfolder, pattern); only the first that matches is read, because both folders of CLAM have the same vectors."""
 
 
 def open_features(folder: str | os.PathLike[str]) -> dict[str, StoredFeatures]:
-    """Return the features of each slide of a folder, by slide id, sorted.
+    """Return slide id -> its features, sorted, of all slides of a folder.
 
     Args:
-        folder: As ``hyfi features``, TRIDENT, CLAM or STAMP wrote it.
+        folder: A folder that ``hyfi features``, TRIDENT, CLAM or STAMP wrote.
 
     Raises:
-        RequestError: There is no such folder, it has no features, a file is damaged, or they are of several encoders.
+        RequestError: The folder does not exist, has no features, or features of several encoders; or a file is damaged.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -35,14 +35,14 @@ def open_features(folder: str | os.PathLike[str]) -> dict[str, StoredFeatures]:
 
 
 def feature_files(folder: Path) -> dict[str, Path]:
-    """Return the feature file of each slide of a folder, by slide id, without opening any; none if it has none."""
+    """Return slide id -> feature file of a folder, without opening any; empty if there are none."""
     return {path.name.rpartition(".")[0]: path for path in _files(folder)}
 
 
 def _files(folder: Path) -> list[Path]:
     """Return the feature files of the first place in the folder that has any, sorted."""
     for subfolder, pattern in _PLACES:
-        # Not hidden ones: a writer that was killed leaves its unfinished file as one.
+        # No hidden files: these are unfinished files of killed writers.
         paths = sorted(path for path in (folder / subfolder).glob(pattern) if not path.name.startswith("."))
         if paths:
             return paths
@@ -50,7 +50,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_alike(folder: Path, stored: dict[str, StoredFeatures]) -> None:
-    """Refuse features of several encoders; the message names the one of most slides, and a file that differs."""
+    """Refuse features of several encoders; the message names the most frequent one, and a file that differs."""
     for attribute in ("features", "encoder"):
         counts = Counter(getattr(features, attribute) for features in stored.values())
         if len(counts) > 1:

@@ -1,4 +1,4 @@
-"""Where the tiles of stored features are on their slide.
+"""Positions of the tiles of stored features on their slide.
 
 ::
 
@@ -26,9 +26,9 @@ from hyfi_core.errors import RequestError
 _USUAL_PX = 256
 """Pixels of a tile whose file does not state them; for heatmaps and pictures only."""
 _MOST_SQUARES = 4
-"""Squares of a heatmap along the side of a tile that is not at whole tiles."""
+"""Most squares of a heatmap along the side of a tile, for tiles that do not lie on a grid of whole tiles."""
 _ROUNDED_PX = 0.6
-"""Most level-0 pixels between the stated side of a tile and the side measured by corners: both were rounded."""
+"""Largest difference, in level-0 pixels, between the stated side of a tile and the side measured from corners."""
 
 
 class WrongSlideError(RequestError):
@@ -36,7 +36,7 @@ class WrongSlideError(RequestError):
 
 
 def source_mpp(slide: SlideStore) -> tuple[float, float]:
-    """Return the microns per pixel (y, x) of level 0 of the slide that was ingested; of the store if not known."""
+    """Return the microns per pixel (y, x) of level 0 of the ingested file; if unknown, those of the store."""
     y, x = (slide.attributes.get("source") or {}).get("mpp") or slide.levels[0].mpp
     return float(y), float(x)
 
@@ -49,7 +49,9 @@ def tile_um(stored: StoredFeatures, slide: SlideStore) -> float | None:
 
 
 def level0_corners(stored: StoredFeatures, slide: SlideStore) -> NDArray[np.float64] | None:
-    """Return ``(N, 2)``: (y, x) of each tile's upper left corner, in level-0 pixels of the slide that was ingested.
+    """Return ``(N, 2)``: (y, x) of each tile's upper left corner, in level-0 pixels of the ingested file.
+
+    None if the features have no positions.
 
     Raises:
         RequestError: The file is damaged.
@@ -62,7 +64,7 @@ def level0_corners(stored: StoredFeatures, slide: SlideStore) -> NDArray[np.floa
 
 
 def check_slide(stored: StoredFeatures, slide: SlideStore) -> None:
-    """Check that features are of a slide, as far as their file states it.
+    """Check that features belong to a slide: by the slide's size, if their file states it, and by positions.
 
     Raises:
         WrongSlideError: The slide has another size, or a tile lies beyond it.
@@ -88,9 +90,9 @@ def check_slide(stored: StoredFeatures, slide: SlideStore) -> None:
 
 
 def placed_tiles(stored: StoredFeatures, slide: SlideStore) -> TissueTiles | None:
-    """Return the tiles of features on their slide, in the order of the vectors; None if the file has no positions.
+    """Return the tiles of stored features, in the order of the vectors; None if the file has no positions.
 
-    Shares of tissue are not known (NaN).
+    Their shares of tissue are unknown (NaN).
 
     Raises:
         RequestError: The file is damaged.
@@ -105,7 +107,7 @@ def placed_tiles(stored: StoredFeatures, slide: SlideStore) -> TissueTiles | Non
     plane = _plane(slide.levels, side_um / size_px)
     to_source = to_source_of(slide, plane)
     matrix = np.array(to_source)
-    # By centres, which a map that turns or mirrors keeps; corners become other corners.
+    # Map centres: if the map turns or mirrors, a tile's upper left corner becomes another corner.
     centres = corners + side_um / np.array(source_mpp(slide)) / 2
     in_plane = np.linalg.solve(matrix[:, :2], (centres - matrix[:, 2]).T).T - size_px / 2
     square_px, whole = _square(in_plane, size_px)
@@ -123,8 +125,8 @@ def placed_tiles(stored: StoredFeatures, slide: SlideStore) -> TissueTiles | Non
 
 
 def _plane(levels: Sequence[StoreLevel], mpp_um: float) -> TilePlane:
-    """Return the plane of exactly this resolution; a store may be coarser, then a step is below 1."""
-    # Pixels are not read here, so a coarser store will do, too.
+    """Return the plane with exactly this resolution; if the store is coarser, its step is below 1."""
+    # The store may be coarser, because no pixels are read.
     finer = [k for k, level in enumerate(levels) if max(level.mpp) <= mpp_um]
     read = max(finer, default=0)
     level = levels[read]
@@ -133,7 +135,7 @@ def _plane(levels: Sequence[StoreLevel], mpp_um: float) -> TilePlane:
 
 
 def _square(corners: NDArray[np.float64], size_px: int) -> tuple[int, bool]:
-    """Return the side of a square, and whether all corners are at whole squares apart from rounding."""
+    """Return (side of a heatmap's square in pixels, whether all corners lie on its grid, apart from rounding)."""
     parts = [k for k in range(1, _MOST_SQUARES + 1) if size_px % k == 0]
     for k in parts:
         square = size_px // k
@@ -143,11 +145,11 @@ def _square(corners: NDArray[np.float64], size_px: int) -> tuple[int, bool]:
 
 
 def _unrounded(corners: NDArray[np.float64], side_px: float) -> float:
-    """Return a tile's side before its file rounded it to whole pixels, measured by the grid of all corners."""
+    """Return a tile's side before its file rounded it to ``side_px``, measured from the grid of all corners."""
     if side_px % 1:
         return side_px
-    # Corners lie on a grid whose step is the unrounded side, or a part of it where tiles overlap. The step is right if
-    # the farthest corner is a whole number of steps away and all others are within a pixel of the grid.
+    # Corners lie on a grid whose step is the unrounded side, or 1/n of it where tiles overlap. Choose the step so that
+    # the farthest corner is a whole number of steps away; it is right if all corners are within a pixel of the grid.
     axis = int(np.argmax(np.ptp(corners, axis=0)))
     offsets = corners[:, axis] - corners[:, axis].min()
     for parts in range(1, _MOST_SQUARES + 1):
@@ -162,13 +164,13 @@ def _unrounded(corners: NDArray[np.float64], side_px: float) -> float:
 
 
 def _smallest_gap(corners: NDArray[np.float64]) -> float:
-    """Return the smallest distance between corners along an axis: about a tile's side, less where tiles overlap."""
+    """Return the smallest distance between corners along an axis: about a tile's side, or less if tiles overlap."""
     gaps = [np.diff(np.unique(corners[:, axis])) for axis in (0, 1)]
     return min((float(gap.min()) for gap in gaps if len(gap)), default=float(_USUAL_PX))
 
 
 def _sizes(slide: SlideStore) -> list[tuple[int, int]]:
-    """Return (height, width) of level 0: of what was ingested, and of the whole file, whose border may be empty."""
+    """Return (height, width) of level 0: up to the end of the ingested part, and of the whole file if known."""
     source: dict[str, Any] = slide.attributes.get("source") or {}
     finest = slide.levels[0]
     bounds = source.get("bounds") or {"y1": finest.height_px, "x1": finest.width_px}

@@ -1,4 +1,4 @@
-"""The features of the tiles of one slide in a file, whoever wrote it.
+"""The features of the tiles of one slide, in a file of hyfi or another program.
 
 ::
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Unit = Literal["px", "um"]
 _STAMP_OLD = (256.0, 224.0)
-"""Micrometres and pixels of a tile of STAMP before its version 2, whose files state neither."""
+"""(micrometres, pixels) of the side of a tile of STAMP before version 2, whose files state neither."""
 
 
 def import_h5py() -> ModuleType:
@@ -49,7 +49,7 @@ def import_h5py() -> ModuleType:
 
 @dataclass(frozen=True)
 class StoredFeatures:
-    """The features of one slide, as its file states them; nothing else is read yet.
+    """The features of one slide: shapes and attributes of its file. Vectors and positions are read on request.
 
     Attributes:
         slide_id: The file's name without its ending.
@@ -58,8 +58,8 @@ class StoredFeatures:
         features: D, the length of a vector.
         encoder: Name of the encoder, if the file states it.
         unit: Unit of `coords`: level-0 pixels or micrometres; None: the file has no coords.
-        tile_size: Height and width of a tile in that unit, if the file states it.
-        tile_px: Height and width of a tile as the encoder saw it, if the file states it.
+        tile_size: Height and width of a tile in ``unit``, if the file states it.
+        tile_px: Height and width, in pixels, of a tile at the encoder's input, if the file states it.
         slide_px: Height and width of the slide's level 0, if the file states them.
     """
 
@@ -75,7 +75,7 @@ class StoredFeatures:
 
     @classmethod
     def of(cls, path: Path) -> StoredFeatures:
-        """Read what a file states.
+        """Read shapes and attributes of a file of features.
 
         Raises:
             RequestError: It is damaged, or not a file of features.
@@ -152,8 +152,8 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _tensor(path: Path) -> Any:
-    """Return the tensor of a ``.pt``; it is mapped, so that only the rows in use are read. Old files are read whole."""
-    mapped = zipfile.is_zipfile(path)  # what torch.save writes since PyTorch 1.6
+    """Return the tensor of a ``.pt``, mapped into memory: only rows in use are read. Old files are read as a whole."""
+    mapped = zipfile.is_zipfile(path)  # the format of torch.save since PyTorch 1.6
     return import_module("torch").load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
@@ -169,20 +169,20 @@ def _vectors(path: Path, content: Any) -> tuple[str, Any]:
 
 
 def _rows(stored: Any, chosen: NDArray[np.int64] | None) -> Any:
-    """Return rows of a dataset ``(N, D)`` or ``(1, N, D)``: a range is read, which HDF5 does fastest."""
+    """Return some rows (None: all) of a dataset ``(N, D)`` or ``(1, N, D)``, as ``(n, D)``."""
     low: int
     high: int | None
     if chosen is None:
         low, high = 0, None
     else:
         low, high = (int(chosen.min()), int(chosen.max()) + 1) if len(chosen) else (0, 0)
-    # h5py is slow at lists of indices: a range with all of them is read, and they are chosen in memory.
+    # h5py is slow with lists of indices: read a range that contains all of them, and choose in memory.
     some = stored[low:high] if len(stored.shape) == 2 else stored[0, low:high]
     return some if chosen is None else np.asarray(some)[chosen - low]
 
 
 def _frame(content: Any) -> tuple[Unit | None, float | None, float]:
-    """Return the unit of positions, the size of a tile in this unit, and the factor from stored numbers to it."""
+    """Return (unit of positions, side of a tile in this unit, factor from stored positions to this unit)."""
     if "coords" not in content:
         return None, None, 1.0
     attributes = dict(getattr(content, "attrs", {}))
@@ -190,14 +190,14 @@ def _frame(content: Any) -> tuple[Unit | None, float | None, float]:
         sides = attributes["hyfi_features"]["tile_source_px"]
         return "px", float(sum(sides) / 2), 1.0
     if "feats" in content:
-        # Versions of STAMP name it differently. Before version 2, positions are in pixels of 224 for 256 µm.
+        # The attribute's name differs between versions of STAMP. Before version 2, 224 units of positions are 256 µm.
         size = attributes.get("tile_size_um") or (attributes.get("unit") == "um" and attributes.get("tile_size"))
         return ("um", float(size), 1.0) if size else ("um", _STAMP_OLD[0], _STAMP_OLD[0] / _STAMP_OLD[1])
     return "px", _trident_size(dict(content["coords"].attrs)), 1.0
 
 
 def _trident_size(attributes: Mapping[str, Any]) -> float | None:
-    """Return the size of a tile in level-0 pixels by TRIDENT's or CLAM's attributes; None without them."""
+    """Return the side of a tile in level-0 pixels, from attributes of TRIDENT or CLAM; None without them."""
     if "patch_size_level0" in attributes:
         return float(attributes["patch_size_level0"])
     if "patch_size" in attributes and "downsample" in attributes:
@@ -206,7 +206,7 @@ def _trident_size(attributes: Mapping[str, Any]) -> float | None:
 
 
 def _pixels(content: Any) -> tuple[int | None, tuple[int, int] | None]:
-    """Return the pixels of a tile, and height and width of the slide, as far as the file states them."""
+    """Return (side of a tile, (height, width) of the slide), in pixels; None if the file does not state it."""
     if "coords" not in content:
         return None, None
     attributes = dict(getattr(content, "attrs", {}))
