@@ -68,7 +68,7 @@ def location(user_text: str | os.PathLike[str]) -> Path:
 
 
 def address_of(user_text: str | os.PathLike[str]) -> str | None:
-    """Return a user's address with both slashes, of which a `Path` keeps one; None if the text has no scheme."""
+    """Return a user's address with both slashes (a `Path` keeps only one); None if the text has no scheme."""
     match = _ADDRESS.fullmatch(str(user_text))
     return None if match is None else f"{match[1]}://{match[2]}"
 

@@ -153,9 +153,9 @@ def refuse_store_among_slides(store: Path, paths: Sequence[Path], jobs: Sequence
     """Check that a new store would not be written among its own sources, where files would be mixed or replaced.
 
     Args:
-        store: The folder of the store; one that has slides already may be continued wherever it is.
-        paths: Slides, folders and manifest CSVs, as given.
-        jobs: The slides found in them.
+        store: The folder of the store; a store that has slides already may be anywhere.
+        paths: The user's slides, folders and manifest CSVs.
+        jobs: The slides of these paths.
 
     Raises:
         RequestError: ``store`` is, or is in, one of the folders; or has slides in it at any depth, or a manifest
@@ -189,7 +189,7 @@ def user_columns(row: Mapping[str, str]) -> dict[str, str]:
 
 
 def _merged(path: Path, source: Path, a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
-    """Merge two rows of one slide, unless they contradict each other."""
+    """Return two rows of one slide as one; refuse rows that contradict each other."""
     for column in sorted(a.keys() & b.keys() - {"source_path"}):
         if a[column] != b[column]:
             raise RequestError(
@@ -200,9 +200,9 @@ def _merged(path: Path, source: Path, a: Mapping[str, str], b: Mapping[str, str]
 
 
 def _one_of_each_series(rows: Mapping[SceneKey, dict[str, str]]) -> dict[SceneKey, dict[str, str]]:
-    """Remove DICOM files that are not in a manifest and whose slide is represented by another file."""
+    """Keep one file of each DICOM series, because each opens the whole slide; keep all files of manifests."""
     series = {key: _series_of(key[0]) for key in rows}
-    # A row of a manifest represents its series, also if its file comes later.
+    # A file of a manifest represents its series, even if another file of the series comes first.
     kept_rows, represented = {}, {series[key] for key, row in rows.items() if row}
     for key, row in rows.items():
         if row or series[key] is None or series[key] not in represented:
@@ -217,13 +217,13 @@ def _series_of(source: Path) -> tuple[Path, str] | None:
 
 
 def _jobs_with_names(rows: Mapping[SceneKey, dict[str, str]], files_by_name: Mapping[str, str]) -> list[SlideJob]:
-    """Return a job for each row, named by its slide_id, else as before, else after its file.
+    """Return a job for each row, named by its slide_id, else as in the store, else after its file.
 
     Args:
         rows: (file, scene) -> row of the manifest.
-        files_by_name: Slides that are in the store already -> their files.
+        files_by_name: Name of a slide in the store -> its file.
     """
-    # Of slides that are in the store already, by their file and the ending of their scene.
+    # (file, ending of the scene) -> name of a slide in the store.
     stored_names = {
         (location(source), suffix): name
         for name, source in files_by_name.items()
@@ -236,7 +236,7 @@ def _jobs_with_names(rows: Mapping[SceneKey, dict[str, str]], files_by_name: Map
         raise RequestError(f"slide_id {twice[0]!r} is used for two slides; it must be unique")
     folders = _Folders()
     plain_names = {key: _plain_name(*key, folders) for key in rows if key not in given_names}
-    # Names of the manifest count, too: they are kept, and others give way.
+    # Names of the manifest count, too: if another slide has the same name, that one gets a longer name.
     uses = Counter([*plain_names.values(), *given_names.values()])
     jobs = []
     for key, row in rows.items():
@@ -247,7 +247,7 @@ def _jobs_with_names(rows: Mapping[SceneKey, dict[str, str]], files_by_name: Map
             if uses[name] > 1 or _is_taken(name, files_by_name):
                 name = name_with_place(name, source)
         jobs.append(SlideJob(source, name, row))
-    # A last resort: names with a digest of the folder may still be equal.
+    # Names with a digest of the folder may still be equal: then add a digest of the path.
     same = Counter(job.slide_id for job in jobs)
     return [job if same[job.slide_id] == 1 or job.place in given_names else _named_by_path(job) for job in jobs]
 
@@ -310,19 +310,19 @@ def _checked(name: str) -> str:
 
 
 def _plain_name(source: Path, scene: str, folders: _Folders) -> str:
-    """Return the name of a slide from its file; of a DICOM series from its folder, or its UID if there are several."""
+    """Return the name of a slide: that of its file; of a DICOM series that of its folder, or its UID among several."""
     stem, header = _stem(source), header_or_none(source)
     if header is not None and header.whole_slide and header.series:
         with suppress(OSError):
             stem = source.parent.name if len(folders.series_in(source.parent)) == 1 else header.series
     elif folders.has_twin(source):
         stem = source.name
-    # NFC: macOS writes é as e and an accent, and the same slide copied to Linux must keep its name.
+    # NFC: macOS writes é as e and an accent, but a copy of the slide on Linux must have the same name.
     name = re.sub(r"[\\\x00-\x1f]", "_", unicodedata.normalize("NFC", stem))
-    # Without white space at its ends, as tables are read: no row could name `x .svs` otherwise.
+    # Strip white space: cells of tables are stripped, so no row could name a slide "x ".
     name = re.sub(r"^[\s.]+|\s+$", "", name) or "slide"
     if len(name.encode("utf-8", "replace")) > _LONGEST_NAME_BYTES:
-        # File systems allow 255 bytes, and temporary names and suffixes are added.
+        # File systems allow 255 bytes, and temporary names have suffixes.
         name = f"{name[:30]}-{_short_digest(name)}"
     return name + _suffix(scene)
 
@@ -334,8 +334,8 @@ def _short_digest(text: str) -> str:
 def part_of_names(names: Iterable[str], number: int, parts: int) -> set[str]:
     """Return the names of one of several parts, whose sizes differ by at most one.
 
-    Sorted names are assigned to parts in turn, including those of finished slides, so that all processes agree on the
-    parts, whenever they start.
+    Sorted names, including those of finished slides, go to the parts in turn: processes agree on the parts, whenever
+    they start.
 
     Args:
         names: Names of all slides.

@@ -30,7 +30,7 @@ MIN_BYTES_PER_PX = 0.15
 """Lower bound of a slide's size, pyramid included: mostly glass, zstd."""
 RESERVE_BYTES = 64 * 2**20
 _MANY_TIMES, _MEASURED = 4, 50
-"""Times the size of their files from which stored slides are noted, and about how many slides are measured for that."""
+"""`size_note` warns if stored slides are this many times larger than their files; it measures about 50 slides."""
 _JPEG_SHARE = 1 / 7
 """Size with jpeg:85 relative to zstd:1; of four real and drawn slides, from 1/8 to 1/5.7."""
 _SAMPLED = 8
@@ -64,7 +64,7 @@ class Forecast:
 def forecast(
     jobs: Sequence[SlideJob], options: IngestOptions, progress: Callable[[str], None] = lambda name: None
 ) -> Forecast:
-    """Open every slide without decoding and add up the estimates.
+    """Return the sum of the estimates of all slides, which are opened but not decoded.
 
     Args:
         jobs: The slides.
@@ -91,7 +91,7 @@ def forecast(
             reason = scrubbed(str(error), job.source, job.slide_id) if job.secret else str(error)
             total.refused.append((job, reason))
         except Exception as error:
-            # An unexpected error in a reader: this slide will fail, as in its ingest, and the others can be estimated.
+            # An unexpected error in a reader: the ingest of this slide will fail, too; estimate the others.
             total.refused.append((job, type(error).__name__ if job.secret else f"{type(error).__name__}: {error}"))
         else:
             total.slides += 1
@@ -103,11 +103,11 @@ def forecast(
 
 
 def lower_bound_bytes(jobs: Sequence[SlideJob], options: IngestOptions) -> float:
-    """Return a lower bound of the size of all slides, extrapolated from a few; 0 if parts may be omitted."""
+    """Return a lower bound of the store's bytes, extrapolated from a few slides; 0 if options may omit parts."""
     may_omit_parts = options.crop_tissue or options.lossless or options.glass != "keep" or not options.pixel_codec.exact
     if not jobs or may_omit_parts:
         return 0.0
-    # Spread over the list: neighbours are often of one case or scanner.
+    # Spread over the list, because neighbours are often of one case or scanner.
     step = max(1, len(jobs) // _SAMPLED)
     sampled = forecast(jobs[::step][:_SAMPLED], options)
     return sampled.store_px / min(len(jobs), _SAMPLED) * len(jobs) * MIN_BYTES_PER_PX
@@ -124,12 +124,12 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def size_note(store: Path, slide_ids: Sequence[str], options: IngestOptions) -> str:
-    """Return a note if stored slides are many times larger than their files, with what would take less; else empty.
+    """Return a note if stored slides are many times larger than their files, with options that need less; else ``""``.
 
     Args:
         store: The store.
-        slide_ids: Slides that were ingested now; a sample of them is opened.
-        options: How they were ingested.
+        slide_ids: Slides of this ingest; a sample of them is opened.
+        options: Options of this ingest.
     """
     if not options.pixel_codec.exact or options.lossless:
         return ""
@@ -140,7 +140,7 @@ def size_note(store: Path, slide_ids: Sequence[str], options: IngestOptions) -> 
             slide = SlideStore.open(slide_path(store, slide_id), check_files=False)
         except StoreError:
             continue
-        # Files of glass alone are listed without a size: they were not written.
+        # Shards that show only glass were not written, and are listed without a size.
         stored_bytes += sum(int(shard.get("size", 0)) for shard in slide.attributes.get("shards", {}).values())
         source_bytes += int(slide.attributes.get("size_bytes", 0))
     if not source_bytes or stored_bytes < _MANY_TIMES * source_bytes:

@@ -30,12 +30,12 @@ class Frame:
     """The part of a slide to write.
 
     Attributes:
-        choice: The source's level that is read, and the size of the whole slide.
+        choice: The source's level to read, and the size of the whole slide.
         mpp: Microns per pixel (y, x) of the store's finest level.
-        box: The part that is written, in pixels of that level of the whole slide.
-        masks: Detected tissue and pen masks of that part, if the writer needs them; else None.
+        box: The part to write, in pixels of the whole slide at ``mpp``.
+        masks: Detected tissue and pen masks of the part, if the writer needs them; else None.
         mask_mpp: Microns per pixel of the masks.
-        given: Given tissue mask of that part; None if it is detected.
+        given: Tissue mask of the part from the user's outlines; None: tissue is detected.
     """
 
     choice: LevelChoice
@@ -69,11 +69,11 @@ def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissu
         slide: Open for reading.
         mpp: Microns per pixel of its finest level.
         options: How to ingest.
-        tissue: The slide's given tissue; None to detect it.
+        tissue: Tissue outlines that the user gave; None: detect the tissue.
 
     Raises:
         SlideError: No level is fine enough, or the coarse level cannot be read.
-        RequestError: The given tissue is not of this slide.
+        RequestError: The given outlines do not belong to this slide.
     """
     choice = choose_level(slide, mpp.um, options.mpp)
     extent = Box.of_size(choice.height_px, choice.width_px)
@@ -91,15 +91,15 @@ def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissu
     masks = _masks(slide, mpp, options, size)
     mask = masks.tissue if given_mask is None else given_mask
     box = _tissue_box(mask, scale, extent, options.mpp) if options.crop_tissue else extent
-    # The box is aligned to 512 px, so its corner is a corner of a mask pixel; its end may be the slide's.
+    # The box starts at a multiple of 512 px, where a mask pixel starts; its end may be that of the slide.
     part = (slice(box.y0 // scale, -(-box.y1 // scale)), slice(box.x0 // scale, -(-box.x1 // scale)))
-    # Only if the writer must know them before the pixels; otherwise they are found again from what is written.
+    # Only if the writer needs them before the pixels; otherwise masks are computed from the written pixels.
     written = TissueMasks(masks.tissue[part], masks.pen[part]) if options.glass == "blank" else None
     return Frame(choice, stored, box, written, mask_mpp, None if given_mask is None else given_mask[part])
 
 
 def slide_grid(slide: SlideSource, mpp: SourceMpp, stored_mpp: tuple[float, float], mask_mpp_um: float) -> SlideGrid:
-    """Return the position of a mask of the whole slide.
+    """Return the grid of a mask of the whole slide: where its pixels are on the slide.
 
     Args:
         slide: Open for reading.
@@ -114,13 +114,13 @@ def slide_grid(slide: SlideSource, mpp: SourceMpp, stored_mpp: tuple[float, floa
 def affine_to_source(
     slide: SlideSource, mpp: SourceMpp, stored_mpp: tuple[float, float], y0: int = 0, x0: int = 0
 ) -> list[list[float]]:
-    """Return the (2, 3) map from (y, x, 1) of the store's level 0 to (y, x) of the source's.
+    """Return the (2, 3) matrix that maps (y, x, 1) of the store's level 0 to (y, x) of the file's level 0.
 
-    Both are measured from the corner of pixel 0. ``y0`` and ``x0``: corner of the part that is written, in pixels of
-    that level of the whole slide.
+    Both are measured from the corner of pixel 0. ``y0`` and ``x0`` are the corner of the part that is written, in
+    pixels of the whole slide at ``stored_mpp``.
     """
     scale = [stored / stated for stored, stated in zip(stored_mpp, mpp.um, strict=True)]
-    # First the shift by the crop's corner, then to source pixels, then the reader's own map: one product.
+    # The product of three maps: shift by the corner of the part, scale to source pixels, and the reader's own map.
     return [[a * scale[0], b * scale[1], a * y0 * scale[0] + b * x0 * scale[1] + c] for a, b, c in slide.to_file_px]
 
 
@@ -140,7 +140,14 @@ def _masks(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, size: Lev
 
 
 def _tissue_box(tissue: Mask, scale: int, extent: Box, mpp_um: float) -> Box:
-    """Return the box around the tissue with a margin, aligned; the whole slide if there is none."""
+    """Return the aligned box around the tissue and a margin; the whole slide if there is no tissue.
+
+    Args:
+        tissue: The tissue mask.
+        scale: Pixels of the slide for each pixel of the mask.
+        extent: Box of the whole slide.
+        mpp_um: Microns per pixel of the slide.
+    """
     rows, columns = np.flatnonzero(tissue.any(1)), np.flatnonzero(tissue.any(0))
     if not rows.size:
         return extent

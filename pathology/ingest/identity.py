@@ -19,12 +19,12 @@ _READ_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class SourceStamp:
-    """Size and time of a slide's files, including those beside it (such as the folder of an MRXS).
+    """Size and time of all files of a slide (an MRXS has a folder of files beside it).
 
     Attributes:
         size_bytes: Total size.
-        mtime_ns: Time of modification; for several files a digest of the names, sizes and times of all, on object
-            storage with versions in place of times.
+        mtime_ns: Time of modification; for several files, a digest of their names, sizes and times; on object storage,
+            of their names, sizes and versions.
     """
 
     size_bytes: int
@@ -49,7 +49,7 @@ class SourceStamp:
             ((_, status),) = statuses
             return cls(size_bytes, status.st_mtime_ns)
         listed = sorted((name, status.st_size, status.st_mtime_ns) for name, status in statuses)
-        # 56 bits: below 2⁶³, as times in nanoseconds are.
+        # 56 bits: like times in nanoseconds, it is below 2⁶³.
         return cls(size_bytes, int.from_bytes(hashlib.sha256(repr(listed).encode()).digest()[:7], "big"))
 
     def to_json(self, secret: str = "") -> dict[str, int]:
@@ -73,9 +73,9 @@ _DOCUMENTS = ("zarr.json", ".zgroup", ".zattrs", "0/zarr.json", "0/.zattrs", "0/
 
 
 def _listed(store: ObjectPath) -> tuple[bytes, int]:
-    """Return names, sizes and versions of all objects of a store as bytes, and the sum of their sizes.
+    """Return (names, sizes and versions of all objects of a store, as bytes; sum of their sizes).
 
-    Web servers cannot list objects: of a store on one, only the files with metadata count.
+    Web servers cannot list objects: there, only the files with metadata count.
 
     Raises:
         SlideError: The server cannot be reached.
@@ -148,14 +148,14 @@ class RunningDigest:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
         # One buffer, instead of a new one for each read.
         with file.open("rb", buffering=0) as stream:
-            # Stopped early, the digest is of a part; nobody asks for it then.
+            # After `_stop`, the digest is that of a part of the file, but nobody uses it.
             while (size := stream.readinto(buffer)) and not self._stop.is_set():
                 digest.update(buffer[:size])
         return digest.hexdigest()
 
 
 def differences(stored: dict[str, Any], requested: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return what differs between two nested parameter objects, as lines ``key: old → new``."""
+    """Return the differences of two nested parameter objects, as lines ``outer.key: old → new``."""
     lines = []
     for key in sorted(stored.keys() | requested.keys()):
         before, after = stored.get(key), requested.get(key)

@@ -37,7 +37,7 @@ class LevelChoice:
         mpp: Microns per pixel (y, x) of that level.
         ratio: Pixels (y, x) of that level for each pixel of the store.
         height_px: Rows of the whole slide at the store's resolution.
-        width_px: Columns likewise.
+        width_px: Columns of the whole slide at the store's resolution.
         upsampled: Whether the level is coarser than the store.
     """
 
@@ -61,7 +61,7 @@ def choose_level(source: SlideSource, source_mpp: tuple[float, float], mpp_um: f
         SlideError: The finest level is more than 5 % coarser than requested.
     """
     finest = sum(source_mpp) / 2
-    # By the coarser axis, so that neither is upsampled.
+    # Compare the coarser axis, so that neither axis is upsampled.
     fits = [k for k, level in enumerate(source.levels) if finest * max(level.downsample) <= FINE_ENOUGH * mpp_um]
     if not fits and finest > MAX_UPSAMPLING * mpp_um:
         raise SlideError(
@@ -79,7 +79,7 @@ def choose_level(source: SlideSource, source_mpp: tuple[float, float], mpp_um: f
 
 
 def stored_mpp(source: SlideSource, source_mpp: tuple[float, float], mpp_um: float | None) -> float:
-    """Return the microns per pixel of the stored slide for a requested ``mpp_um``.
+    """Return the microns per pixel of the stored slide: ``mpp_um``, or that of a level so close that it is copied.
 
     Args:
         source: The slide.
@@ -137,7 +137,7 @@ class LevelReader:
             columns = make_taps(first, stop, rx, size.width_px)
             into = out[:, :, first - box.x0 : stop - box.x0]
             rows = make_taps(box.y0, box.y1, ry, size.height_px)
-            # The level as it is: decoded into the result, without bands and copies.
+            # The level is not resampled: decode it into the result, without bands and copies.
             if rows.whole == columns.whole == 1:
                 self._read_into(Box(rows.first, rows.end, columns.first, columns.end), into.transpose(1, 2, 0))
             else:
@@ -145,7 +145,7 @@ class LevelReader:
         return out
 
     def _resample_into(self, start: int, stop: int, columns: Taps, out: Planes) -> None:
-        """Fill ``out`` with target rows ``[start, stop)``, in steps of as many rows as a band of source pixels has."""
+        """Fill ``out`` with rows ``[start, stop)`` of the store, resampled from one band of source pixels at a time."""
         ratio, height = self._choice.ratio[0], self._level.height_px
         window = _RowWindow(self._read_into, columns.first, columns.end, height, self._level.tile_px[0])
         step = max(1, int(window.band_px / ratio))
@@ -154,7 +154,7 @@ class LevelReader:
             source = window.rows(all_taps.first, all_taps.end)
             base = all_taps.first
 
-            # Bound as defaults, as the loop changes both names.
+            # Defaults bind the present values, because the loop changes both names.
             def fill(part: tuple[int, int], source: Planes = source, base: int = base) -> None:
                 rows = make_taps(*part, ratio, height)
                 resampled = resample(source[:, rows.first - base : rows.end - base], rows, columns)
@@ -171,10 +171,10 @@ class LevelReader:
         bad_tiles: list[BadTile] = []
         self._source.read_into(box, self._choice.level, out, None if self._max_bad <= 0 else bad_tiles)
         for tile in bad_tiles:
-            # By box: a tile that is read for two boxes counts once.
+            # A dict by box: a tile that is read for two boxes counts once.
             self._bad[tile.box] = tile.reason
             common = tile.box.intersect(box)
-            # All of it: a reader may have drawn other tiles over a part.
+            # The whole tile, even if the reader has drawn other tiles over a part of it.
             out[common.relative_to(box).slices()] = _WHITE
             if self.bad_tiles > self._max_bad * self.tiles:
                 raise SlideError(
@@ -184,7 +184,7 @@ class LevelReader:
 
 
 class _RowWindow:
-    """Reads rows of some source columns, top to bottom; keeps rows that are needed again, so no tile is decoded twice.
+    """Reads rows of some source columns from top to bottom; keeps rows of partly used tiles, to decode each tile once.
 
     ```
     step 1    ████████████▒▒▒▒        ▒ rows to the end of the tiles, kept for the next step
@@ -199,17 +199,20 @@ class _RowWindow:
         self._height, self._tile = height_px, tile_height_px
         self._kept: Planes = np.empty((3, 0, x1 - x0), np.uint8)  # rows from `_first` on
         self._first = 0
-        # Rows for a step: whole tiles of about `_BAND_PX`, or part of a tile if tiles are very high.
+        # Rows for each step: whole tiles with about `_BAND_PX` pixels, or a part of a tile if tiles are very high.
         whole_tiles = max(1, round(_BAND_PX / (x1 - x0) / tile_height_px)) * tile_height_px
         self.band_px = min(whole_tiles, max(1, _BAND_PX // (x1 - x0))) if tile_height_px > 1024 else whole_tiles
 
     def rows(self, first: int, end: int) -> Planes:
-        """Return ``(3, end - first, w)``, valid until the next call; ``first`` must not decrease from call to call."""
+        """Return source rows ``[first, end)`` as ``(3, end - first, w)``, valid until the next call.
+
+        ``first`` must not decrease from call to call.
+        """
         kept_end = self._first + self._kept.shape[1]
         if end > kept_end:
             read_start = max(first, kept_end)
             tiles_end = min(self._height, -(-end // self._tile) * self._tile)
-            # To the end of the tiles, so that they are decoded once, unless that is more than a band.
+            # Read to the end of the tiles, so that they are decoded once, unless that is more than a band.
             read_end = tiles_end if tiles_end - end <= self.band_px else end
             # Rows before `first` are never needed again.
             reused = self._kept[:, max(0, first - self._first) :] if first < kept_end else self._kept[:, :0]

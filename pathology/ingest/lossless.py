@@ -34,7 +34,7 @@ from pathology.readers.tiff_level import TiffLevel
 from pathology.readers.tiff_source import TiffSource
 
 _TileBytes = tuple[bytes, int, int]
-"""Bytes of a file, and the start and end of a tile in them."""
+"""(bytes of a file, start and end of a tile in these bytes)."""
 _COMPARED_TILES = 5
 """Tiles of each level that are decoded and compared before the copy begins."""
 _EOI = b"\xff\xd9"
@@ -59,32 +59,32 @@ class TileJoiner:
     _full_header: bytes = field(default=b"", repr=False)
 
     def join(self, block: bytes, start: int = 0, end: int | None = None) -> tuple[bytes, int]:
-        """Return the first bytes of the standalone JPEG, and the position in ``block`` of the rest, up to ``end``.
+        """Return (header of the standalone JPEG, position of the tile's coded data in ``block``).
 
-        Coded data is not copied.
+        The JPEG is the header and ``block[position:end]``; coded data is not copied.
 
         Args:
-            block: Bytes of the file that include the tile.
-            start: Offset of the tile in it.
-            end: End of the tile in it; default: the end of the block.
+            block: Bytes of the file that contain the tile.
+            start: Start of the tile in ``block``.
+            end: End of the tile in ``block``; None: the end of the block.
 
         Raises:
             TileError: The tile is not a complete JPEG of the right size with three colours.
         """
         end = len(block) if end is None else end
-        # The last header is cached: nearly all tiles of a level have the same.
+        # The last header is cached, because nearly all tiles of a level have the same header.
         if not (self._tile_header and block.startswith(self._tile_header, start, end)):
             tile = block[start:end]
             header, coded = self._header(tile)
             self._tile_header, self._full_header = tile[:coded], self.prefix + header
         coded = start + len(self._tile_header)
-        # The marker need not be at the very end: tiles may be padded.
+        # The end marker may be followed by padding.
         if block.rfind(_EOI, coded, end) < 0:
             raise TileError("its JPEG is cut off: it has no end marker")
         return self._full_header, coded
 
     def _header(self, tile: bytes) -> tuple[bytes, int]:
-        """Return the tile's own segments without those for colours, and the start of its coded data."""
+        """Return (the tile's header segments except those about colours, start of its coded data)."""
         try:
             segments = list(header_segments(tile))
         except ValueError as error:
@@ -95,7 +95,7 @@ class TileJoiner:
         coded = segments[-1][2]
         if len(frames) != 1 or coded > len(tile):
             raise TileError(_DAMAGED_HEADER)
-        # Not its own APP0 and APP14, which say how colours are coded: the prefix says so as the TIFF does.
+        # Without APP0 and APP14, which state the colour space: the prefix has that of the TIFF.
         return b"".join(tile[start:end] for marker, start, end in segments if marker not in (APP0, APP14)), coded
 
     def _check_frame(self, marker: int, frame: bytes) -> None:
@@ -152,7 +152,7 @@ class LosslessSlide:
         for k, level in enumerate(self._levels):
             present = np.flatnonzero(level.lengths)
             sampled = np.unique(np.linspace(0, max(0, len(present) - 1), _COMPARED_TILES).astype(int))[: len(present)]
-            # One that the scanner has omitted, too: the reader must show it as white as the store will.
+            # Also compare a tile that the scanner omitted: the reader must show white there, as the store will.
             missing = np.flatnonzero(level.lengths == 0)[:1]
             for index in [*present[sampled].tolist(), *missing.tolist()]:
                 self._compare(k, index)
@@ -164,8 +164,8 @@ class LosslessSlide:
 
         Args:
             writer: Made for `stored_levels`.
-            max_bad: Largest fraction of damaged tiles, relative to the finest level; these are omitted, too. 0: the
-                first raises.
+            max_bad: Largest allowed number of damaged tiles, as a fraction of the tiles of the finest level; damaged
+                tiles are omitted, too. 0: the first damaged tile is an error.
 
         Raises:
             SlideError: More tiles are damaged.
@@ -175,14 +175,14 @@ class LosslessSlide:
         for k, layout in enumerate(self.layouts):
             for file in layout.files():
                 indices = _tiles_of_file(self._levels[k], layout, file)
-                # The list holds views of the file's bytes; the writer releases them when they are written.
+                # A list of views of the file's bytes, which the writer releases when they are written.
                 writer.write_encoded(k, file, [*self._chunks(k, indices, copied, max_bad)])
         return copied
 
     def _chunks(self, k: int, indices: Sequence[int], copied: Copied, max_bad: float) -> Iterator[Buffers | None]:
-        """Yield the tiles of level ``k`` as chunks: a header and a view of the file's bytes; None for omitted tiles.
+        """Yield each tile of level ``k`` as a chunk (header, view of the file's bytes); None for an omitted tile.
 
-        Damaged tiles are omitted, too, and noted in ``copied``.
+        Damaged tiles are omitted, too, and added to ``copied``.
         """
         join = self._joiners[k].join
         for index, encoded in self._tiles(self._levels[k], indices):
@@ -200,11 +200,11 @@ class LosslessSlide:
                 yield header, np.frombuffer(block, np.uint8, end - coded_start, coded_start)
 
     def _tiles(self, level: TiffLevel, indices: Sequence[int]) -> Iterator[tuple[int, _TileBytes | None]]:
-        """Yield (index, bytes) in the order of ``indices``, with None for omitted tiles; few, large reads."""
+        """Yield (index, bytes) of tiles in the order of ``indices``, with few, large reads; None for omitted tiles."""
         present = [index for index in indices if level.lengths[index]]
         offsets, lengths = level.offsets[present].tolist(), level.lengths[present].tolist()
         encoded_by_index: dict[int, _TileBytes] = {}
-        # Neighbouring tiles in one read: over a network disk each read costs a round trip.
+        # Neighbouring tiles in one read, because on a network disk each read takes a round trip.
         for span in coalesced(offsets, lengths):
             block = self._slide.file.read(span.offset, span.length)
             for member in span.members:
@@ -213,11 +213,11 @@ class LosslessSlide:
         yield from ((index, encoded_by_index.get(index)) for index in indices)
 
     def _compare(self, k: int, index: int) -> None:
-        """Refuse a level if the copy of one of its tiles would differ from what the reader shows.
+        """Refuse a level if the copy of one of its tiles would differ from the reader's pixels.
 
         Args:
-            k: Number of the level.
-            index: Of the tile in the level.
+            k: Index of the level.
+            index: Index of the tile in the level.
         """
         level = self._levels[k]
         box = level.tile_box(index)
@@ -257,8 +257,8 @@ def _tiles_of_file(level: TiffLevel, layout: ArrayLayout, file: tuple[int, int])
 
 
 def _joiner(level: TiffLevel) -> TileJoiner:
-    """Return what makes chunks of a level's tiles; refuse levels without JPEG tiles."""
-    # A strip as wide as the slide would be a chunk that cannot be read in parts.
+    """Return the `TileJoiner` of a level; refuse levels without JPEG tiles."""
+    # Also refuse strips as wide as the slide: as chunks, they could not be read in parts.
     if not isinstance(level.decode, JpegDecoder) or level.tile_width_px >= level.width_px > 2 * SHARD_PX:
         raise SlideError(
             f"--lossless needs JPEG tiles; level {level.width_px} × {level.height_px} px is in {level.compression} "

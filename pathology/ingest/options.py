@@ -35,7 +35,7 @@ class IngestOptions:
         codec: ``zstd:N``, N from 1 (fast) to 22 (small), or ``jpeg:Q``, Q from 1 to 100 (lossy).
         max_bad: Fraction of a slide's tiles that may be undecodable (white, and counted).
         glass: ``keep`` writes the whole slide; ``blank`` omits chunks far from tissue.
-        sharded: Files are shards of 8 × 8 chunks; otherwise every chunk is a file.
+        sharded: True: each file is a shard of 8 × 8 chunks; False: each chunk is a file.
         crop_tissue: Write only the bounding box of the tissue.
         lossless: Keep the scanner's JPEG tiles and levels as they are; ``mpp`` is then ignored.
         icc: ``keep`` stores pixels unchanged with the profile; ``apply`` converts them to sRGB.
@@ -83,7 +83,7 @@ class IngestOptions:
             raise RequestError(f"--pen {self.tissue.pen}: expected one of {', '.join(PEN_MODES)}")
         if self.icc not in ICC:
             raise RequestError(f"--icc {self.icc}: expected {' or '.join(ICC)}")
-        # Parsed only to refuse a wrong text now.
+        # Parse the codec, only to refuse a wrong text now.
         _ = self.pixel_codec
         if self.lossless:
             self._require_unchanged_tiles()
@@ -131,7 +131,7 @@ class IngestOptions:
         )
 
     def pick(self, row: Mapping[str, str]) -> Pick:
-        """Return which picture of a slide's file is the slide; ``row``: its row, with the scene.
+        """Return the scene and focal plane to read from a slide's file; ``row``: its row of the user's manifest.
 
         Raises:
             SlideError: The row's scene is not a number.
@@ -167,6 +167,6 @@ class IngestOptions:
             "plane": self.plane or None,
         }
         pixels = {"mpp": "native" if self.native else self.mpp, "codec": str(self.pixel_codec)}
-        # Copied tiles do not depend on the resolution or the codec that is asked for.
+        # Copied tiles depend on neither ``mpp`` nor ``codec``.
         always = {**({"lossless": True} if self.lossless else pixels), "tissue": self.tissue.to_json()}
         return always | {name: value for name, value in if_not_default.items() if value is not None}

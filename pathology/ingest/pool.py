@@ -34,7 +34,7 @@ _POLL_S = 0.5
 """Interval of progress reports and of checks for slides released by other runs."""
 
 _fractions: Any = None
-"""In a worker: shared memory with the completed fraction of each job, without a lock that a dying worker could hold."""
+"""In a worker: shared memory with the completed fraction of each job; it has no lock, which a dying worker would keep."""
 
 
 @dataclass(slots=True)
@@ -44,11 +44,11 @@ class SlidePool:
     Attributes:
         store: The store's folder.
         options: How to ingest; see `IngestOptions`.
-        workers: Processes; 1 works in this process.
+        workers: Number of processes; 1: only this process.
         finished: Called in this process with each result.
-        progress: Called periodically in this process with the completed fraction of each job, in the given order.
-        take: Returns the index of the next job, None if there is none left; default: all jobs in the given order.
-        cores: Cores that all workers share; default: those of this process.
+        progress: Called periodically in this process with the completed fraction of each job.
+        take: Returns the index of the next job, None if none is left; None: all jobs in order.
+        cores: Number of cores that all workers share; by default, all cores of this process.
     """
 
     store: Path
@@ -61,20 +61,19 @@ class SlidePool:
     _jobs: tuple[SlideJob, ...] = field(default=(), init=False)
     # Shared memory with the completed fraction of each job.
     _done: Any = field(default=None, init=False)
-    # Indices of jobs: to be tried before the next is taken; held by another run, which is asked again later.
+    # Indices of jobs: ``_released`` are tried before another job is taken; other runs work on ``_elsewhere``.
     _released: deque[int] = field(default_factory=deque, init=False)
     _elsewhere: deque[int] = field(default_factory=deque, init=False)
     _take: Callable[[], int | None] = field(default=lambda: None, init=False)
 
     def run(self, jobs: Sequence[SlideJob]) -> None:
-        """Ingest every job that is taken once, here or in another run that works on it.
+        """Ingest all jobs that ``take`` returns; return when all are finished, here or by other runs.
 
         Raises:
             OSError: The store cannot be written.
         """
         self._jobs = tuple(jobs)
-        # RawArray: a lock would stay held by a worker that dies inside it. Each job has its own number, written by one
-        # worker.
+        # RawArray has no lock, which a dying worker would keep. Only one worker writes the number of a job.
         self._done = multiprocessing.get_context("spawn").RawArray("d", max(1, len(jobs)))
         self._released, self._elsewhere = deque(), deque()
         numbers = iter(range(len(jobs)))
@@ -88,7 +87,7 @@ class SlidePool:
             elif self.workers <= 1:
                 self._run_here(number)
             else:
-                # First again: the loop of the workers takes it from there.
+                # Put it back to the front, from where `_run_in_workers` takes it.
                 self._released.appendleft(number)
                 for broken in self._run_in_workers():
                     self._finish(broken, self._run_alone(broken))
@@ -98,7 +97,7 @@ class SlidePool:
         return self._released.popleft() if self._released else self._take()
 
     def _wait_for_others(self) -> None:
-        """Take over abandoned slides; sleep if there are none."""
+        """Move slides that no other run holds any more to ``_released``; sleep if there are none."""
         for _ in range(len(self._elsewhere)):
             number = self._elsewhere.popleft()
             claimed = is_held(self.store / CLAIMS, self._jobs[number].slide_id)
@@ -126,13 +125,13 @@ class SlidePool:
         self.progress(self._done)
 
     def _run_in_workers(self) -> list[int]:
-        """Process jobs until none is left or a worker dies; return the interrupted ones."""
+        """Process jobs until none is left or a worker dies; return the indices of jobs that were then running."""
         running: dict[Future[Outcome | None], int] = {}
         children_before = multiprocessing.active_children()
         with _pool(self.workers, self._done, self._threads) as pool:
             try:
                 while True:
-                    # One more than there are workers, so that none waits for its next.
+                    # One more job than workers, so that no worker waits for its next job.
                     while len(running) <= self.workers and (number := self._next()) is not None:
                         running[self._submit(pool, number)] = number
                     if not running:
@@ -141,11 +140,11 @@ class SlidePool:
                         outcome = future.result()
                         self._finish(running.pop(future), outcome)
                     self.progress(self._done)
-            # Python ends all workers and does not say which one died: each slide that was running is tried alone.
+            # Python ends all workers and does not say which one died, so the caller tries each running slide alone.
             except BrokenProcessPool:
                 return list(running.values())
             except BaseException:
-                # Before the claims are removed: a worker that lived on would write a slide that others may take.
+                # End the workers before removing claims: a running worker would write a slide that others may take.
                 _end_workers(pool, children_before)
                 for number in running.values():
                     self._remove_unfinished(number)
@@ -161,7 +160,7 @@ class SlidePool:
         return max(1, self.cores // self.workers)
 
     def _run_alone(self, number: int) -> Outcome | None:
-        """Ingest one slide in a process of its own; if that dies, the slide fails. None: another run works on it."""
+        """Ingest one slide in a separate process; if that dies, the slide fails. None: another run works on it."""
         job = self._jobs[number]
         children_before = multiprocessing.active_children()
         with _pool(1, self._done, self._threads) as pool:
@@ -175,7 +174,7 @@ class SlidePool:
                 save_outcome(record, self.store)
                 return Outcome(record, job)
             except BaseException:
-                # Else the pool would wait until the slide is done.
+                # Otherwise the pool would wait until the slide is done.
                 _end_workers(pool, children_before)
                 self._remove_unfinished(number)
                 raise
@@ -207,9 +206,9 @@ def _interrupts_blocked() -> Iterator[None]:
 def _start_worker(fractions: Any, threads: int) -> None:
     """Prepare a worker process, before its first slide."""
     global _fractions
-    start_quickly()  # and end quickly: what it has imported is not garbage
+    start_quickly()  # imported modules are not garbage, so do not search them
     _fractions = fractions
-    # Before the first slide is opened: the pool of decoding threads has this size for the process's life.
+    # Before the first slide is opened, because the pool of decoding threads cannot change its size.
     set_decode_threads(threads)
     return_what_is_freed()
     # A terminal sends Ctrl-C to all processes of the group; the parent ends its workers itself.
@@ -221,7 +220,7 @@ def _start_worker(fractions: Any, threads: int) -> None:
 
 
 def _end_workers(pool: ProcessPoolExecutor, others: Sequence[BaseProcess]) -> None:
-    """End the processes of a pool at once; ``others``: children of this process that are not the pool's."""
+    """End the processes of a pool at once; ``others``: child processes that do not belong to the pool."""
     workers = [process for process in multiprocessing.active_children() if process not in others]
     pool.shutdown(wait=False, cancel_futures=True)
     for process in workers:

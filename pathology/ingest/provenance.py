@@ -19,9 +19,9 @@ IDENTITY = ("parameters", "size_bytes", "mtime_ns", "sha256")
 
 
 def provenance(slide: SlideSource, mpp: SourceMpp, frame: Frame) -> dict[str, Any]:
-    """Return the slide's metadata to store: an allow-list without names of persons, dates and paths."""
+    """Return the metadata of a slide to store: an allow-list without names of persons, dates and paths."""
     bounds, choice = slide.bounds, frame.choice
-    # A usual profile takes kilobytes. It is in the group's attributes, which every opening of the slide reads.
+    # Store no huge ICC profile (usual ones take kilobytes), because every opening of the slide reads these attributes.
     icc = slide.icc if slide.icc and len(slide.icc) <= _LARGEST_ICC_BYTES else None
     metadata: dict[str, Any] = {
         "mpp": list(frame.mpp),

@@ -39,7 +39,7 @@ _COLUMNS = ("slide_id", "case_id", "secret", "source_path", "real_slide_id", "re
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """One row of the key; the columns are described at the top of this module."""
+    """One row of ``KEY.csv``; the top of this module describes its columns."""
 
     slide_id: str
     case_id: str
@@ -74,7 +74,7 @@ class KeyFile:
         self._path = path.absolute()
         self._rows = _load(self._path)
         self._secret = next((row.secret for row in self._rows.values()), secrets.token_hex(32))
-        self._former: dict[str, str] = {}  # by pseudonym, the paths of files that seem to have moved
+        self._former: dict[str, str] = {}  # pseudonym -> former path, of files that seem to have moved
 
     @property
     def cases(self) -> dict[str, str]:
@@ -86,12 +86,12 @@ class KeyFile:
         return [self._pseudonymised(job) for job in jobs]
 
     def refuse_another_file(self, job: SlideJob) -> None:
-        """Refuse a slide with other content than that of its pseudonym, unless it is at the place of that file.
+        """Refuse a slide that would get the pseudonym of a missing file only because both files have the same name.
 
-        Scanners name files by numbers that begin anew: the slide, and the case, of another patient would get its names.
+        Scanners number files and begin again at 1: the slide of another patient would get these names.
 
         Raises:
-            RequestError: It only has the name of a file that is gone.
+            RequestError: The slide has another content and another path than the file of its pseudonym.
         """
         former = self._former.get(job.slide_id)
         if former is not None and not is_gone(job.source):
@@ -117,7 +117,7 @@ class KeyFile:
             if any(row.secret != self._secret for row in saved.values()):
                 self._rows, self._secret = saved, next(iter(saved.values())).secret
                 return False
-            ours = {row.slide_id for row in self._rows.values()}  # the path of a moved slide differs in the file
+            ours = {row.slide_id for row in self._rows.values()}  # by name, because a moved slide has another path
             self._rows = {path: row for path, row in saved.items() if row.slide_id not in ours} | self._rows
             _save(self._path, self._rows.values())
         with suppress(OSError):
@@ -158,10 +158,13 @@ class KeyFile:
         return replace(row, others=row.others | other_columns)
 
     def _moved(self, source: Path) -> KeyRow | None:
-        """Remove the row of this file name whose file is gone, and return it with the new path; None if several are."""
+        """Return the row of a missing file with the same name, with its new path ``source``; None without exactly one.
+
+        The row is removed from ``_rows``.
+        """
         same_name = [row for row in self._rows.values() if Path(row.source_path).name == source.name]
         gone = [row for row in same_name if is_gone(Path(row.source_path))]
-        # Of several files of this name it is not known which one was moved.
+        # If several files with this name are missing, it is unknown which one was moved.
         if len(gone) != 1:
             return None
         self._former[gone[0].slide_id] = gone[0].source_path
@@ -195,23 +198,23 @@ def _may_be_mpp(text: str) -> bool:
 
 
 def scrubbed(reason: str, source: Path, name: str) -> str:
-    """Return a failed slide's reason without the file's name and path, and without quotes from the file."""
-    # What messages quote is from the file: labels, names of tags.
+    """Return the reason of a failed slide without the file's name and path, and without texts from the file."""
+    # Texts in quotes are from the file: labels, names of tags.
     plain = _QUOTED.sub("…", reason)
     places = {str(source), str(source.absolute()), str(source.resolve()), source.name, source.stem}
     places |= {str(parent) for parent in (*source.absolute().parents, *source.resolve().parents) if parent.name}
     places |= {parent.name for parent in source.absolute().parents if len(parent.name) > 2}
-    # The longest first: a folder inside a path must not be replaced before the path itself.
+    # The longest first, so that a whole path is replaced before its folders.
     for path_text in sorted(places, key=len, reverse=True):
         plain = plain.replace(path_text, name if path_text == str(source.absolute()) else "…")
     return plain
 
 
 def _load(path: Path) -> dict[str, KeyRow]:
-    """Return the rows by source path; empty if there is no file yet.
+    """Return source path -> row of a key file; empty if there is no file yet.
 
     Raises:
-        RequestError: It cannot be read, is no key, or its rows have not one secret.
+        RequestError: It cannot be read, is not a key, or its rows do not all have the same secret.
     """
     try:
         columns, rows = read_own(path.read_bytes())
@@ -227,7 +230,7 @@ def _load(path: Path) -> dict[str, KeyRow]:
             f"{', '.join(_COLUMNS)}); choose another file"
         )
     key_rows = [KeyRow(**{k: row.pop(k) for k in _COLUMNS}, others=row) for row in rows]
-    # Without a secret, anybody could compute the pseudonyms; of several, `commit` would never have the right one.
+    # Without a secret, anybody could compute the pseudonyms; with several, `commit` would never agree with the file.
     if key_rows and (len({row.secret for row in key_rows}) > 1 or not key_rows[0].secret):
         raise RequestError(
             f"--pseudonyms {path}: the column secret is empty, or differs between rows; restore the file as an ingest "

@@ -29,7 +29,7 @@ _codecs: Any = imagecodecs  # annotated for bytes only, but takes arrays
 
 SMALLEST_PX = 512
 _COMPRESSED_FROM = 3
-"""From this level on, halved shards are compressed until they are used: there are few, and they are kept long."""
+"""From this level on, halved shards are compressed while they wait: they are few, but wait long."""
 
 
 def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize, ...]:
@@ -38,7 +38,7 @@ def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize
     Args:
         height_px: Rows of level 0.
         width_px: Columns of level 0.
-        at_least: Smallest number of levels; more until the longer side is ``SMALLEST_PX`` or less.
+        at_least: Least number of levels; there are more until the longer side is at most ``SMALLEST_PX``.
     """
     sizes = [LevelSize(height_px, width_px)]
     while len(sizes) < at_least or max(sizes[-1].height_px, sizes[-1].width_px) > SMALLEST_PX:
@@ -47,9 +47,9 @@ def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize
 
 
 def fitted(pixels: Planes, size: LevelSize) -> Planes:
-    """Return the pixels cropped, or padded with their edge, to the size of a level.
+    """Return the pixels, cropped or padded with copies of their border to the size of a level.
 
-    The sizes may differ by a pixel because halving rounds up, and resampling rounds to the nearest.
+    Sizes may differ by a pixel, because halving rounds up and resampling rounds to the nearest.
     """
     _, height, width = pixels.shape
     more = ((0, 0), (0, max(0, size.height_px - height)), (0, max(0, size.width_px - width)))
@@ -88,26 +88,26 @@ class PyramidBuilder:
         return block
 
     def _from_below(self, level: int, box: Box, row: int, column: int) -> Planes:
-        """Return a block of a level, made of the four blocks below it, each halved.
+        """Return a shard of a level, made of the four shards of the finer level below it, each halved.
 
         Args:
-            level: Of the block.
-            box: Of the block, in pixels of its level.
-            row: Of the block, among blocks.
-            column: Likewise.
+            level: Index of the shard's level.
+            box: Box of the shard, in pixels of its level.
+            row: Row of the shard among shards.
+            column: Column of the shard among shards.
         """
-        # The block is allocated when all quarters exist, so that meanwhile at most three quarters are in memory.
+        # The block is allocated after all quarters exist: while finer shards are built, only quarters are in memory.
         quarters: dict[tuple[int, int], Planes | _Compressed] = {}
         for y in (0, 1):
             for x in (0, 1):
                 if not self._shard_box(level - 1, 2 * row + y, 2 * column + x).empty:
                     quarter = halve(self._build(level - 1, 2 * row + y, 2 * column + x))
                     quarters[y, x] = quarter if level < _COMPRESSED_FROM else _Compressed.of(quarter)
-                    # Else this name would hold the uncompressed quarter while the next one is built.
+                    # Otherwise this name would keep the uncompressed quarter while the next one is built.
                     del quarter
         block: Planes = np.empty((3, *box.shape), np.uint8)
         half = self.shard_px // 2
-        # Popped one by one: each quarter is freed when it is copied.
+        # `pop` frees each quarter after it is copied.
         for y, x in list(quarters):
             stored = quarters.pop((y, x))
             part = stored.pixels() if isinstance(stored, _Compressed) else stored

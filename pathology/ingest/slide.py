@@ -34,7 +34,7 @@ from pathology.readers.sources import open_source
 from pathology.readers.tiff_metadata import is_truncated
 
 _CONCERNS_ALL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE}
-"""Errors of the disk or the process, which all slides after this one would have, too."""
+"""Errors of the disk or the process that would affect all further slides, too."""
 
 
 def ingest_slide(
@@ -56,10 +56,10 @@ def ingest_slide(
         source: The slide's file.
         store: The store's folder; created if it does not exist.
         options: How to ingest; see `IngestOptions`.
-        manifest_row: The slide's row of the user's manifest; its own columns are kept.
-        slide_id: The slide's name; default the row's, else the file's name without its suffix.
+        manifest_row: The slide's row of the user's manifest, whose columns go into the record.
+        slide_id: The slide's name; None: that of the row, else the file's name without its suffix.
         secret: If not empty, name, path and time of the file are not stored (see `pathology.ingest.pseudonyms`).
-        threads: Chunks encoded at a time; 0: as many as there are cores.
+        threads: Number of chunks encoded at a time; 0: one for each core.
         progress: Called with the completed fraction, before each shard and before the final rename; it may raise
             `ClaimLostError`.
 
@@ -86,8 +86,8 @@ def ingest_slide(
     except ClaimLostError:
         raise
     except Exception as error:
-        # An unexpected error in a reader: the slide fails, the archive continues.
-        # The message may quote the file, which is not allowed with pseudonyms.
+        # An unexpected error in a reader: this slide fails, and the ingest goes on. With pseudonyms, omit the message,
+        # which may quote the file.
         record = work.failed(type(error).__name__ if secret else f"{type(error).__name__}: {error}")
     record = replace(record, extra=user_columns(row))
     save_outcome(record, store)
@@ -97,7 +97,7 @@ def ingest_slide(
 def save_outcome(record: SlideRecord, store: Path) -> None:
     """Save a slide's record; an earlier finished version keeps its record, with the reason of the failure."""
     path = record_path(store, record.slide_id)
-    # A failure must not hide a slide that is still there, and whole.
+    # A failure must not hide an earlier version of the slide, which is still in the store.
     if record.status == FAILED and path.exists() and slide_path(store, record.slide_id).exists():
         with suppress(StoreError):
             earlier = SlideRecord.load(path)
@@ -137,8 +137,7 @@ class _SlideIngest:
         check_file(self.source)  # before it is copied or hashed: reading a pipe would block
         stamp = SourceStamp.of(self.source)
         pick = self.options.pick(self.row)
-        # The digest of the copy, which is what is decoded; `_unchanged` compares the original with the stamp from
-        # before.
+        # The digest is that of the copy, which is decoded; `_unchanged` checks that the original did not change.
         with self._local_file() as file, RunningDigest(file) as digest, closing(open_source(file, pick)) as slide:
             mpp = self.options.mpp_of(slide, self.row)
             given_mpp = None if mpp.origin == "file" else mpp.um[0]
@@ -158,7 +157,14 @@ class _SlideIngest:
     def _written(
         self, slide: SlideSource, mpp: SourceMpp, identity: dict[str, Any], digest: Callable[[], str]
     ) -> dict[str, Any]:
-        """Write the slide and return its attributes."""
+        """Write the slide; return its `hyfi` attributes.
+
+        Args:
+            slide: Open for reading.
+            mpp: Microns per pixel of its finest level.
+            identity: Attributes by which a later run recognises the slide.
+            digest: Returns the digest of the file, after it was read.
+        """
         tissue = self.options.tissue_of(self.name)
         content = content_of(slide, mpp, self.options, tissue)
         if content.kind == "resampled":
@@ -196,13 +202,13 @@ class _SlideIngest:
             flags = quality.flags | circumstances | {"bad_tiles": content.bad_tiles > 0}
             flags |= {note.flag: True for note in slide.facts.notes}
             attributes["flags"] = [name for name, applies in flags.items() if applies]
-            # Checks the claim: the last moment before the slide gets its name.
+            # ``progress`` checks the claim, at the last moment before the slide gets its name.
             self.progress(1.0)
             writer.publish(attributes)
         return attributes
 
     def _published_before(self, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the attributes of a slide that was published by a run that crashed before it saved the record."""
+        """Return the attributes of the slide if a run published it, but crashed before saving the record; else None."""
         path = slide_path(self.store, self.name)
         if record_path(self.store, self.name).exists() or not path.exists():
             return None
@@ -215,7 +221,7 @@ class _SlideIngest:
 
 
 def _unchanged(source: Path, stamp: SourceStamp, digest: RunningDigest) -> str:
-    """Return the digest of the slide's files.
+    """Return the digest of the slide's files, after checking that they still have ``stamp``.
 
     Raises:
         SlideError: They changed during reading.
@@ -227,12 +233,12 @@ def _unchanged(source: Path, stamp: SourceStamp, digest: RunningDigest) -> str:
 
 
 def _concerns_store(error: OSError, store: Path, cache: Path | None) -> bool:
-    """Whether an error concerns the store's disk and not the slide."""
+    """Whether an error is one of the store's disk, not of reading the slide."""
     if error.errno in _CONCERNS_ALL:
         return True
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str)]
     roots = (str(store.absolute()), str(working_folder(store, cache).absolute()))
-    # By the name in the error, as both disks raise the same kinds. With a slash: `store-slides` is not in `store`.
+    # By the path in the error: both disks raise the same errors. With a slash: `store-slides` is not in `store`.
     below = tuple(f"{root.rstrip('/')}/" for root in roots)
     paths = [str(location(name).absolute()) for name in names]
     return any(path in roots or path.startswith(below) for path in paths)

@@ -34,7 +34,7 @@ _PREFIX = "hyfi-stage-"
 
 @contextmanager
 def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterator[Path]:
-    """Context that yields the path of a local copy of a slide, or the slide itself if that does not fit or is remote.
+    """Context that yields the path of a local copy of a slide, or of the slide itself if it does not fit or is remote.
 
     Args:
         source: The slide.
@@ -55,7 +55,7 @@ def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterat
         size = sum(file.stat().st_size for file in files)
     except OSError as error:
         raise SlideError(f"the file cannot be read: {error.strerror}") from error
-    # Others may take the room meanwhile: `_copy_all` notices, and the slide is read where it is.
+    # If other processes fill the disk during the copy, `_copy_all` returns False, and the slide itself is read.
     if shutil.disk_usage(cache).free < size + spare_bytes:
         yield source
         return
@@ -67,7 +67,7 @@ def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterat
 
 
 def files_of(source: Path) -> list[Path]:
-    """Return all files of a slide, itself first.
+    """Return all files of a slide, first ``source`` itself.
 
     An MRXS has a folder of the same name; VMS and VMU files list the others; the levels of a DICOM slide are the files
     of one series; an OME-Zarr store is a folder.
@@ -89,8 +89,8 @@ def files_of(source: Path) -> list[Path]:
 
 
 def _files_listed_in(index: Path) -> list[Path]:
-    """Return the files beside a VMS or VMU that occur in it as values."""
-    # Hamamatsu's files repeat names and contain "%", which the default settings refuse.
+    """Return the files beside a VMS or VMU file whose names are values in it."""
+    # These files repeat keys and contain "%", which the default settings refuse.
     parser = configparser.ConfigParser(strict=False, interpolation=None, allow_no_value=True)
     try:
         parser.read_string(index.read_text(encoding="utf-8-sig", errors="replace"))
@@ -131,7 +131,7 @@ def _copy(source: Path, target: Path) -> None:
         after = source.stat()
     finally:
         os.close(handle)
-    # By name again: a file that was replaced is another one than the open descriptor shows.
+    # ``after`` is by name: a file that was replaced differs from the open one.
     if (offset, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise SlideError("the file changed while it was copied; ingest it again")
 

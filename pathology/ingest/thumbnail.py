@@ -48,7 +48,7 @@ class Thumbnail:
             height, width = out.shape[:2]
             rows = (np.arange(height) + 0.5) * self.tissue.shape[0] / height
             columns = (np.arange(width) + 0.5) * self.tissue.shape[1] / width
-            # Outlined at the picture's own size: a line of the mask's pixels would be thicker or vanish.
+            # Resample the mask before outlining it: an outline in mask pixels would become thicker, or vanish.
             out[_outline(self.tissue[rows.astype(int)][:, columns.astype(int)])] = OUTLINE
         return out
 
@@ -68,11 +68,11 @@ def thumbnail_of_store(slide: SlideStore, longest_px: int = LONGEST_PX) -> Thumb
 def thumbnail_of_source(
     source: SlideSource, mpp: tuple[float, float] | None, longest_px: int = LONGEST_PX
 ) -> tuple[Thumbnail, float | None]:
-    """Return the picture of a slide's file, and its tissue fraction if the microns per pixel are known.
+    """Return (picture of a slide's file, its tissue fraction); without ``mpp``, tissue and fraction are None.
 
     Args:
         source: The open slide.
-        mpp: Microns per pixel (y, x) of its finest level, None if unknown.
+        mpp: Microns per pixel (y, x) of its finest level; None: unknown.
         longest_px: Longer side of the picture.
 
     Raises:
@@ -84,7 +84,7 @@ def thumbnail_of_source(
     planes = _shrunk(_overview(source, longest_of_mask_px), longest_of_mask_px)
     mpp_of_mask = source.levels[0].height_px * mpp[0] / planes.shape[1]
     tissue = find_tissue(planes, mpp_of_mask).tissue
-    # A picture that is larger than the mask is read again, from a finer level.
+    # If the picture is to be larger than the mask, read it from a finer level.
     shown = _overview(source, longest_px) if longest_px > longest_of_mask_px else planes
     return Thumbnail(_picture(_shrunk(shown, longest_px)), tissue), float(tissue.mean())
 
@@ -130,10 +130,13 @@ def _level_of(source: SlideSource, longest_px: int) -> int:
 
 
 def _overview(source: SlideSource, longest_px: int) -> Planes:
-    """Return ``(3, h, w)`` of the coarsest level with at least ``longest_px``, reduced by a whole factor, in strips."""
+    """Return a picture ``(3, h, w)`` whose longer side is ``longest_px``, or up to twice as long; read in strips.
+
+    It is the coarsest level with at least ``longest_px``, reduced by a whole factor.
+    """
     level = _level_of(source, longest_px)
     size = source.levels[level]
-    # A whole factor: each pixel is a mean of whole pixels, so strips need no rows of each other.
+    # With a whole factor, each pixel is the mean of whole pixels, so strips need no rows of their neighbours.
     factor = max(1, max(size.height_px, size.width_px) // longest_px)
     height, width = max(1, size.height_px // factor), max(1, size.width_px // factor)
     across = make_taps(0, width, factor, size.width_px)
@@ -164,7 +167,7 @@ def _outline(mask: Mask) -> Mask:
     """Return the pixels of ``mask`` within two pixels of its border."""
     inner = np.pad(mask, 2)
     for axis in (0, 1):
-        # The mask has a border of two unset pixels, so what `roll` brings from the other side is unset.
+        # `roll` moves pixels around to the other side, where the padding of two unset pixels keeps them unset.
         inner = inner & np.roll(inner, 2, axis) & np.roll(inner, -2, axis)
     result: Mask = mask & ~inner[2:-2, 2:-2]
     return result

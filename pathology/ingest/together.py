@@ -19,7 +19,7 @@ from pathology.memory import worker_count
 from pathology.readers.threads import set_decode_threads
 
 _LOOK_EVERY_S = 2.0
-"""Time between looks at what other ranks have finished."""
+"""Seconds between two checks of the slides that other ranks have finished."""
 
 
 def ingest_together(
@@ -39,13 +39,13 @@ def ingest_together(
 
     Args:
         request: What to ingest; the same on every rank.
-        work: From `compare_with_store`, on rank 0; ignored on others.
+        work: On rank 0 the result of `compare_with_store`; ignored on other ranks.
         comm: The ranks; they share the file system of slides and store.
-        workers: Processes of each rank; 0: as many as its share of its node's cores and memory allows.
-        memory_bytes: Memory of all processes of a rank together; default: its share of its node's free memory.
+        workers: Number of processes of each rank; 0: as many as its share of its node's cores and memory allows.
+        memory_bytes: Memory of all processes of a rank together; None: its share of its node's free memory.
         finished: Called with the result of each slide of this rank.
-        progress: Called on rank 0 with the completed fraction of each job; 1 for those that another rank has finished.
-        stop_wanted: Called on every rank often; if it returns True, the rank ends its slides at once.
+        progress: Called on rank 0 with the completed fraction of each job; 1 if another rank has finished it.
+        stop_wanted: Called often on every rank; if it returns True, the rank stops its slides at once.
 
     Returns:
         The report of all ranks, the same on each.
@@ -55,7 +55,7 @@ def ingest_together(
     """
     store = request.store
     jobs, done_before = _shared_jobs(request, work, comm)
-    # Collective, so before anything that a rank may refuse alone.
+    # A collective call, so it must come before anything that a single rank may refuse.
     mates = ranks_with_these_cores(comm)
     cores, processes = max(1, usable_cores() // mates), worker_count(workers, memory_bytes, mates)
     set_decode_threads(cores)
@@ -71,7 +71,7 @@ def ingest_together(
                 pool.run(jobs)
         except KeyboardInterrupt:
             report.interrupted = True
-        # Collective, and inside the folder's context: the folder is removed when no rank takes slides any more.
+        # A collective call inside the folder's context: the folder is removed only after all ranks have come here.
         outcomes = gathered(comm, leads=True, results=share.outcomes)
         ends = comm.broadcast_object(comm.gather_objects([report.stopped, report.interrupted]))
     if comm.rank == 0:
@@ -81,7 +81,7 @@ def ingest_together(
 
 
 def _shared_jobs(request: Request, work: IngestWork | None, comm: Communicator) -> tuple[list[SlideJob], list[str]]:
-    """Return the jobs that rank 0 has, and the names of finished slides, on every rank."""
+    """Return (jobs, names of finished slides) of rank 0, on every rank. Collective."""
 
     def begun_jobs() -> list[Any]:
         assert work is not None, "rank 0 has compared"
@@ -96,10 +96,10 @@ def _report(outcomes: list[Any], done_before: list[str], ends: list[Any], jobs: 
     """Return the report of all ranks together.
 
     Args:
-        outcomes: (record, job, whether this run has made it) of each slide, as JSON.
-        done_before: Slides that were skipped.
-        ends: (why it stopped, whether it was interrupted) of each rank.
-        jobs: Number of slides of the run.
+        outcomes: (record, job, whether this run ingested it) of each slide, as JSON.
+        done_before: Names of slides that were skipped.
+        ends: (why the rank stopped, whether it was interrupted) of each rank.
+        jobs: Number of jobs of the run.
     """
     report = IngestReport(skipped=done_before)
     for values, job, ours in outcomes:
@@ -116,11 +116,11 @@ class _Share:
     Attributes:
         jobs: The jobs of all ranks.
         queue: Their indices, dealt to ranks.
-        shows_progress: Whether this rank shows the progress of all.
+        shows_progress: Whether this rank shows the progress of all ranks.
         finished: Called with the result of each slide of this rank.
-        progress: Called with the completed fraction of each job, if this rank shows them.
-        stop_wanted: Whether the rank should end its slides at once.
-        outcomes: Results of this rank's slides as JSON, by the index of their job.
+        progress: Called with the completed fraction of each job, if ``shows_progress``.
+        stop_wanted: Whether the rank should stop its slides at once.
+        outcomes: Index of a job -> its result as JSON, for this rank's slides.
     """
 
     jobs: Sequence[SlideJob]
@@ -130,7 +130,7 @@ class _Share:
     progress: Callable[[Sequence[float]], None]
     stop_wanted: Callable[[], bool]
     outcomes: dict[int, Any] = field(default_factory=dict)
-    # Jobs that any rank has finished, as far as this one knows, and when it looked last.
+    # Jobs that any rank has finished, as of the last check, and the time of this check.
     _done: set[int] = field(default_factory=set)
     _looked_s: float = 0.0
 
@@ -148,7 +148,7 @@ class _Share:
         self.finished(outcome)
 
     def show_progress(self, fractions: Sequence[float]) -> None:
-        """Show the progress of this process's slides and of those that others have finished."""
+        """Show the progress of this rank's slides, and which slides other ranks have finished."""
         self._stop_if_wanted()
         now_s = time.monotonic()
         if not self.shows_progress:

@@ -45,14 +45,14 @@ def sweep_claims(store: Path) -> None:
 
 
 def sweep_unfinished(store: Path) -> None:
-    """Remove what interrupted uploads left on object storage: objects of a slide without its last file, unclaimed."""
+    """Remove interrupted uploads from object storage: slides without their last file that no process claims."""
     if not isinstance(store, ObjectPath):
         return
     for path in [path for path in store.glob("*.zarr") if not path.is_dir()]:
         claim = Claim.take(store / CLAIMS, path.name.removesuffix(".zarr"))
         if claim is not None:
             with claim:
-                # Looked at again under the claim: another run may have finished its upload in between.
+                # Check again under the claim: another run may have finished its upload in between.
                 if not path.is_dir():
                     remove_tree(path)
 
@@ -66,7 +66,7 @@ def do_job(
         job: The slide to ingest.
         store: The store's folder.
         options: How to ingest; see `IngestOptions`.
-        threads: Chunks encoded at a time; 0: as many as there are cores.
+        threads: Number of chunks encoded at a time; 0: one for each core.
         progress: Called with the completed fraction.
 
     Returns:
@@ -79,7 +79,7 @@ def do_job(
     if claim is None:
         return None
     with claim:
-        # Another run has saved a record of this name since the job was planned.
+        # True if another run has saved a record with this name since the job was planned.
         if record_state(store, job.slide_id) != job.seen:
             stored = SlideRecord.load(record_path(store, job.slide_id))
             if is_of_another(stored, job):
@@ -118,13 +118,13 @@ def is_of_another(record: SlideRecord, job: SlideJob) -> bool:
 
 
 def refuse_another_file(record: SlideRecord, job: SlideJob) -> None:
-    """Check that a slide with other content is not at another place than that of its name: names of slides repeat.
+    """Refuse a slide whose name the store already has for a file with another path and other content.
 
-    Two scanners count from 1, and so do two hospitals: labels of the one would be joined to pixels of the other. A file
-    that is missing is left to its ingest, which says so.
+    Scanners and hospitals number slides from 1: labels of one slide would be joined to pixels of the other. A missing
+    file is not refused here; its ingest reports it.
 
     Raises:
-        RequestError: It is.
+        RequestError: The name belongs to another file.
     """
     if is_of_another(record, job) and not is_gone(job.source):
         raise RequestError(
@@ -141,7 +141,10 @@ def _another_name(
     threads: int,
     progress: Callable[[float], None],
 ) -> Outcome | None:
-    """Run a job whose name is now used for a slide with the same file name in another folder."""
+    """Run a job under a longer name, because its name now belongs to a slide of the same file name in another folder.
+
+    It fails if the user's manifest gives the name.
+    """
     if job.row.get("slide_id"):
         reason = f"slide_id {job.slide_id!r} is used for {stored.source_path} by another run; it must be unique"
         return Outcome(SlideRecord(job.slide_id, str(job.source), FAILED, reason=reason), job)

@@ -27,7 +27,7 @@ class StainRange:
 
     @classmethod
     def of(cls, vectors: Sequence[Vector]) -> Self:
-        """Return the smallest range around the mean of ``vectors``, of which there is at least one."""
+        """Return the smallest range around the mean of ``vectors``; there is at least one."""
         mean = _unit([sum(numbers) for numbers in zip(*vectors, strict=True)])
         return cls(mean, max(_degrees(mean, one) for one in vectors))
 
@@ -152,5 +152,5 @@ def _unit(vector: Sequence[float]) -> Vector:
 
 def _degrees(one: Vector, other: Vector) -> float:
     """Return the angle between two unit vectors."""
-    # By rounding, the product of two equal unit vectors may be larger than 1, of which acos is undefined.
+    # By rounding, the product of two equal unit vectors may be larger than 1, where acos is undefined.
     return math.degrees(math.acos(max(-1.0, min(1.0, sum(a * b for a, b in zip(one, other, strict=True))))))
