@@ -34,7 +34,7 @@ _POLL_S = 0.5
 """Interval of progress reports and of checks for slides released by other runs."""
 
 _fractions: Any = None
-"""In a worker: shared memory with the completed fraction of each job; it has no lock, which a dying worker would keep."""
+"""In a worker: shared memory with the completed fraction of each job; without a lock that a dying worker would keep."""
 
 
 @dataclass(slots=True)
