@@ -91,9 +91,9 @@ class Made:
 
 
 def call_of(source: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
-    """Return (recomputation, its input maps, whether it is in place); None if it is not cheap."""
+    """Return (call that computes the result again, its input maps, whether it is in place); None if not cheap."""
     overwritten = [name for name, tensor in source.inputs.items() if same_memory(tensor, source.result)]
-    if len(overwritten) > 1:
+    if len(overwritten) > 1:  # a call takes the value of one overwritten input
         return None
     if isinstance(source.step, OperatorStep):
         call = _operator_call(source, overwritten)

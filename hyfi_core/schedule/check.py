@@ -17,7 +17,7 @@ Backward = tuple[int, int, int]
 
 
 def divided(schedule: Schedule) -> frozenset[Backward]:
-    """Return the backwards that a schedule divides: any rank has an I or W in place of their B."""
+    """Return the backwards that a schedule divides: those for which any rank has an I or a W instead of a B."""
     distinct = dict.fromkeys(schedule.actions)  # ranks of a stage mostly have equal rows
     return frozenset(
         (action.stage, action.direction, action.microbatch)

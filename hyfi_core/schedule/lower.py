@@ -149,7 +149,7 @@ class _Lowering:
         """Return (stage, slot) of the reductions of a rank, in the same order on all ranks.
 
         Args:
-            rank: the rank.
+            rank: rank whose reductions are returned.
             overlap: whether a reduction starts as soon as its gradients are complete; otherwise after all computations.
         """
         row = self._actions_of_rank[rank]
@@ -158,7 +158,7 @@ class _Lowering:
             directions = range(1 if self._point_to_point else self._placement.directions)
             if not any(rank in self._placement.group(stage, direction) for direction in directions):
                 continue
-            # Never before the previous one: collectives in different orders deadlock.
+            # Not before the previous reduction: ranks that start collectives in different orders deadlock.
             slot = max(slot, self._reduce_slot(row, stage)) if overlap else len(row)
             slots.append((stage, slot))
         return slots

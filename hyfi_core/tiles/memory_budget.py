@@ -74,7 +74,7 @@ class KeepingRoom:
         return _used_bytes(self.device) + more_bytes <= self.memory_bytes
 
     def prepare(self, backward: bool) -> None:
-        """Before a chunk is encoded: return freed memory to the system where the heap could exceed the limit.
+        """Return freed memory to the system before a chunk is encoded, if the heap could otherwise exceed the limit.
 
         Args:
             backward: whether the chunk is driven backward next. If the limit is too close for a heap with holes,

@@ -122,6 +122,7 @@ def train(slides: Slides, recipe: TaskRecipe, seed: int, log: bool = False) -> t
     total = recipe.epochs * per_epoch
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
+        # Warm-up, then a cosine that ends near 0.
         lambda step: min((step + 1) / recipe.warmup_steps, 0.5 * (1 + np.cos(np.pi * step / total)) + 1e-3),
     )
     labels = torch.from_numpy(slides.labels)

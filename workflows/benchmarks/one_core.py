@@ -65,7 +65,7 @@ def preparing(
     extent, measured = Box.of_size(*size_px), []
     pool = DecodePool(samples, 1, slots=AHEAD, slot_bytes=3 * extent.area, start=start_on_a_core, at_a_time=at_a_time)
     try:
-        _prepare(pool, [0], extent)  # a worker has started, and connected
+        _prepare(pool, [0], extent)  # not timed: the worker starts and connects
         for _ in range(passes):
             begin, used = time.perf_counter(), _cpu_s(pool)
             _prepare(pool, range(1, count), extent)

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _pace(comm: Communicator, sleeps: Sequence[float]) -> tuple[float, ...]:
-    """Return the pace of each replica, by which `apportion` divides a batch, as ``hyfi train`` measures it."""
+    """Return the seconds in which each replica computes one sample, measured by the code of ``hyfi train``."""
     group = comm.split(comm.rank)
     assert group is not None
     engine, images, labels = _engine(group, (1,), sleeps[comm.rank])

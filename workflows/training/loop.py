@@ -150,13 +150,13 @@ class TrainingLoop:
             # forever.
             stopped = self._validating.sync()
             # In the vote of `sync`, rank 0 waits for updates of slower ranks; that counts as reducing. After a
-            # checkpoint or a validation, it waits for these instead.
+            # checkpoint or a validation, it waits for these, which is not counted.
             self._late_s = self._compared_s + (0.0 if self._job.saves_after(step) else self._validating.voted_s)
             self._report_epoch(step)
             # A stop on request loses no step, wherever between two checkpoints it comes.
             if stopped and not self._job.saves_after(step):
                 self._save(step)
-        # Published first: the last step's results are recorded only then (`Validating._collect`).
+        # The last checkpoint is published first, because its results are recorded only then (`Validating._collect`).
         self._checkpoints.finish(self._validating.open_steps)
         self._trace.close()
         stopped = self._validating.drain(stopped or self._failed())

@@ -35,6 +35,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
     numbers = {
         k: v for k, v in metrics.items() if isinstance(v, float) or (v is None and k not in ("case", "calibration"))
     }
+    # (): the metric has no interval; None: its interval is undefined.
     return {name: _format_number(value, intervals.get(name, ())) for name, value in numbers.items()}
 
 
@@ -121,8 +122,8 @@ class Recorder:
             **throughput,
         }
         self._log.write("train", step=step, **values)
-        of_many = " on rank 0" if self._job.plan.ranks > 1 else ""
-        speed = describe_speed(images_per_s, throughput, unit_of(self._job.config.data)) + of_many
+        on_rank_0 = " on rank 0" if self._job.plan.ranks > 1 else ""
+        speed = describe_speed(images_per_s, throughput, unit_of(self._job.config.data)) + on_rank_0
         self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {speed}"
         self._show("train", step, values)
 

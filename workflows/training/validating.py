@@ -133,7 +133,7 @@ class Validating:
         return self.sync()
 
     def drain(self, stopped: bool) -> bool:
-        """Wait for the validators' last results, unless a stop is requested; return whether it was."""
+        """Wait for the validators' last results, or until a stop is requested; return whether one was requested."""
         if stopped or not self._remote or self.last is not None:
             return stopped
         with self._timed():

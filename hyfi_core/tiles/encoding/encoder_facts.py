@@ -209,7 +209,7 @@ def _must_be_alone(
         several: the trial of all tiles.
 
     Raises:
-        RequestError: it mixes the tiles of a call, also without random numbers.
+        RequestError: the encoder mixes the tiles of a call even without random numbers.
     """
     if _equal_to_rounding(one.features[0], several.features[-1]):
         return False

@@ -109,7 +109,7 @@ def whole_of(tensors: Mapping[str, torch.Tensor], accepts: Callable[[str], bool]
 def clip_shards(
     parameters: Sequence[nn.Parameter], max_norm: float, everyone: Communicator, replicas: int
 ) -> torch.Tensor:
-    """Scale gradients down to a norm over the whole model (collective), as ``runtime.gradients.clip``.
+    """Scale gradients so that their norm over the whole model is at most ``max_norm`` (collective).
 
     Args:
         parameters: parameters of this rank; squares of shards are summed over ranks, whole gradients count once.

@@ -84,7 +84,7 @@ class PositionsTask:
         nuclei, with_class = anatomy.nuclei.copy(), self.tiles_with_class(anatomy)
         best = np.array(np.unravel_index(np.argmax(with_class), with_class.shape))
         outside = (nuclei[:, :2] // self.tile_px != best).any(1)
-        # They become dusty rather than removed: the number of nuclei must not tell the class.
+        # Coarse nuclei outside of the best tile become dusty, not removed: their number must not tell the class.
         nuclei[outside & (nuclei[:, 2] == COARSE), 2] = DUSTY
         return replace(anatomy, nuclei=nuclei)
 

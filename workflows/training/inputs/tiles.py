@@ -43,7 +43,7 @@ class TileInputs(BagInputs):
         self.train = TileBags(job.train, self._tiling, self._tiles.most, None if augment.off else augment.build())
         self.val = TileBags(job.val, self._tiling)
         self._loaded: TileEncoder | None = None
-        self._flops = 0.0
+        self._flops = 0.0  # of the encoder for one tile, counted before its weights are sharded; 0: not counted
         encoder = job.config.model.encoder
         self.shard = encoder is not None and encoder.shard
 
