@@ -44,7 +44,7 @@ class TrainedRun:
     @property
     def validations(self) -> tuple[dict[str, Any], ...]:
         """The records of validations."""
-        return tuple(one for one in self.records if one["kind"] == "validation")
+        return tuple(record for record in self.records if record["kind"] == "validation")
 
 
 def train_model(
@@ -92,12 +92,12 @@ def train_model(
         words += ["--ranks", str(ranks)] if ranks else []
         words += ["--resume"] if resume else []
         # In another process, because a failing rank ends its process, which must not be the notebook's.
-        ended = subprocess.run([sys.executable, "-m", "workflows.cli", *words], stderr=subprocess.PIPE, text=True)
-    code = ended.returncode
+        completed = subprocess.run([sys.executable, "-m", "workflows.cli", *words], stderr=subprocess.PIPE, text=True)
+    code = completed.returncode
     if code == WRONG_REQUEST:
-        raise RequestError(ended.stderr.strip().removeprefix("hyfi: "))
+        raise RequestError(completed.stderr.strip().removeprefix("hyfi: "))
     if code not in (DONE, STOPPED):
-        raise RuntimeError(f"hyfi train ended with exit code {code}:\n{ended.stderr[-4000:]}")
+        raise RuntimeError(f"hyfi train ended with exit code {code}:\n{completed.stderr[-4000:]}")
     best, latest = folder / "checkpoints" / "best", folder / "checkpoints" / "latest"
     records = tuple(read_metrics(folder / "metrics.jsonl"))
     return TrainedRun(folder, best if best.exists() else latest, records, stopped=code == STOPPED)

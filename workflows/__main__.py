@@ -22,10 +22,10 @@ def main() -> None:
     try:
         app()
     except OSError as error:
-        # Of texts such as --help, which have no file name; commands report their own errors.
+        # While a text such as --help is printed: it names no file. Commands report their own errors.
         if error.filename is not None:
             raise
-        # Python would try once more at its end, and fail again.
+        # To the null device: at its end, Python would write the text once more, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         print(f"hyfi: standard output cannot be written ({error.strerror})", file=sys.stderr)
         sys.exit(70)

@@ -112,14 +112,14 @@ def slurm_array(
 
 
 def _check_words(context: typer.Context, words: list[str]) -> None:
-    """Check that ``hyfi`` takes the words of each job: wrong options would otherwise show in the jobs only.
+    """Check that ``hyfi`` accepts the words of each job: otherwise a wrong option would show only when the jobs run.
 
     Raises:
-        typer.BadParameter: A ``--`` before the end makes a path of what the script adds.
+        typer.BadParameter: After a ``--`` among the words, the ``--part`` that the script adds would be a path.
     """
     root = context.find_root()
     if not words or words[0] not in ("ingest", "predict") or "--part" in words:
-        return  # answered with the words that are allowed
+        return  # `run_array` refuses these, and names what is allowed
     assert isinstance(root.command, typer.core.TyperGroup)
     command = root.command.commands[words[0]]
     # Raises a usage error, which names the command.

@@ -90,9 +90,9 @@ def outlive_readers() -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Write what this process still writes to a stream to the null device."""
+    """Send to the null device everything that this process writes to a stream from now on."""
     null = os.open(os.devnull, os.O_WRONLY)
-    # The descriptor, which what libraries print has, too; text that is still buffered goes there.
+    # The descriptor is replaced, to which libraries print, too; text that is still buffered goes there.
     os.dup2(null, stream.fileno())
     os.close(null)
 
@@ -156,9 +156,9 @@ def plain_json(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    # Scalars and arrays of NumPy and torch; a long double is its own list.
-    listed = value.tolist() if hasattr(value, "tolist") else value
-    return str(value) if type(listed) is type(value) else plain_json(listed)
+    # Scalars and arrays of NumPy and torch; `tolist` of a long double returns a long double.
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    return str(value) if type(plain) is type(value) else plain_json(plain)
 
 
 @contextmanager
@@ -241,7 +241,7 @@ class _LogLines:
             self._print()
 
     def _print(self) -> None:
-        """Print how far it is, and the time that is left."""
+        """Print the steps that are done, the time that they took, and the time that is left."""
         self._printed, self._printed_s = self._done, time.monotonic()
         of = f"/{self._total:g}" if self._total is not None else ""
         spent_s = self._printed_s - self._started_s

@@ -79,7 +79,7 @@ def run(out: Path, as_json: bool, archive: Archive | None = None, overrides: Seq
 
 
 def _prepare(out: Path, parameters: dict[str, Any]) -> None:
-    """Make ``out`` a new folder, unless it has an unfinished demo of the same parameters."""
+    """Create ``out`` with a marker; its content stays only if it is an unfinished demo with the same parameters."""
     if out.exists() and not (out / MARKER).exists() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError(f"{out} exists and was not written by hyfi demo; choose another --out, or remove the folder")
     if (out / MARKER).exists():
@@ -95,10 +95,10 @@ def _prepare(out: Path, parameters: dict[str, Any]) -> None:
 
 
 def _mark(out: Path, parameters: dict[str, Any], finished: bool) -> None:
-    """Write the file by which a later call knows the folder as the demo's, with its parameters."""
+    """Write the marker: the demo wrote this folder, with these parameters, and whether it is finished."""
     temporary = out / f"{MARKER}.tmp"
     temporary.write_text(json.dumps({"done": finished, "parameters": parameters}))
-    # Atomic: half a marker would make the folder one that the demo did not write.
+    # Atomic, because a later call could not parse half a marker.
     temporary.replace(out / MARKER)
 
 
@@ -154,7 +154,7 @@ class _Demo:
         return [row for row in _rows(self.slides / "manifest.csv") if row["split"] == "test"]
 
     def summary(self) -> dict[str, Any]:
-        """Return the metrics of the held-out slides, the report of the clearest positive, and the commands' seconds."""
+        """Return the metrics of the held-out slides, the report of the surest positive, and seconds by command."""
         import torch
 
         from workflows.tasks.class_metrics import metrics_of_probabilities
@@ -162,10 +162,10 @@ class _Demo:
         column = f"p_{self.archive.positive}"
         predicted = {row["slide_id"]: row for row in _rows(self.predictions / "predictions.csv")}
         pairs = [(row, predicted[row["slide_id"]]) for row in self.held_out()]
-        positive = torch.tensor([float(predicted[column]) for _, predicted in pairs], dtype=torch.float64)
+        positive = torch.tensor([float(prediction[column]) for _, prediction in pairs], dtype=torch.float64)
         targets = torch.tensor([row[self.archive.target] == self.archive.positive for row, _ in pairs]).long()
         metrics = metrics_of_probabilities(torch.stack([1 - positive, positive], dim=1), targets)
-        # Targets are 0 or 1, so a positive slide wins over any negative one, whatever its probability.
+        # Targets are 0 or 1: the sum is larger for a positive slide than for any negative one.
         clearest = pairs[int((positive + targets).argmax())][0]["slide_id"]
         return {
             "held_out_slides": len(pairs),

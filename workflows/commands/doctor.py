@@ -102,12 +102,16 @@ def _mpiexec() -> str:
 
 
 def _halo() -> str:
-    """Run the probe in another process, because MPI must not be initialised in this one.
+    """Compare a halo exchange of two ranks with one process; return the result as text.
 
-    It starts ranks of its own, also if this process is a task of ``srun`` or ``mpiexec``.
+    The probe runs in another process, because MPI must not be initialised in this one.
     """
-    probe, alone = [sys.executable, "-m", "workflows.commands.bench.halo_probe"], child_environment()
-    completed = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env=alone)
+    probe = [sys.executable, "-m", "workflows.commands.bench.halo_probe"]
+    # Without the variables of a launcher: the probe starts its own ranks, also below `srun` or `mpiexec`.
+    environment = child_environment()
+    completed = subprocess.run(
+        probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env=environment
+    )
     if completed.returncode != 0:
         raise RuntimeError(completed.stderr.strip() or f"ended with code {completed.returncode}")
     result = json.loads(completed.stdout.splitlines()[-1])
@@ -133,7 +137,7 @@ def _slides() -> str:
             read = source.read(Box(0, 256, 0, 256), 0)
         finally:
             source.close()
-    if abs(int(read.mean()) - 200) > 3:
+    if abs(int(read.mean()) - 200) > 3:  # JPEG is lossy
         raise RuntimeError(f"pixels of value 200 are read as {read.mean():.0f}")
     version = importlib.metadata.version
     return f"OpenSlide through openslide-python {version('openslide-python')}, tifffile {version('tifffile')}"
@@ -159,7 +163,7 @@ def _zarr() -> str:
 
 
 def _packages() -> str:
-    """Return that the remaining packages can be imported.
+    """Import the remaining packages, and say so.
 
     Raises:
         RuntimeError: Some cannot.
@@ -208,7 +212,7 @@ def _threads() -> Finding | str:
     excess = describe_excess_threads(torch.get_num_threads(), cores)
     if excess is None:
         return detail
-    excess_text, _, mend = excess.partition("; ")
+    excess_text, _, mend = excess.partition("; ")  # "problem; how to fix it"
     return Finding("threads", False, f"{excess_text}; {detail}", mend, essential=False)
 
 
@@ -218,6 +222,7 @@ def _huge_pages() -> str:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
         return "unknown"
+    # The chosen setting is in brackets: "always [madvise] never".
     return text.partition("[")[2].partition("]")[0] or "unknown"
 
 

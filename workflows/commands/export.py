@@ -63,7 +63,7 @@ def _slides(store: Path) -> list[Path]:
 
 
 def _export(slide: Path, out: Path, progress: Callable[[int], None]) -> dict[str, str]:
-    """Export one slide; return its row of the list."""
+    """Export one slide; return its row of ``export.csv``."""
     from data.cores import usable_cores
     from data.errors import StoreError
     from data.store.export import export_ngff04

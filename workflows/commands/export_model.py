@@ -52,18 +52,18 @@ def run(checkpoint: Path, to: str, out: Path, size_px: tuple[int, int] | None, a
         raise RequestError("--size-px is for models of whole images; tiles have the size that they had in training")
     if to in ("pt2", "torchscript") and source.of_bags:
         raise RequestError(f"--to {to} is for models of whole images; use --to torch or --to onnx")
-    beside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
-    beside.mkdir(parents=True)
+    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    temporary.mkdir(parents=True)
     try:
-        files, difference = _write(source, to, beside, size_px)
-        write_card(source, checkpoint, beside, [*files, (FILE_NAME, "this card")])
+        files, difference = _write(source, to, temporary, size_px)
+        write_card(source, checkpoint, temporary, [*files, (FILE_NAME, "this card")])
         if out.exists():
             out.rmdir()
-        beside.rename(out)
+        temporary.rename(out)
     except OSError as error:
         raise RequestError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     names = [name for name, _ in files] + [FILE_NAME]
     checked = f"; outputs differ from PyTorch's by {difference:.1g} at most" if difference is not None else ""
     say(f"{out}: {', '.join(names)}{checked}")
@@ -86,8 +86,8 @@ def _write(
     """Write a model's files.
 
     Returns:
-        (name, description) of each file, and the largest difference of the file's outputs from PyTorch's; None for
-        weights, which compute nothing.
+        ([(name, description) of each file], largest difference between the file's outputs and PyTorch's); the
+        difference is None for ``torch``, whose files compute nothing.
     """
     from workflows.export_model.bag_folder import write_bag_onnx, write_bag_torch
     from workflows.export_model.onnx_file import FILE_NAME, write_onnx
@@ -100,9 +100,9 @@ def _write(
         write_torch(source, folder)
         return [(WEIGHTS, "weights"), (MODEL_JSON, "what the model is"), (SCRIPT, f"`python {SCRIPT} IMAGE`")], None
     shape = "any multiples" if size_px is None else f"{size_px[0]} × {size_px[1]}, multiples"
-    what = f"pixels: uint8 RGB (1, 3, H, W), H and W {shape} of {source.align_px}; outputs and more"
+    takes = f"pixels: uint8 RGB (1, 3, H, W), H and W {shape} of {source.align_px}; outputs and more"
     if to == "onnx":
-        return [(FILE_NAME, what)], write_onnx(source, folder / FILE_NAME, size_px)
+        return [(FILE_NAME, takes)], write_onnx(source, folder / FILE_NAME, size_px)
     name = PT2 if to == "pt2" else TORCHSCRIPT
-    how = "torch.export.load(FILE).module()" if to == "pt2" else "torch.jit.load(FILE)"
-    return [(name, f"`{how}`; {what}")], write_program(source, folder / name, size_px)
+    loading = "torch.export.load(FILE).module()" if to == "pt2" else "torch.jit.load(FILE)"
+    return [(name, f"`{loading}`; {takes}")], write_program(source, folder / name, size_px)

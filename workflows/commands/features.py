@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from workflows.features.compute import FeatureReport
 
 _SETTINGS_VERSION = 1
-_LARGEST_DIFFERENCE = 0.02
+_LARGEST_DIFFERENCE = 0.02  # between the microns per pixel of slides, as a fraction
 
 
 def run(request: FeatureRequest, as_json: bool) -> int:
@@ -47,7 +47,7 @@ def run(request: FeatureRequest, as_json: bool) -> int:
     encoder = _encoder(request)
     stain = stain_normalisation(request.stain, request.stain_reference, store, "--stain-reference")  # type: ignore[arg-type]
     folder = FeatureFolder(request.out, request.form, _settings(request, encoder, stain))
-    # Before the lock and anything written: a folder of other settings is refused.
+    # Refuses a folder with other settings, before the lock and before anything is written.
     folder.check(sources, request.overwrite)
     require_writable(request.out)
     console.say(str(encoder))
@@ -58,11 +58,13 @@ def run(request: FeatureRequest, as_json: bool) -> int:
     # Parts share the folder, each with its own lock.
     owner = FolderOwner(request.out, advice, f"{number}-of-{parts}" if parts > 1 else "")
     folder.begin()
-    task = EncodingRun(store, encoder, folder, request.tiling, request.precision, request.batch, request.workers, stain)
+    encoding = EncodingRun(
+        store, encoder, folder, request.tiling, request.precision, request.batch, request.workers, stain
+    )
     report, stopped = FeatureReport(), False
     try:
         with console.progress(len(sources), "features") as bar:
-            encode_slides(task, list(sources), report, bar.advance, console.warn)
+            encode_slides(encoding, list(sources), report, bar.advance, console.warn)
     except KeyboardInterrupt:
         console.warn("hyfi: stopped on request")
         stopped = True
@@ -77,10 +79,10 @@ def run(request: FeatureRequest, as_json: bool) -> int:
 
 
 def _sources(store: Path, request: FeatureRequest) -> dict[str, str | None]:
-    """Return the slides of this part, each with the SHA-256 of the file that it was ingested from, if known.
+    """Return slide -> SHA-256 of the file that it was ingested from (None: unknown), for the slides of this part.
 
     Raises:
-        RequestError: There is no store, it has no finished slides, or its slides are not of the tiles' resolution.
+        RequestError: There is no store, it has no finished slides, or a slide has no level for the tiles' resolution.
     """
     from data import slide_ids
     from data.errors import StoreError
@@ -99,7 +101,7 @@ def _sources(store: Path, request: FeatureRequest) -> dict[str, str | None]:
         raise RequestError(f"{store}: no slide of this store is done; run `hyfi ingest` first")
 
     def facts_of(name: str) -> tuple[Sequence[StoreLevel], str | None]:
-        """Return a slide's levels and the digest of its source; not the slide, whose attributes would fill memory."""
+        """Return (levels of a slide, SHA-256 of its file); not the slide, whose attributes would fill memory."""
         try:
             slide = SlideStore.open(slide_path(store, name), check_files=False)
         except StoreError:
@@ -113,13 +115,13 @@ def _sources(store: Path, request: FeatureRequest) -> dict[str, str | None]:
     for name, levels in levels_by_name.items():
         plane_of(levels, request.tiling.mpp, name)
     if request.tiling.mpp is None and levels_by_name:
-        finest = {name: sum(levels[0].mpp) / 2 for name, levels in levels_by_name.items()}
-        least, most = min(finest, key=finest.__getitem__), max(finest, key=finest.__getitem__)
-        # Scanners of one kind differ by less; with more, one encoder would see other scales.
-        if finest[most] / finest[least] - 1 > _LARGEST_DIFFERENCE:
+        mpp_of = {name: sum(levels[0].mpp) / 2 for name, levels in levels_by_name.items()}  # of the finest level
+        finest, coarsest = min(mpp_of, key=mpp_of.__getitem__), max(mpp_of, key=mpp_of.__getitem__)
+        # Scanners of one kind differ by less; with more, the encoder would see tissue at different scales.
+        if mpp_of[coarsest] / mpp_of[finest] - 1 > _LARGEST_DIFFERENCE:
             raise RequestError(
-                f"{store}: its slides have different resolutions ({least}: {finest[least]:g} µm/px, {most}: "
-                f"{finest[most]:g} µm/px); give that of the tiles, as in --mpp {finest[most]:g}"
+                f"{store}: its slides have different resolutions ({finest}: {mpp_of[finest]:g} µm/px, {coarsest}: "
+                f"{mpp_of[coarsest]:g} µm/px); give that of the tiles, as in --mpp {mpp_of[coarsest]:g}"
             )
     return {name: facts[name][1] for name in sorted(part_of_names(names, *request.part))}
 
@@ -154,7 +156,7 @@ def _encoder(request: FeatureRequest) -> TileEncoder:
 
 
 def _settings(request: FeatureRequest, encoder: TileEncoder, stain: StainNormalisation | None) -> dict[str, Any]:
-    """Return all that features depend on beside the slide."""
+    """Return everything that features depend on, apart from the slide."""
     return {
         "version": _SETTINGS_VERSION,
         "encoder": request.encoder,

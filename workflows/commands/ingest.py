@@ -122,7 +122,7 @@ def run(arguments: IngestArguments) -> int:
     if arguments.dry_run:
         return _dry_run(work, request, processes, arguments.as_json)
     run_ingest = partial(ingest, request, workers=processes, memory_bytes=memory_bytes, work=work)
-    so_far = IngestReport(skipped=list(work.finished))
+    so_far = IngestReport(skipped=list(work.finished))  # what is reported after Ctrl-C
     try:
         with _progress(work.jobs) as shown:
             report = run_ingest(progress=shown.progress, finished=so_far.add)
@@ -141,7 +141,7 @@ def _ingest_as_rank(arguments: IngestArguments) -> int:
     request, memory_bytes = arguments.request(), arguments.memory_bytes
     workers = worker_count(arguments.workers, memory_bytes)
     comm = join()
-    # Rank 0 alone reads the store; the others get their slides from it.
+    # Rank 0 alone reads the store; the others have no `work`, and get their slides from it.
     work = agree(comm, lambda: _planned(request, arguments) if comm.rank == 0 else None)
     if arguments.dry_run:
         exit_code = None if work is None else _dry_run(work, request, workers * comm.size, arguments.as_json)
@@ -157,7 +157,7 @@ def _ingest_as_rank(arguments: IngestArguments) -> int:
     )
     if work is None:
         run_ingest()
-        return int(comm.broadcast_object(None))
+        return int(comm.broadcast_object(None))  # the exit code of rank 0
     with _progress(work.jobs) as shown:
         report = run_ingest(progress=shown.progress)
     return int(comm.broadcast_object(_report(report, request, arguments.as_json)))
@@ -176,9 +176,9 @@ def _planned(request: Request, arguments: IngestArguments) -> IngestWork:
     for note in (work.note, *map(_unread_manifest_note, request.paths)):
         if note:
             console.warn(f"note: {note}")
-    # Of slides of this run, the report says so.
-    finished = {} if request.options.force_mpp else {name: record.source_mpp for name, record in work.finished.items()}
-    if note := not_used_note(request.options.slide_mpp, finished):
+    # Only of slides finished before: the report has the same note on the slides of this run.
+    mpp_of = {} if request.options.force_mpp else {name: record.source_mpp for name, record in work.finished.items()}
+    if note := not_used_note(request.options.slide_mpp, mpp_of):
         console.warn(note)
     if not arguments.dry_run:
         _refuse_too_little_room(work, request)
@@ -233,7 +233,7 @@ class _ByteProgress:
     def progress(self, shares: Sequence[float]) -> None:
         """Advance the bar; ``shares``: the fraction that is done of each slide."""
         fraction = self._pace.done(shares)
-        # In slides, which the bar counts, but in proportion to bytes.
+        # The bar counts slides, but advances in proportion to their bytes.
         steps = round(fraction * len(self._pace.jobs), 2)
         # A slide that is started again would move the bar back.
         if steps > self._steps:
@@ -320,8 +320,8 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
             console.warn(f"note: {record.slide_id}: {', '.join(surprising)}")
         for note in record.file_notes:
             console.warn(f"note: {record.slide_id}: {note}")
-    used = {} if request.options.force_mpp else {record.slide_id: record.source_mpp for record in report.done}
-    if note := not_used_note(request.options.slide_mpp, used):
+    mpp_of = {} if request.options.force_mpp else {record.slide_id: record.source_mpp for record in report.done}
+    if note := not_used_note(request.options.slide_mpp, mpp_of):
         console.warn(note)
     for same in _same_content(report, out):
         console.warn(f"note: {same.text}: {', '.join(same.slides)}")
@@ -352,14 +352,14 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
 
 
 def _same_content(report: IngestReport, store: Path) -> list[SameContent]:
-    """Return the groups of slides with the same content that include a slide of this run; scenes of a file are none."""
+    """Return the groups of slides with the same content that include one of this run; scenes of a file do not count."""
     from data.errors import StoreError
     from data.store.manifest import load_manifest, same_content
 
-    ours = {record.slide_id for record in report.done} | set(report.skipped)
+    slides_of_run = {record.slide_id for record in report.done} | set(report.skipped)
     with suppress(StoreError, OSError):  # a store that cannot be read is reported elsewhere
-        every = [same for same in same_content(load_manifest(store)) if not same.scenes]
-        return [same for same in every if ours.intersection(same.slides)]
+        groups = [group for group in same_content(load_manifest(store)) if not group.scenes]
+        return [group for group in groups if slides_of_run.intersection(group.slides)]
     return []
 
 

@@ -53,7 +53,7 @@ def run(
             raise RequestError(f"{png}: no such folder: {png.absolute().parent}")
         require_writable_file(png)
     all_exported = geojson is None or _export_tissue(path, geojson)
-    # What --json prints, and beside it "lines" of text, and "drawn": False if there is no picture.
+    # The object that --json prints, with two more keys: the "lines" to print, and "drawn": False without a picture.
     if _is_stored_slide(path):
         inspected = _slide_of_store(path, png)
     elif path.is_dir() and not _is_slide(path):
@@ -125,7 +125,7 @@ def _is_stored_slide(path: Path) -> bool:
 
 
 def _is_slide(folder: Path) -> bool:
-    """Whether a folder is an OME-Zarr store, or has DICOM slides; opening it names them if there are several."""
+    """Whether a folder is an OME-Zarr store or has DICOM slides; opening one with several fails and names them."""
     from data.location import is_remote
     from pathology.readers.dicom_files import series_in
     from pathology.readers.ngff.groups import is_ome_zarr
@@ -152,10 +152,10 @@ def _require_readable(path: Path) -> None:
 
 
 def _require_stored(path: Path) -> None:
-    """Check that there is a store, or a slide that is one, on object storage; other slides are not read from there.
+    """Check that a path on object storage is a store or an OME-Zarr slide; slide files are not read from there.
 
     Raises:
-        RequestError: There is none.
+        FileNotFoundError: It is neither.
         OSError: The server cannot be reached.
     """
     from pathology.readers.ngff.groups import is_ome_zarr
@@ -220,7 +220,7 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
     try:
         source = open_source(path)
         try:
-            used, missing = _resolved(source, slide_mpp)
+            used, no_mpp_reason = _resolved(source, slide_mpp)
             mpp = None if used is None else used.um
             pixels = overview_px(source, mpp)
             if pixels > _SILENT_PX:
@@ -241,7 +241,7 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
         *_level_lines(facts["levels"], doubted=bool(source.facts.mpp_doubt)),
         f"  tissue    {'unknown' if tissue is None else f'{tissue:.1%} of the slide'}",
     ]
-    lines += [f"  note      {text}" for text in (missing, *(note.text for note in source.facts.notes)) if text]
+    lines += [f"  note      {text}" for text in (no_mpp_reason, *(note.text for note in source.facts.notes)) if text]
     flags = ["truncated"] if is_truncated(path) else []
     if flags:
         lines.append(
@@ -262,11 +262,11 @@ def _resolved(source: SlideSource, slide_mpp: float | None) -> tuple[SourceMpp |
 
 
 def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue: float | None) -> dict[str, Any]:
-    """Return what ``--json`` prints of a slide file; ``tissue`` is a fraction of the slide."""
+    """Return what ``--json`` prints about a slide file; ``tissue`` is a fraction of the slide."""
     levels = []
     for level in source.levels:
-        at = None if mpp is None else [m * d for m, d in zip(mpp, level.downsample, strict=True)]
-        levels.append({"height_px": level.height_px, "width_px": level.width_px, "mpp": at})
+        level_mpp = None if mpp is None else [m * d for m, d in zip(mpp, level.downsample, strict=True)]
+        levels.append({"height_px": level.height_px, "width_px": level.width_px, "mpp": level_mpp})
     return {
         "kind_of_path": "file",
         "status": "done",
@@ -280,7 +280,7 @@ def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue:
 
 
 def _store(path: Path, png: Path | None) -> dict[str, Any]:
-    """Return the facts about a store and the lines to print, and write a sheet of pictures."""
+    """Return the facts about a store and the lines to print, and write its contact sheet."""
     from data.store.manifest import DONE, load_manifest
     from data.store.slide_store import SlideStore, StoreError, slide_path
     from data.store.unfinished import unfinished_note

@@ -74,8 +74,8 @@ def run(
             raise RequestError(
                 f"--nodes {nodes}: torchrun needs the same number of ranks on each node; the run has {rank_count} ranks"
             )
-        several = ' --rdzv-backend=c10d --rdzv-endpoint="$HEAD_NODE:29400"'
-        variables["rendezvous"] = several if nodes > 1 else " --standalone"
+        across_nodes = ' --rdzv-backend=c10d --rdzv-endpoint="$HEAD_NODE:29400"'
+        variables["rendezvous"] = across_nodes if nodes > 1 else " --standalone"
     how_to_start = f"start it with {'sbatch' if by == 'slurm' else 'bash'} {shlex.quote(str(path))}"
     if by == "torchrun" and nodes > 1:
         how_to_start = (
@@ -87,7 +87,7 @@ def run(
 
 
 def _ranks(by: By, settings: Config, ranks: int | None, resources: Resources) -> int:
-    """Return the number of ranks, without those on the nodes of roles.
+    """Return the number of ranks that the script starts, not counting those on ``--role-nodes``.
 
     Raises:
         RequestError: The number is unknown or wrong, or ``--role-nodes`` contradicts the roles.
@@ -123,7 +123,7 @@ def run_array(words: list[str], parts: int | None, options: ScriptOptions) -> in
     Args:
         words: The command: ``ingest PATH… --out STORE …``, ``predict CHECKPOINT SLIDE… --out DIR …``, or ``train CONFIG
             --folds all``: each job runs a fold.
-        parts: Number of jobs in the array; None: four. Not of folds, which have a job each.
+        parts: Number of jobs in the array; None: four. None for folds, which have a job each.
         options: Options of the script; its resources are those of each job.
 
     Raises:
@@ -178,9 +178,10 @@ def _run_folds(words: list[str], options: ScriptOptions) -> int:
 
 
 def _without_options(words: list[str], names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Return the words without the options ``names``, which take a value, and these values by the option's name.
+    """Return (the words without the options ``names`` and their values, these values by option).
 
-    An option whose value is missing stays among the words.
+    ``["a.yaml", "--folds", "all"]`` gives ``(["a.yaml"], {"--folds": "all"})``. An option whose value is missing stays
+    among the words.
     """
     other_words: list[str] = []
     values: dict[str, str] = {}
@@ -201,7 +202,7 @@ def _write_array(words: list[str], array: str, part: str, about: str, options: S
     Args:
         words: Arguments of ``hyfi``, the same in each job.
         array: Numbers of the jobs, as ``sbatch --array`` takes them.
-        part: What each job adds to the command, with its number.
+        part: The option that each job adds to the command, as ``--folds "$SLURM_ARRAY_TASK_ID"``.
         about: What the jobs do, for a comment of the script.
         options: The script's options.
     """
@@ -210,8 +211,8 @@ def _write_array(words: list[str], array: str, part: str, about: str, options: S
             f"slurm-array: each job of the array runs on one node; given --nodes {options.resources.nodes}"
         )
     path = options.path or Path(f"{words[0]}.sbatch")
-    more = {"array": array, "part": part, "about": about, "log": log_name(path, "%A_%a")}
-    text = script_of("slurm_array", path, words, 1, options.resources, Site.load(options.site), **more)
+    variables = {"array": array, "part": part, "about": about, "log": log_name(path, "%A_%a")}
+    text = script_of("slurm_array", path, words, 1, options.resources, Site.load(options.site), **variables)
     return _write(path, text, options, f"start it with sbatch {shlex.quote(str(path))}")
 
 

@@ -84,7 +84,7 @@ def run(
         if write:
             _write(config, bags[0].plan)
         if as_json:
-            _emit(machine_model, ranks, [bags_json(one) for one in bags])
+            _emit(machine_model, ranks, [bags_json(forecast) for forecast in bags])
         return DONE
     search = _search(settings, machine_model, ranks, images, top)
     _print_plans(search, settings, images, machine_model)
@@ -172,7 +172,7 @@ def _plan_predictions(
 
 
 def _search(settings: Config, machine: MachineModel, ranks: int, images: int, top: int) -> PlanSearch:
-    """Return the ``top`` best plans of a number of ranks for a batch of ``images``."""
+    """Return the ``top`` best plans for ``ranks`` trainers and batches of ``images``."""
     from hyfi_core.cells.spill_forecast import SpillForecast
     from hyfi_core.cost.search.branch_plans import best_of_all_plans
     from hyfi_core.cost.search.plan_family import PlanRequest
@@ -304,13 +304,14 @@ def write_plan(config: Path, plan: ParallelPlan) -> None:
     from data.files import write_atomically
 
     lines = config.read_text(encoding="utf-8").splitlines()
+    # Replace lines[first:after]; without a plan in the file, it goes to the end.
     first = next((n for n, line in enumerate(lines) if line.startswith("plan:")), len(lines))
     after = first + 1
     # A section goes on as long as lines are empty or indented.
     while after < len(lines) and (not lines[after].strip() or lines[after][0] in " \t"):
         after += 1
     while after > first + 1 and after <= len(lines) and not lines[after - 1].strip():
-        after -= 1  # an empty line before the next section
+        after -= 1  # empty lines before the next section stay
     # On one line: PyYAML would wrap it at 80 characters.
     fields = yaml.safe_dump(_plan_section(plan), default_flow_style=True, sort_keys=False, width=10**6).strip()
     text = "\n".join([*lines[:first], f"plan: {fields}", *lines[after:]]) + "\n"
@@ -339,9 +340,9 @@ def _print_plans(search: PlanSearch, settings: Config, batch: int, machine: Mach
     best = search.plans[0]
     for name, alternative in search.alternatives.items():
         say(f"{name}: {alternative if isinstance(alternative, str) else _comparison(alternative, best)}")
-    before = settings.plan
-    # Other groups of images are normalised together: the run would not be the same.
-    changed = (best.plan.replicas, best.plan.microbatches) != (before.replicas, before.microbatches)
+    configured = settings.plan
+    # Batch norm then normalises other groups of images together, which changes the results of the run.
+    changed = (best.plan.replicas, best.plan.microbatches) != (configured.replicas, configured.microbatches)
     if changed and settings.model.norm == "train":
         warn(
             "hyfi: batch norm takes its statistics over each replica's micro-batch, now "
@@ -350,7 +351,7 @@ def _print_plans(search: PlanSearch, settings: Config, batch: int, machine: Mach
 
 
 def _comparison(alternative: StepForecast, best: StepForecast) -> str:
-    """Return how much slower an alternative is, and the main reason."""
+    """Return how much slower an alternative is, and the main reason: ``1.3× slower, halo takes 20%``."""
     ratio = alternative.step_s / best.step_s
     if ratio < 1.005:
         return "as fast as the best plan"

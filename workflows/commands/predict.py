@@ -191,8 +191,8 @@ def _check_folder(out: Path) -> None:
     """
     if out.exists() and not out.is_dir():
         raise RequestError(f"{out} is a file; choose a folder for the results")
-    other = {"a store": "manifest.csv", "a run": "config.yaml"}
-    for kind, name in other.items():
+    file_of = {"a store": "manifest.csv", "a run": "config.yaml"}
+    for kind, name in file_of.items():
         if (out / name).exists() and not (out / "predictions.csv").exists():
             raise RequestError(f"{out} is {kind} (it has {name}); choose another folder for the results")
 
@@ -215,7 +215,7 @@ def _check_ensemble(members: Sequence[Member]) -> None:
 
 
 def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list[SlideInput]:
-    """Return the slides; if the model reads features, those without usable features carry the reason.
+    """Return the slides; if the model reads features, slides without usable features carry the reason.
 
     Raises:
         RequestError: Features are not given, are of another encoder, or are given for a model that reads pixels.
@@ -229,7 +229,8 @@ def _with_features(request: PredictionRequest, slides: list[SlideInput]) -> list
         refuse_features(config, request.options.features)
         if is_feature_model(config):
             features = features_for(config, request.options.features)
-    return slides if features is None else with_reasons(slides, features)  # the same files for all models
+    # All models of an ensemble read the same features.
+    return slides if features is None else with_reasons(slides, features)
 
 
 def _predict(request: PredictionRequest) -> int:
@@ -237,12 +238,12 @@ def _predict(request: PredictionRequest) -> int:
     report = predicted(request)
     if report.stopped:
         return STOPPED
-    withheld = [one for one in report.incomplete if not one.prediction]
+    withheld = [slide for slide in report.incomplete if not slide.prediction]
     return SOME_FAILED if report.failed or withheld else DONE
 
 
 def predicted(request: PredictionRequest) -> PredictionReport:
-    """Predict as this rank, or alone; return what became of the slides.
+    """Predict as this rank, or alone; return which slides are done, incomplete, failed or skipped.
 
     Raises:
         RequestError: As `run`.
@@ -266,7 +267,7 @@ def predicted(request: PredictionRequest) -> PredictionReport:
         raise RequestError(
             f"--ranks {ranks}: {comm.size} ranks were started; give the same number, or leave --ranks out"
         )
-    # Parts own the folder together, each its own part.
+    # Each part locks its own part of the folder, so that several run at the same time.
     owner = agree(comm, lambda: FolderOwner(out, advice, part) if comm.rank == 0 else None)
     with ExitStack() as released, _progress(len(slides), comm) as bar:
         if owner is not None:
@@ -286,7 +287,8 @@ def predicted(request: PredictionRequest) -> PredictionReport:
         page = None
         if owner is not None:
             # Still under the lock, because it reads the table of all slides.
-            page = _write_page(out, members, {one.slide_id: one.label for one in slides if one.label is not None})
+            labels = {slide.slide_id: slide.label for slide in slides if slide.label is not None}
+            page = _write_page(out, members, labels)
     if page is not None:
         _report(report, request, page, members[0].readout)
     comm.barrier()  # when a rank exits with a code other than 0, a launcher may kill ranks that still write
@@ -345,36 +347,33 @@ def _report(report: PredictionReport, request: PredictionRequest, page: Path, re
     from pathology.readers.mpp import not_used_note
 
     out = request.out
-    for one in report.failed:
-        console.warn(f"{one.slide_id} ({one.path}): {one.reason}")
-    for one in report.incomplete:
-        shown = f"; prediction from this part: {one.prediction}" if one.prediction else "; no prediction"
-        console.warn(f"incomplete: {one.slide_id} ({one.path}): {one.reason}{shown}")
-    for one in (*report.done, *report.incomplete):
-        if not one.prediction:
+    for slide in report.failed:
+        console.warn(f"{slide.slide_id} ({slide.path}): {slide.reason}")
+    for slide in report.incomplete:
+        shown = f"; prediction from this part: {slide.prediction}" if slide.prediction else "; no prediction"
+        console.warn(f"incomplete: {slide.slide_id} ({slide.path}): {slide.reason}{shown}")
+    predicted_slides = (*report.done, *report.incomplete)
+    for slide in predicted_slides:
+        if not slide.prediction:
             continue
-        partial = ", incomplete" if one in report.incomplete else ""
-        verdict = f"{readout.brief(np.array(one.values)) or 'no interval'}{partial}"
-        # The others are told below, or above.
-        flags = [flag for flag in one.flags if flag not in ("outside_training", "trained_on", "incomplete")]
+        state = ", incomplete" if slide in report.incomplete else ""
+        verdict = f"{readout.brief(np.array(slide.values)) or 'no interval'}{state}"
+        # These three have messages of their own.
+        flags = [flag for flag in slide.flags if flag not in ("outside_training", "trained_on", "incomplete")]
         shown = f", flags: {', '.join(flags)}" if flags else ""
-        console.say(f"{one.slide_id}: {one.prediction} ({verdict}){shown}  {out / one.slide_id / 'report.html'}")
-    used = (
-        {}
-        if request.options.force_mpp
-        else {one.slide_id: one.source_mpp for one in (*report.done, *report.incomplete)}
-    )
-    if note := not_used_note(request.options.slide_mpp, used):
+        console.say(f"{slide.slide_id}: {slide.prediction} ({verdict}){shown}  {out / slide.slide_id / 'report.html'}")
+    mpp_of = {} if request.options.force_mpp else {slide.slide_id: slide.source_mpp for slide in predicted_slides}
+    if note := not_used_note(request.options.slide_mpp, mpp_of):
         console.warn(note)
-    trained = [one.slide_id for one in (*report.done, *report.incomplete) if "trained_on" in one.flags]
+    trained = [slide.slide_id for slide in predicted_slides if "trained_on" in slide.flags]
     if trained:
         console.warn(
             f"{console.counted(len(trained), 'slide')} of the model's training set, or of a case in it (flag "
             f"trained_on): {console.listed(trained)}; these predictions do not show how the model does on new slides"
         )
-    for one in report.done:
-        if "outside_training" in one.flags:
-            console.warn(f"{one.slide_id}: {one.reason}; the prediction may mean nothing")
+    for slide in report.done:
+        if "outside_training" in slide.flags:
+            console.warn(f"{slide.slide_id}: {slide.reason}; the prediction may mean nothing")
     skipped = f", {len(report.skipped)} finished before" if report.skipped else ""
     stopped = "; stopped on request, run the same command to continue" if report.stopped else ""
     table = out / "predictions.csv"
@@ -385,14 +384,16 @@ def _report(report: PredictionReport, request: PredictionRequest, page: Path, re
             {
                 "predictions": str(table),
                 "page": str(page),
-                "done": [one.slide_id for one in report.done],
+                "done": [slide.slide_id for slide in report.done],
                 "incomplete": [
-                    {"slide_id": one.slide_id, "path": one.path, "coverage": one.coverage, "reason": one.reason}
-                    for one in report.incomplete
+                    {"slide_id": slide.slide_id, "path": slide.path, "coverage": slide.coverage, "reason": slide.reason}
+                    for slide in report.incomplete
                 ],
-                "failed": [{"slide_id": one.slide_id, "path": one.path, "reason": one.reason} for one in report.failed],
+                "failed": [
+                    {"slide_id": slide.slide_id, "path": slide.path, "reason": slide.reason} for slide in report.failed
+                ],
                 "skipped": list(report.skipped),
-                "reports": [str(out / one.slide_id / "report.html") for one in (*report.done, *report.incomplete)],
+                "reports": [str(out / slide.slide_id / "report.html") for slide in predicted_slides],
                 "stopped": report.stopped,
             }
         )

@@ -76,7 +76,7 @@ def run(
 def plan_text(plan: ParallelPlan) -> str:
     """Return a plan as text; if it has several replicas, only the first is drawn."""
     head, *_ = plan.describe().splitlines()
-    # Replicas are alike; the first line, of all of them, is kept from the whole plan.
+    # Replicas are alike: the first line describes the whole plan, the others one replica.
     _, *lines = replace(plan, replicas=1, shares=None).describe().splitlines()
     return "\n".join([head, *lines])
 
@@ -90,6 +90,7 @@ def outputs_of(config: Config) -> int:
     classes, task = config.model.classes, config.data.facts
     if task.outputs is not None:
         return task.outputs
+    # One output for each class; of ordinal grades, one fewer.
     if classes is not None and task.outputs_fewer is not None:
         return (classes if isinstance(classes, int) else len(classes)) - task.outputs_fewer
     from workflows.training.job import prepare
@@ -118,7 +119,7 @@ def with_replicas(config: Config, ranks: int | None) -> tuple[ParallelPlan, int]
 
 
 def resolved(plan: ParallelPlan, program: Any, machine: MachineModel) -> ParallelPlan:
-    """Return the plan with ``auto`` cuts and cells chosen for ``machine``, not for the one that runs this."""
+    """Return the plan with ``auto`` cuts and cells chosen for ``machine``, which need not be this computer."""
     import torch
 
     from hyfi_core.cells.budget import with_cells
@@ -182,7 +183,7 @@ def _spilling(forecast: StepForecast) -> str:
 
 
 def needed_bytes(forecast: StepForecast) -> list[int]:
-    """Return the bytes of each trainer's process, libraries included; with ``spill``, the limit that it keeps."""
+    """Return the bytes of each trainer's process, libraries included; with ``spill``, its memory limit."""
     from workflows.training.memory import PROCESS_BYTES
 
     plan = forecast.plan

@@ -48,7 +48,7 @@ class SplitOptions:
     repeats: int = 1
 
     def shares(self, folds: int | None) -> Mapping[str, float]:
-        """Return the parts with their shares.
+        """Return part -> share: ``{"train": 0.7, "val": 0.15, "test": 0.15}``, or ``{"0": 1.0, "1": 1.0}`` for 2 folds.
 
         Raises:
             RequestError: The options contradict each other, or fractions are not three shares of train, val and test.
@@ -95,7 +95,7 @@ def run(
         labels: The CSV.
         out: The CSV to write; replaced if it exists.
         folds: Number of folds; None: train, val and test.
-        group: Column whose values are never in two parts; a row without a value is a group of its own.
+        group: Column whose values are never in two parts; a row without a value is grouped by its case or its key.
         stratify: Columns that are balanced, with commas between: classes, or quarters of numbers; ``none``: only sizes;
             None: ``label`` if there is such a column.
         seed: Decides ties.
@@ -113,31 +113,28 @@ def run(
     options = options or SplitOptions()
     shares = options.shares(folds)
     table = read_table(labels, "labels", used=(group, *_columns(stratify)), id_column=options.id_column)
-    chosen, note = _stratified_by(table, stratify)
+    balanced, balance_notes = _stratified_by(table, stratify)
     words = MISSING if missing is None else tuple(missing.split(","))
     stored = _stored_rows(store, merge_alike, words)
-    table, notes = _in_one_way(table, stored, group, chosen, merge_alike, words)
-    table, repeated = _each_once(table)
-    notes = [*note, *notes, *repeated, *_ungrouped(table, group)]
-    groups, same = _with_same_content(table, _groups(table, group), stored or table.rows)
-    strata = strata_of(table, chosen) if chosen else [""] * len(table.rows)
-    # A class that cannot be in every part is an error only if the user asked for balance by exactly it.
-    strict = stratify is not None and len(chosen) == 1 and not is_numbers([row[chosen[0]] for row in table.rows])
+    table, name_notes = _in_one_way(table, stored, group, balanced, merge_alike, words)
+    table, repeat_notes = _each_once(table)
+    groups, content_notes = _with_same_content(table, _groups(table, group), stored or table.rows)
+    notes = [*balance_notes, *name_notes, *repeat_notes, *_ungrouped(table, group), *content_notes]
+    strata = strata_of(table, balanced) if balanced else [""] * len(table.rows)
+    # A class that cannot be in every part is an error only if the user asked for balance by this column alone.
+    strict = stratify is not None and len(balanced) == 1 and not is_numbers([row[balanced[0]] for row in table.rows])
     fixed = fixed_groups(table, groups, options.fixed_test, merge=merge_alike)
     divided = [(name, stratum) for name, stratum in zip(groups, strata, strict=True) if name not in fixed]
     try:
         parts = [_drawn(divided, shares, seed + repeat, strict) for repeat in range(options.repeats)]
     except RequestError as error:
         raise RequestError(f"{labels}: {error} (groups: {group})") from error
-    _write_and_report(table, out, group, groups, parts, folds, strata, shares, [*notes, *same], as_json)
+    _write_and_report(table, out, group, groups, parts, folds, strata, shares, notes, as_json)
     return 0
 
 
 def _stored_rows(store: Path | None, merge: bool, missing: tuple[str, ...]) -> list[dict[str, str]]:
-    """Return the rows of a store's manifest with each case written in one way; none without a store.
-
-    The rows of the table are matched with them by this one spelling.
-    """
+    """Return the rows of a store's manifest with one spelling of each case; none without a store."""
     rows = [] if store is None else load_manifest(location(store))
     return cases_in_one_way(rows, "store", merge=merge, missing=missing)
 
@@ -154,7 +151,10 @@ def _write_and_report(
     notes: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Write the parts of all groups, one mapping for each repeat; groups without one are the test set."""
+    """Write the part of each row, and print counts and notes.
+
+    ``parts``: for each repeat, group -> part; groups that it lacks are the fixed test set.
+    """
     fixed_part = TEST if folds is None else ""  # a row of the fixed test set is in no fold
     drawn = [[part.get(name, fixed_part) for name in groups] for part in parts]
     _write(table, out, group, drawn, folds)
@@ -165,7 +165,7 @@ def _write_and_report(
 
 
 def _drawn(rows: Sequence[tuple[str, str]], shares: Mapping[str, float], seed: int, strict: bool) -> Mapping[str, str]:
-    """Return the part of each group; ``rows``: group and stratum of each row."""
+    """Return group -> part; ``rows``: (group, stratum) of each row."""
     members: dict[str, list[str]] = {}
     for name, stratum in rows:
         members.setdefault(name, []).append(stratum)
@@ -177,7 +177,7 @@ def _columns(stratify: str | None) -> list[str]:
 
 
 def _stratified_by(table: Table, stratify: str | None) -> tuple[list[str], list[str]]:
-    """Return the columns that are balanced, and what to say of them."""
+    """Return (the columns to balance, notes on how they were chosen)."""
     if stratify is not None:
         return _columns(stratify), []
     if TARGET in table.columns:
@@ -221,9 +221,10 @@ def _in_one_way(
 
 
 def _each_once(table: Table) -> tuple[Table, list[str]]:
-    """Return a table of slides without rows that repeat an earlier one, which would count twice; and a note on them."""
+    """Return (a table of slides without rows that repeat an earlier one and would count twice, a note on them)."""
     if table.key != "slide_id":  # of cases: a row for each slide of a case may be meant
         return table, []
+    # Reversed: of equal rows, the first one's index is written last, and stays.
     first = {tuple(row.items()): k for k, row in reversed(list(enumerate(table.rows)))}
     kept = sorted(first.values())
     if len(kept) == len(table.rows):
@@ -234,7 +235,7 @@ def _each_once(table: Table) -> tuple[Table, list[str]]:
 
 
 def _with_cases_of(table: Table, rows: Sequence[Mapping[str, str]]) -> tuple[Table, tuple[str, ...]]:
-    """Return (a table of slides with the cases that it or a store's rows have, under the store's names; notes).
+    """Return (the table with the case of each slide, notes); cases of the store's ``rows`` complete its own.
 
     Raises:
         RequestError: A slide of the table has two cases, or the table and the store contradict each other.
@@ -250,7 +251,7 @@ def _with_cases_of(table: Table, rows: Sequence[Mapping[str, str]]) -> tuple[Tab
 
 
 def _groups(table: Table, group: str) -> list[str]:
-    """Return the name of each row's group, with its column before it: a case and a slide may share a name.
+    """Return the group of each row, as ``case_id P7``: with its column, because a case and a slide may share a name.
 
     Raises:
         RequestError: The column is missing (except ``case_id``: then each slide is its own case), a key is empty, or a
@@ -259,24 +260,24 @@ def _groups(table: Table, group: str) -> list[str]:
     key = table.key
     if group != "case_id" or "case_id" in table.columns:
         table.require(group, "--group")
-    first: dict[str, str] = {}
+    group_of: dict[str, str] = {}  # of each slide and case, to refuse those in two groups
     groups = []
     for line, row in zip(table.lines, table.rows, strict=True):
         if not row[key]:
             raise RequestError(f"{table.name}, line {line}: no {key}")
-        # Without the group, the case is one: slides of a patient stay together. Without both, the row is.
+        # A row without the group is grouped by its case, so that slides of a patient stay together; else by its key.
         name = next(f"{k} {row[k]}" for k in (group, "case_id", key) if row.get(k))
         for item in (f"{k} {row[k]}" for k in ("slide_id", "case_id") if row.get(k)):
-            if first.setdefault(item, name) != name:
+            if group_of.setdefault(item, name) != name:
                 raise RequestError(
-                    f"{table.name}, line {line}: {item} is in two groups, {first[item]} and {name}; see --group"
+                    f"{table.name}, line {line}: {item} is in two groups, {group_of[item]} and {name}; see --group"
                 )
         groups.append(name)
     return groups
 
 
 def _ungrouped(table: Table, group: str) -> list[str]:
-    """Return a sentence about rows without a group."""
+    """Return a note on rows without a group; empty if there are none."""
     without = sum(not row.get(group) for row in table.rows)
     if not without:
         return []
@@ -291,17 +292,18 @@ def _ungrouped(table: Table, group: str) -> list[str]:
 def _with_same_content(
     table: Table, groups: Sequence[str], rows: Sequence[Mapping[str, str]]
 ) -> tuple[list[str], list[str]]:
-    """Return each row's group, joined where slides have the same content, and a sentence for each content of two files.
+    """Return (the group of each row, notes), with groups joined if slides of theirs have the same content.
 
-    Scenes of one file are joined without a sentence.
+    A note names the slides of each content that is in several files; scenes of one file are joined without a note.
 
     Args:
         table: The labels, a row for each slide or case.
         groups: The group of each row.
         rows: Slides with their digests: rows of the store's manifest, or of a table that has these columns itself.
     """
-    # Name of a group -> the name that it has now: that of the first group that it was joined with.
-    key, joined, notes = table.key, {name: name for name in groups}, []
+    key, notes = table.key, []
+    # Group -> the group that it is joined to; at first, itself.
+    joined = {name: name for name in groups}
     group_of = {row[key]: name for row, name in zip(table.rows, groups, strict=True)}
     key_of_slide = {row["slide_id"]: row.get(key, "") for row in rows if row.get("slide_id")}
     for same in same_content(rows):
@@ -310,7 +312,7 @@ def _with_same_content(
         content_groups = list(dict.fromkeys(joined[group_of[row_key]] for row_key in keys if row_key in group_of))
         if content_groups and not same.scenes:
             notes.append(f"{same.text}: {', '.join(same.slides)}")
-        # All names that were joined before move along: A = B and B = C make one group.
+        # Groups that were joined to these before follow: A = B and B = C make one group.
         joined = {
             name: content_groups[0] if group_name in content_groups else group_name
             for name, group_name in joined.items()
@@ -332,16 +334,16 @@ def _write(table: Table, out: Path, group: str, drawn: Sequence[Sequence[str]], 
     columns = ["split"] if folds is None else ["fold", *(f"split_{fold}" for fold in range(folds))]
     columns += [f"repeat_{repeat}" for repeat in range(1, len(drawn))]
     rows: dict[str, dict[str, str]] = {}
-    for row, part, *more in zip(table.rows, *drawn, strict=True):
-        named = {"split": part} if folds is None else {"fold": part}
+    for row, part, *repeated_folds in zip(table.rows, *drawn, strict=True):
+        assigned = {"split": part} if folds is None else {"fold": part}
         for fold in range(folds or 0):
             if not part:  # no fold: a row of the fixed test set
-                named[f"split_{fold}"] = TEST
+                assigned[f"split_{fold}"] = TEST
             else:
-                named[f"split_{fold}"] = "val" if part == str(fold) else "train"
-        named |= {f"repeat_{repeat}": repeated_fold for repeat, repeated_fold in enumerate(more, 1)}
-        # A table may have several rows of one key; they are in one group, and so alike.
-        rows[row[table.key]] = {column: row[column] for column in keys} | named
+                assigned[f"split_{fold}"] = "val" if part == str(fold) else "train"
+        assigned |= {f"repeat_{repeat}": repeated_fold for repeat, repeated_fold in enumerate(repeated_folds, 1)}
+        # Several rows of one key are in one group, so they have the same part.
+        rows[row[table.key]] = {column: row[column] for column in keys} | assigned
     try:
         write_table(out, [*keys, *columns], rows.values())
     except OSError as error:
@@ -370,18 +372,18 @@ def _report(
     """
     counts: dict[str, dict[str, Any]] = {}
     for name in names:
-        lines = [i for i, part in enumerate(parts) if part == name]
-        of_class = Counter(strata[i] for i in lines) if any(strata) else Counter()
+        indices = [i for i, part in enumerate(parts) if part == name]
+        of_class = Counter(strata[i] for i in indices) if any(strata) else Counter()
         counts[name] = {
-            "rows": len(lines),
-            "groups": len({groups[i] for i in lines}),
+            "rows": len(indices),
+            "groups": len({groups[i] for i in indices}),
             "classes": dict(sorted(of_class.items())),
         }
     for name, count in counts.items():
         classes = ", ".join(f"{label or '(unlabelled)'} {n}" for label, n in count["classes"].items())
-        label = name if name in SPLITS else f"fold {name}"
+        title = name if name in SPLITS else f"fold {name}"
         rows, in_groups = console.counted(count["rows"], "row"), console.counted(count["groups"], "group")
-        console.say(f"{label:>6}: {rows} in {in_groups}" + (f" ({classes})" if classes else ""))
+        console.say(f"{title:>6}: {rows} in {in_groups}" + (f" ({classes})" if classes else ""))
     console.say(f"wrote {out}")
     if as_json:
         console.emit_json({"out": str(out), "parts": counts})

@@ -89,7 +89,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     validated = _last([record for record in records if record["kind"] == "validation"])
     # Only some steps compare ranks.
     compared = _last([record for record in records if "stragglers" in record])
-    # The lock tells more than the file: a killed run leaves "running" in it.
+    # The lock decides, not the file: a killed run leaves "running" in status.json.
     state = "running" if owner is not None else saved.get("state", "interrupted")
     if owner is None and state == "running":
         state = "interrupted"
@@ -186,7 +186,7 @@ def _throughput_text(folder: Path, trained: Mapping[str, Any]) -> str:
 def _unit(folder: Path) -> str:
     """Return what the run counts, see `unit_of`, from the text of its configuration: loading it needs torch."""
     config = _config(folder)
-    # A whole `null`: the name of a folder may begin with n, too.
+    # `null` up to the end of the line: the name of a folder may begin with it, too.
     if re.search(r"^  (tiles: \{|features: (?!null$))", config, re.MULTILINE) is None:
         return "images"
     return "cases" if re.search(r"^  bag: case$", config, re.MULTILINE) else "slides"

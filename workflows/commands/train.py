@@ -114,7 +114,7 @@ def train_rank(config: Config, resumption: Resumption, as_json: bool) -> int:
     set_arithmetic(config.run.tf32, config.run.deterministic)
     world = join()
     if config.run.compile == "on" or (config.run.compile == "auto" and on_gpu(config.run.device)):
-        # Only where code is compiled; the folder is made.
+        # Only where code is compiled, because this creates the folder.
         keep_compiled(config.run.compile_cache, warns=world.rank == 0)
     expect_progress(config.run.stall_s, partial(how_to_continue, config.run.dir))
     set_threads(world, config.run.threads)
@@ -164,6 +164,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     tables = agree(
         world, lambda: _slide_tables(job, saved, resumption, coverage) if roles.world.rank == 0 else SlideTables()
     )
+    # Now with the shares of each batch, if replicas differ in speed.
     inputs.job = job = agree(world, lambda: with_shares(job, roles))
     device = device_of(config.run.device, roles)
     forecast = agree(world, lambda: inputs.check_memory(roles, device))
@@ -175,7 +176,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     body = agree(world, lambda: make_body(inputs, roles, saved, tables, stop, device))
     if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
-    # The first write. All checks are done; two starts at the same moment end here, but for one.
+    # The first write, after all checks. Of several runs that start at the same moment, all but one are refused here.
     owner = _own_shared(world, lambda: own_run(config, resumption, start), config.run.dir)
     # Only into a folder that this run owns.
     rank_log.open_in(config.run.dir, f"{roles.describe()} on {device}")
@@ -195,7 +196,7 @@ def _say_slides(job: TrainingJob) -> None:
 
 
 def _maker_of_body(roles: Roles, most: int | None) -> Callable[..., RankBody]:
-    """Return the function that builds what this rank does in its role; ``most``: see `_loader`."""
+    """Return the function that builds the body of this rank's role; ``most``: most decoding processes of a loader."""
     if roles.trainers is not None:
         return _trainer
     return partial(_loader, most) if roles.validators is None else _validator
@@ -248,18 +249,18 @@ def _agreed_start(world: Communicator, config: Config, resumption: Resumption) -
     from hyfi_core.comm.agreement.shared_disk import agree_everywhere
     from workflows.launch.request import check_checkpoint, check_run, check_unused, describe_missing_run
 
-    # Before reading: a running owner may remove the checkpoint that is read.
+    # First: another process that runs in the folder could remove the checkpoint while it is read.
     agree(world, lambda: check_unused(config) if world.rank == 0 else None)
-    # Before the folder is checked, but printed after it: a refusal needs no greeting.
+    # Printed only after the checks: if they refuse, the error is the only message.
     missing = describe_missing_run(config) if resumption.allowed and world.rank == 0 else None
     start: int = world.broadcast_object(agree_everywhere(world, lambda: check_run(config, resumption)))
     agree_everywhere(world, lambda: check_checkpoint(config, start))
     if missing is not None:
         text, is_warning = missing
         warn(f"hyfi: {text}") if is_warning else say(text)
-    chosen = resumption.describe(config.run.dir, start) if world.rank == 0 else None
-    if chosen is not None:
-        say(chosen)
+    note = resumption.describe(config.run.dir, start) if world.rank == 0 else None
+    if note is not None:
+        say(note)
     return start
 
 
@@ -327,6 +328,7 @@ def _trainer(
     throughput = inputs.throughput(engine, peak, device) if first else None
 
     def body(as_json: bool) -> int:
+        """Train; rank 0 records and reports. Return the exit code."""
         start = saved.training.state["step"] if saved is not None else 0
         # The throughput is known on rank 0 only, and so is the recorder.
         recorder = Recorder(job, engine.plan, start, slides, throughput) if throughput is not None else None

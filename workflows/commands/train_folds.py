@@ -34,7 +34,7 @@ def run(runs: FoldRuns, as_json: bool) -> int:
     Raises:
         RequestError: The request is not valid; nothing was written.
     """
-    # All folds at once: a fault of the last one must not show after days.
+    # All folds before the first is trained: otherwise a fault of the last one would show after days.
     runs.check()
     runs.write_splits()
     for fold in runs.chosen:
@@ -72,9 +72,9 @@ def _pool(runs: FoldRuns) -> Mapping[str, Any]:
     def finished_now() -> list[int]:
         return [fold for fold in runs.table.folds if runs.is_trained(fold) and runs.is_evaluated(fold)]
 
-    # Repeat if another job of an array finished a fold meanwhile: this job overwrites the summary that it wrote.
-    while (now := finished_now()) != finished:
-        finished = now
+    # If another job of an array finishes a fold meanwhile, this job may overwrite its summary: repeat with that fold.
+    while (latest := finished_now()) != finished:
+        finished = latest
         summary = pool_folds(runs.folder, dict.fromkeys(finished, runs), len(runs.table.folds))
     return summary
 

@@ -124,7 +124,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     from hyfi_core.runtime.launch import own_device
     from hyfi_core.runtime.saving.engine_folder import check_names
     from hyfi_core.stored_state import fill_buffers
-    from pathology.predict.members import MIN_COVERAGE, check_complete
+    from pathology.predict.members import check_complete
     from workflows.evaluation.evaluate import Interrupted
     from workflows.evaluation.tile_evaluator import bags_of
     from workflows.evaluation.validation_page import write_validation
@@ -150,14 +150,11 @@ def validate_rank(request: EvaluationRequest) -> int:
         return STOPPED
     if metrics is None:  # rank 0 has them
         return DONE
-    least = float(loaded.model.get("min_coverage", MIN_COVERAGE))
-    images = range(len(dataset) if bags is None else 0)  # bags have all tiles
-    low = [dataset.samples[index].slide_id for index in images if dataset.view(index).coverage < least]
     if evaluator.whole is not None:
         _print_enlarged(evaluator.whole, loaded.model, len(dataset))
-    elif low:
-        warn(f"{len(low)} slides show less than {least:g} of their tissue (--image whole shows all): {', '.join(low)}")
-    fitted = metrics.pop("calibration")  # to these slides; what is reported is the effect of the stored one
+    elif bags is None:  # bags have all tiles
+        _warn_of_low_coverage(loaded.model, dataset)
+    fitted = metrics.pop("calibration")  # to these slides; reported is the effect of the checkpoint's calibration
     if request.calibrate and fitted is not None:
         loaded.model["calibration"] = {**fitted, "split": request.split, "image": request.image}
         amend_model_json(request.checkpoint, {"calibration": loaded.model["calibration"]})
@@ -194,7 +191,7 @@ def _evaluator(
     world: Communicator,
     device: torch.device,
 ) -> Evaluator:
-    """Return what evaluates the checkpoint's weights (collective)."""
+    """Return the evaluator of bags, of images divided among the ranks, or of images in cells (collective)."""
     from hyfi_core.comm.agreement.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
     from workflows.evaluation.evaluator import Evaluator
@@ -224,9 +221,20 @@ def _calibration(model: Mapping[str, Any], evaluator: Evaluator, logits: Logits)
     effect = task.describe_calibration(values, task.tensor(evaluator.evaluation_set.targets), model["calibration"])
     if effect is None:
         return None
+    text, numbers = effect
     samples = counted(len(values), "case" if evaluator.evaluation_set.of_cases else "slide")
-    say(f"calibrated on {model['calibration'].get('split', 'val')}; on {samples} here, {effect[0]}")
-    return evaluator.evaluation_set.counted(effect[1])
+    say(f"calibrated on {model['calibration'].get('split', 'val')}; on {samples} here, {text}")
+    return evaluator.evaluation_set.counted(numbers)
+
+
+def _warn_of_low_coverage(model: Mapping[str, Any], dataset: SlideDataset) -> None:
+    """Warn of slides whose images show less of their tissue than training required."""
+    from pathology.predict.members import MIN_COVERAGE
+
+    least = float(model.get("min_coverage", MIN_COVERAGE))
+    low = [slide.slide_id for index, slide in enumerate(dataset.samples) if dataset.view(index).coverage < least]
+    if low:
+        warn(f"{len(low)} slides show less than {least:g} of their tissue (--image whole shows all): {', '.join(low)}")
 
 
 def _print_enlarged(slides_shown: WholeSlides, model: Mapping[str, Any], slides: int) -> None:
@@ -271,28 +279,28 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     merge = request.merge_alike or bool(model.get("merge_alike", False))
     missing = MISSING if model.get("missing") is None else tuple(model["missing"])
     rows = cases_in_one_way(load_manifest(store), str(store / "manifest.csv"), merge=merge, missing=missing)
-    path: Path | Table = location(request.labels or store / "manifest.csv")
+    label_source: Path | Table = location(request.labels or store / "manifest.csv")
     if request.labels is not None:
-        path = keyed_table(location(request.labels), request.id_column, model)
+        label_source = keyed_table(location(request.labels), request.id_column, model)
     elif request.id_column is not None:
         raise RequestError("--id-column: give the table with this column, too: --labels CSV")
     task = task_of(model)
     task = task if request.target is None else task.with_target(request.target)
-    labels = task.read_again(path, rows, merge, missing)
-    rows = with_cases(rows, labels, str(path))
+    labels = task.read_again(label_source, rows, merge, missing)
+    rows = with_cases(rows, labels, str(label_source))
     column = request.split_column or model.get("split_column", "split")
     if split == ALL:
         splits = {row["slide_id"]: ALL for row in rows}
     else:
         splits = load_splits(
-            location(request.splits) if request.splits else path,
+            location(request.splits) if request.splits else label_source,
             rows,
             column=column,
             merge_alike=merge,
             missing=missing,
         )
-    match = match_labels(rows, labels, splits, str(path))
-    match.check(str(path), allow_unmatched=True)
+    match = match_labels(rows, labels, splits, str(label_source))
+    match.check(str(label_source), allow_unmatched=True)
     if own_rank() == 0:
         _say_slides(match, store)
     flags = model.get("exclude_flags", ()) if split in ("train", "val") else ()
@@ -301,7 +309,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     if left_out and own_rank() == 0:
         say(f"as in training, {left_out} slides with one of the flags {', '.join(flags)} are left out")
     if not slides:
-        raise RequestError(f"--split {split}: no slide of {store} is done, labelled in {path} and in {split!r}")
+        raise RequestError(f"--split {split}: no slide of {store} is done, labelled in {label_source} and in {split!r}")
     dataset = dataset_of(model, store, slides)
     dataset.check_files()
     if own_rank() == 0:

@@ -114,6 +114,7 @@ def _check_annotations(folder: Path, paths: list[Path]) -> None:
         if is_remote(path):
             continue
         shown_path = path.resolve()
+        # A folder of predictions may hold annotations; it has no slides.
         slides_folder = shown_path if shown_path.is_dir() and not (shown_path / "predictions.csv").exists() else None
         if (slides_folder and target.is_relative_to(slides_folder)) or (
             shown_path.is_file() and target == shown_path.parent

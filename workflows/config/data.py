@@ -232,7 +232,7 @@ class DataConfig(TargetKeys):
     @field_validator("size_px")
     @classmethod
     def _size_is_given(cls, value: Size | None, info: ValidationInfo) -> Size | None:
-        # `...`, not None: a section that is wrong is missing here, and has an error of its own.
+        # `info.data` lacks a key whose value is invalid (`...` here): it has an error of its own.
         if value is None and info.data.get("tiles", ...) is None and info.data.get("features", ...) is None:
             raise ValueError(
                 "missing; needed: a whole number of pixels, or [height, width], for images of whole slides; or "
@@ -261,7 +261,7 @@ class DataConfig(TargetKeys):
     def columns(self) -> tuple[str, ...]:
         """The columns of the target, or of all targets."""
         if self.targets is not None:
-            return tuple(column for one in self.targets for column in one.columns)
+            return tuple(column for target in self.targets for column in target.columns)
         return super().columns
 
     @property
@@ -285,9 +285,9 @@ class DataConfig(TargetKeys):
             raise ValueError(f"sampling: given balanced; task {self.task_name} has no classes to balance")
         if self.targets is None:
             return self
-        both = [key for key, one in TargetKeys.model_fields.items() if getattr(self, key) != one.default]
-        if both:
-            raise ValueError(f"{', '.join(both)}: given beside targets; give each of the targets its own")
+        set_keys = [key for key, field in TargetKeys.model_fields.items() if getattr(self, key) != field.default]
+        if set_keys:
+            raise ValueError(f"{', '.join(set_keys)}: given beside targets; give each of the targets its own")
         check_titles(self.targets)
         return self
 

@@ -211,7 +211,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     """Set the key of an override ``section.key=value``, or of ``plan=auto``, in the tree."""
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
-    # The only section that may be a word; keys of the file's plan are no part of it.
+    # The only section that may be a word; it replaces the plan of the file.
     if names == ["plan"] and text.strip() == AUTO_PLAN:
         tree["plan"] = AUTO_PLAN
         return
@@ -281,7 +281,10 @@ def _given(tree: Any, names: Sequence[str]) -> Any:
 
 
 def _locate(loc: Sequence[int | str]) -> tuple[type[BaseModel], list[str]]:
-    """Return the section of pydantic's error location ``loc``, and the keys in it without indices inside a value."""
+    """Return (section, keys) of the faulty key at pydantic's error location ``loc``, without indices inside its value.
+
+    ``("optimizer", "betas", 0)`` gives ``(OptimizerConfig, ["optimizer", "betas"])``.
+    """
     model: type[BaseModel] = Config
     names: list[str] = []
     for name in loc:

@@ -219,7 +219,7 @@ class Config(Section):
             object.__setattr__(self, "validation", chosen)
         own = [name.rpartition(":")[2] for name in self.validation.metrics]
         taken = {"loss", "slides", "case", "intervals", "calibration", "step", "kind", *task.metrics}
-        # Also of other tasks: by these names the lowest value would be the best, but of own metrics the highest is.
+        # Also metrics of other tasks if lower is better: the lowest value would win, but own metrics are maximised.
         taken |= LOWER_IS_BETTER
         wrong = [name for name in own if name in taken or own.count(name) > 1]
         if wrong:
@@ -256,15 +256,15 @@ def _check_shards(config: Config) -> None:
     """
     if config.model.encoder is None or not config.model.encoder.shard:
         return
-    name, of = config.optimizer.name, "with model.encoder.shard=true"
+    name, condition = config.optimizer.name, "with model.encoder.shard=true"
     if name not in _ELEMENTWISE:
-        raise ValueError(f"optimizer.name: given {name}; allowed {of}: {', '.join(_ELEMENTWISE)}")
+        raise ValueError(f"optimizer.name: given {name}; allowed {condition}: {', '.join(_ELEMENTWISE)}")
     if config.run.ema is not None:
-        raise ValueError(f"run.ema: given {config.run.ema:g}; allowed {of}: none, averages are of whole weights")
+        raise ValueError(f"run.ema: given {config.run.ema:g}; allowed {condition}: none, averages are of whole weights")
     if config.model.freeze_epochs is not None:
         raise ValueError(
-            f"model.freeze_epochs: given {config.model.freeze_epochs}; allowed {of}: none, what is trained is fixed "
-            f"when weights are divided; train in two runs, the second with model.encoder.weights of the first"
+            f"model.freeze_epochs: given {config.model.freeze_epochs}; allowed {condition}: none, what is trained is "
+            f"fixed when weights are divided; train in two runs, the second with model.encoder.weights of the first"
         )
 
 

@@ -49,7 +49,7 @@ class Section(BaseModel):
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """Return the section that a field holds, optional or not; None if the field holds a plain value."""
     # `Section | None` has arguments, `Section` alone has none.
-    types = [one for one in get_args(field.annotation) if one is not NoneType] or [field.annotation]
+    types = [kind for kind in get_args(field.annotation) if kind is not NoneType] or [field.annotation]
     if len(types) == 1 and isinstance(types[0], type) and issubclass(types[0], BaseModel):
         return types[0]
     return None

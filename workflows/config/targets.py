@@ -158,8 +158,8 @@ class TargetConfig(TargetKeys):
 
 def several_facts(targets: Sequence[TargetConfig]) -> TaskFacts:
     """Return the facts of several targets together: their metrics, each after the name of its target and a dot."""
-    selecting = [f"{one.title}.{metric}" for one in targets for metric in one.facts.selecting]
-    metrics = [f"{one.title}.{metric}" for one in targets for metric in one.facts.metrics]
+    selecting = [f"{target.title}.{metric}" for target in targets for metric in target.facts.selecting]
+    metrics = [f"{target.title}.{metric}" for target in targets for metric in target.facts.metrics]
     return TaskFacts(SEVERAL, "each slide has several targets", (), (*selecting, "loss"), tuple(metrics))
 
 
@@ -169,15 +169,15 @@ def check_titles(targets: Sequence[TargetConfig]) -> None:
     Raises:
         ValueError: There are fewer, or a name is repeated or has other characters.
     """
-    titles = [one.title for one in targets]
+    titles = [target.title for target in targets]
     if len(titles) < 2:
         raise ValueError(f"targets: given {len(titles)}; allowed: two or more; for one, use target and task")
-    wrong = next((one for one in titles if titles.count(one) > 1), None)
+    wrong = next((title for title in titles if titles.count(title) > 1), None)
     if wrong is not None:
         raise ValueError(
             f"targets: two have the name {wrong!r}; give each a name of its own, as in {{name: {wrong}_2}}"
         )
-    wrong = next((one for one in titles if not re.fullmatch(r"[\w -]+", one)), None)
+    wrong = next((title for title in titles if not re.fullmatch(r"[\w -]+", title)), None)
     if wrong is not None:
         raise ValueError(
             f"targets: given the name {wrong!r}; allowed: letters, digits, spaces, _, -; give another name"

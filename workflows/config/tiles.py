@@ -52,7 +52,7 @@ class TilesConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_heatmap(self) -> TilesConfig:
-        """Check that the cells of heatmaps are not far smaller than tiles; their side divides size and stride."""
+        """Check that the cells of heatmaps are not far smaller than tiles: their side is gcd(size, stride)."""
         stride, sides = self.stride_px or self.size_px, range(1, self.size_px + 1)
         if self.size_px > _CELLS_OF_SIDE * gcd(self.size_px, stride):
             # The smallest allowed side that divides the size; the message offers a stride that is a multiple of it.

@@ -51,7 +51,7 @@ class FoldTable:
 
         Args:
             path: The file.
-            rows: Rows of the store's manifest, which know cases that the file does not.
+            rows: Rows of the store's manifest, for the cases of slides that the file does not state.
             missing: Words that mean that a row has no fold.
             column: The column to read.
 

@@ -96,8 +96,8 @@ class PooledFolds:
     def form_ensemble(self) -> bool:
         """Whether ``hyfi predict`` can average the models."""
         first = self.results[0]
-        same = (InputSpec.of(first.model), first.readout.columns)
-        return all((InputSpec.of(result.model), result.readout.columns) == same for result in self.results)
+        expected = (InputSpec.of(first.model), first.readout.columns)
+        return all((InputSpec.of(result.model), result.readout.columns) == expected for result in self.results)
 
     def spread(self, case: bool) -> dict[str, dict[str, float | int | None]]:
         """Return mean and standard deviation of each metric over the folds that define it.
@@ -106,7 +106,7 @@ class PooledFolds:
             case: Whether to use metrics by case instead of metrics by slide.
         """
         parts = [result.metrics["case"] if case else result.metrics for result in self.results]
-        # Without cases in one fold there is no spread over cases.
+        # A fold may have no metrics by case.
         if any(part is None for part in parts):
             return {}
         spread: dict[str, dict[str, float | int | None]] = {}
@@ -122,8 +122,9 @@ class PooledFolds:
     def note(self) -> str:
         """The page's note that each fold predicts by its own thresholds; empty if folds have none."""
         calibrations = [result.model.get("calibration") or {} for result in self.results]
-        targets = [own for one in calibrations for own in (one.get("targets") or {}).values()]
-        return _NOTE if any(_FITTED & one.keys() for one in (*calibrations, *targets)) else ""
+        # With several targets, each has a calibration of its own.
+        of_targets = [target for calibration in calibrations for target in (calibration.get("targets") or {}).values()]
+        return _NOTE if any(_FITTED & calibration.keys() for calibration in (*calibrations, *of_targets)) else ""
 
     def slides(self, store: Path) -> list[CohortSlide]:
         """Return all slides, with thumbnails from the store."""
@@ -188,7 +189,7 @@ def _slide(row: Mapping[str, str], names: Sequence[str], shared: Sequence[str], 
         case_id=row["case_id"],
         status=row["status"],
         prediction=row["prediction"],
-        # Columns that other folds lack are shown for none.
+        # Columns that some folds lack are empty for all slides.
         values=tuple(float(row[name] or "nan") if name in shared else math.nan for name in names),
         label=row["label"],
         coverage=float(row["coverage"]) if row["coverage"] else None,

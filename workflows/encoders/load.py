@@ -91,7 +91,7 @@ def _load(name: str, module: nn.Module, weights: Path) -> tuple[str, tuple[str, 
 def _normalisation(
     kind: str, encoder_name: str, module: nn.Module, mean: Sequence[float] | None, std: Sequence[float] | None
 ) -> tuple[Normalisation, str]:
-    """Return the normalisation, and its source as text."""
+    """Return (normalisation, its source as text): as asked for, as the encoder states, or ImageNet's."""
     if (mean is None) != (std is None):
         raise RequestError("mean and std of the encoder: give both, or none")
     if mean is not None and std is not None:

@@ -58,24 +58,24 @@ def add_lora(encoder: nn.Module, rank: int) -> int:
     Raises:
         RequestError: It has no such layer, or a matrix that is not larger than the rank.
     """
-    places = [
-        (path, module, name)
+    matrices = [
+        (path, module, name)  # of the module, and the name of its matrix
         for path, module in encoder.named_modules()
         for name in _matrices(module)
         if getattr(module, name, None) is not None
     ]
-    if not places:
+    if not matrices:
         raise RequestError(f"train: lora:{rank}: the encoder has no linear layers; use last:N, norms or all")
-    for path, module, name in places:
+    for path, module, name in matrices:
         weight = getattr(module, name)
         if rank >= min(weight.shape):
             raise RequestError(
                 f"train: lora:{rank}: {path}.{name} is {tuple(weight.shape)}; use a rank below {min(weight.shape)}"
             )
     # After all checks: a refusal leaves the encoder as it was.
-    for _, module, name in places:
+    for _, module, name in matrices:
         register_parametrization(module, name, LowRankUpdate(getattr(module, name), rank))
-    return len(places)
+    return len(matrices)
 
 
 def merge_lora(model: nn.Module) -> int:

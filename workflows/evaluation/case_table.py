@@ -60,7 +60,7 @@ def write_cases(folder: Path, slides: Sequence[CaseSlide], task: Task, models: S
     readout = readouts[0].joined(readouts)
     cases: dict[str, list[CaseSlide]] = {}
     for slide in slides:
-        # In the order of first slides, as metrics by case number the cases.
+        # Cases in the order of their first slides, as metrics by case number them.
         cases.setdefault(slide.case_id or slide.slide_id, []).append(slide)
     columns = ["case_id", "slides", "predicted", "prediction", *readout.columns, "label"]
     rows = []
@@ -94,7 +94,7 @@ def _outputs(out: Path, slide: CohortSlide) -> NDArray[np.float64] | None:
 def _values_of(
     slides: Sequence[CaseSlide], task: Task, models: Sequence[Mapping[str, Any]], readouts: Sequence[Readout]
 ) -> NDArray[np.float64]:
-    """Return the numbers of a case, (columns of the readout,): the mean over the models.
+    """Return the predicted numbers of a case, one for each column of the readout: the mean over the models.
 
     Args:
         slides: The slides of the case, all with outputs.
@@ -104,16 +104,16 @@ def _values_of(
     """
     # (slides, models, K).
     outputs = np.stack([slide.outputs for slide in slides if slide.outputs is not None])
-    of_models = []
+    model_values = []
     for k, (model, readout) in enumerate(zip(models, readouts, strict=True)):
-        of_case = torch.from_numpy(outputs[:, k].astype(np.float64))
+        case_outputs = torch.from_numpy(outputs[:, k].astype(np.float64))
         # A case that is one bag has the same outputs in each of its slides: nothing to combine.
         if model.get("bag", "slide") == "slide" and len(slides) > 1:
             labels, same_case = _some_labels(task, len(slides)), torch.zeros(len(slides), dtype=torch.long)
-            of_case, _ = task.by_case(of_case, labels, same_case, model.get("case_aggregate", "mean"))
-        # Models are averaged as numbers of the readout, because each has its own calibration.
-        of_models.append(readout.values(of_case[0].double().numpy()))
-    mean: NDArray[np.float64] = np.mean(of_models, axis=0)
+            case_outputs, _ = task.by_case(case_outputs, labels, same_case, model.get("case_aggregate", "mean"))
+        # Averaged after the readout, because each model has its own calibration.
+        model_values.append(readout.values(case_outputs[0].double().numpy()))
+    mean: NDArray[np.float64] = np.mean(model_values, axis=0)
     return mean
 
 

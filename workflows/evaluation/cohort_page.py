@@ -130,9 +130,9 @@ def _uncalibrated(details: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def _seen_of(dataset: SlideDataset, index: int, all_tissue: bool) -> tuple[float | None, tuple[str, ...]]:
-    """Return coverage and flags of a slide's image; ``all_tissue``: all tissue was shown, even if it does not fit."""
+    """Return (coverage, flags) of a slide's image; ``all_tissue``: all tissue was shown, even if it does not fit."""
     view = dataset.view(index)
-    # The view is that of the trained size; shown whole, nothing is cropped.
+    # The flag is that of an image of the trained size; if all tissue was shown, nothing was cropped.
     flags = tuple(flag for flag in view.flags if not (all_tissue and flag == "cropped"))
     return (1.0 if all_tissue and view.pieces else view.coverage), flags
 
@@ -166,7 +166,8 @@ def evaluated_slides(
         coverage, flags = _seen_of(dataset, index, all_tissue) if bags is None else (bags.coverage(index), ())
         slide = dataset.slide(index)
         assert isinstance(slide, SlideStore)
-        values, before = readout.values(outputs), readout.uncalibrated(outputs)
+        values, uncalibrated = readout.values(outputs), readout.uncalibrated(outputs)
+        is_unchanged = np.array_equal(values, uncalibrated, equal_nan=True)
         prediction = readout.prediction(values)
         slides.append(
             CohortSlide(
@@ -180,7 +181,7 @@ def evaluated_slides(
                 flags=(*flags, *notes.flags(sample.slide_id)),
                 reason=notes.reason(sample.slide_id),
                 thumbnail=stored_thumbnail(slide),
-                uncalibrated=() if np.array_equal(values, before, equal_nan=True) else tuple(before.tolist()),
+                uncalibrated=() if is_unchanged else tuple(uncalibrated.tolist()),
                 wrong=sample.label is not None and task.is_wrong(prediction, sample.label),
             )
         )
@@ -298,14 +299,14 @@ def section_of(labelled: Sequence[CohortSlide], task: Task, readout: Readout) ->
 
     values = np.array([slide.values for slide in labelled], dtype=np.float64)
     targets: list[Target] = [target for slide in labelled if (target := task.target_of(slide.label)) is not None]
-    of_case = case_indices([slide.case_id or slide.slide_id for slide in labelled])
-    # Cases are drawn, not slides: slides of one case are not independent.
+    of_case = case_indices([slide.case_id or slide.slide_id for slide in labelled])  # the case of each slide
+    # (draws, slides) of the bootstrap: cases are drawn, because slides of one case are not independent.
     draws = draw_cases(int(of_case.max()) + 1, _draws(len(labelled)))[:, of_case].numpy()
-    before = None
+    uncalibrated = None
     if any(slide.uncalibrated for slide in labelled):
-        # A slide that the calibration does not change has none.
-        before = np.array([slide.uncalibrated or slide.values for slide in labelled], dtype=np.float64)
-    return task.page(values, targets, draws, readout, before)
+        # Empty for a slide that the calibration does not change.
+        uncalibrated = np.array([slide.uncalibrated or slide.values for slide in labelled], dtype=np.float64)
+    return task.page(values, targets, draws, readout, uncalibrated)
 
 
 def _draws(slides: int) -> int:
@@ -320,7 +321,7 @@ def _shown_columns(slides: Sequence[CohortSlide], columns: int) -> list[int]:
 
 
 def _row(slide: CohortSlide, shown: Sequence[int]) -> list[Any]:
-    """Return a row in the compact form that the page's script reads, with the values of some columns."""
+    """Return a row of the table as the page's script reads it, with the values of the columns ``shown``."""
     return [
         slide.slide_id,
         slide.case_id,

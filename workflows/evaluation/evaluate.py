@@ -158,7 +158,8 @@ class EvaluationSet:
         Intervals are bootstrapped over cases, with the same draws in every call, so that only weights change them.
         """
         outputs = torch.tensor([logits[index] for index in range(len(self.targets))], dtype=torch.float64)
-        labels, of_case = self.task.tensor(self.targets), case_indices(self.cases)
+        labels = self.task.tensor(self.targets)
+        of_case = case_indices(self.cases)  # the case of each sample
         # From a fixed seed: the same cases in each draw of every call.
         draws = draw_cases(int(of_case.max()) + 1)
         by_slide = {
@@ -219,6 +220,7 @@ def predict_slides(
     """
     replica, replicas = share
     logits: Logits = {}
+    # Divided by the common divisor: the smallest rounds, between which an interruption is noticed.
     rounds = BatchLayout(tuple(count // math.gcd(*shares) for count in shares) if shares else (1,) * replicas)
     for turn in range(math.ceil(slides / rounds.turn_samples)):
         if interrupted():

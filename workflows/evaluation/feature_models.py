@@ -97,16 +97,16 @@ def with_reasons(slides: Sequence[SlideInput], features: FeatureSet) -> list[Sli
     return result
 
 
-def _reason(one: SlideInput, features: FeatureSet) -> str:
+def _reason(slide: SlideInput, features: FeatureSet) -> str:
     """Return why a slide cannot be predicted from these features; empty if it can."""
-    if one.slide_id not in features.stored:
-        why = features.failures.get(one.slide_id)
+    if slide.slide_id not in features.stored:
+        why = features.failures.get(slide.slide_id)
         return f"no features of this slide in {features.folder}" + (f": {why}" if why else "")
     try:
-        slide = SlideStore.open(one.path, check_files=False) if one.stored else None
+        stored = SlideStore.open(slide.path, check_files=False) if slide.stored else None
     except StoreError:
-        slide = None  # the prediction of the slide names the fault
-    lack = features.lack(features.stored[one.slide_id], slide)
+        stored = None  # the prediction of the slide names the fault
+    lack = features.lack(features.stored[slide.slide_id], stored)
     return "" if lack is None else f"its features in {features.folder} are {lack}"
 
 

@@ -63,24 +63,24 @@ class InputLabels:
         task = task_of(model)
         if self.target is not None:
             task = task.with_target(self.target)
-        path = keyed_table(self._table(paths), self.id_column, model)
+        table = keyed_table(self._table(paths), self.id_column, model)
         # In the form of a store's manifest, which the functions below expect.
         rows = [{"slide_id": slide.slide_id, "case_id": slide.case_id, "status": "done"} for slide in inputs]
         missing = missing_of(model)
         merge, manifest = bool(model.get("merge_alike", False)), _manifest_of(paths)
         rows = cases_in_one_way(rows, manifest, merge=merge, missing=missing)
         # Classes in the order of training: a table with other values must not renumber them.
-        labels = task.read_again(path, rows, merge, missing)
-        rows = with_cases(rows, labels, str(path), manifest)
-        match = match_labels(rows, labels, None, str(path), manifest)
+        labels = task.read_again(table, rows, merge, missing)
+        rows = with_cases(rows, labels, str(table), manifest)
+        match = match_labels(rows, labels, None, str(table), manifest)
         # A table of more slides than these is fine, if it has any of them.
-        match.check(str(path), allow_unmatched=bool(match.slides))
+        match.check(str(table), allow_unmatched=bool(match.slides))
         targets = [labels.of(row["slide_id"], row["case_id"]) for row in rows]
         labelled = [
             replace(slide, case_id=row["case_id"], label="" if target is None else task.text(target))
             for slide, row, target in zip(inputs, rows, targets, strict=True)
         ]
-        return self._chosen(labelled, path, rows, model, missing), match.describe()
+        return self._chosen(labelled, table, rows, model, missing), match.describe()
 
     def _chosen(
         self,
@@ -105,12 +105,12 @@ class InputLabels:
         """Return the CSV to read: ``labels`` if given, else the only manifest of the slides."""
         if self.labels is not None:
             return location(self.labels)
-        places = [location(path) for path in paths]
-        manifests = [path if path.suffix.lower() == ".csv" else path / "manifest.csv" for path in places]
+        inputs = [location(path) for path in paths]
+        manifests = [path if path.suffix.lower() == ".csv" else path / "manifest.csv" for path in inputs]
         if len(manifests) == 1 and manifests[0].is_file():
             return manifests[0]
-        given = {"--target": self.target, "--split": self.split, "--id-column": self.id_column}
-        option = next(name for name, value in given.items() if value is not None)
+        options = {"--target": self.target, "--split": self.split, "--id-column": self.id_column}
+        option = next(name for name, value in options.items() if value is not None)
         raise RequestError(f"{option}: the slides have no manifest to read it from; give --labels CSV")
 
 

@@ -33,7 +33,7 @@ def convert_model(model: nn.Module, precision: str, memory_format: str) -> nn.Mo
 
 
 def set_training(model: nn.Module) -> str | None:
-    """Prepare the modes of a new model for training, in place; return a line for the user if some are not training.
+    """Prepare the modes of a new model for training, in place; return a line for the user if modules are in evaluation.
 
     Every module keeps the mode in which its factory returned it, such as a frozen backbone in evaluation mode. But if
     nothing in the model is in training mode, as after ``from_pretrained`` of many libraries, all of it is set to

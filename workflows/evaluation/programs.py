@@ -68,15 +68,15 @@ class ModelPrograms:
 
 
 def _last_operator(program: Program) -> str:
-    """Return the name of the operator that computes the output, without its overload; casts do not count."""
+    """Return the name of the operator that computes the output, such as ``softmax``; casts do not count."""
     output = program.unflatten(list(program.outputs))
-    wanted = output.name if isinstance(output, Ref) else None
+    value = output.name if isinstance(output, Ref) else None
     for op in reversed(program.operators):
-        if wanted in op.outputs:
-            name = op.text.split(".")[1].strip("_")
+        if value in op.outputs:
+            name = op.text.split(".")[1].strip("_")  # of "aten._softmax.default"
             if name != "to_copy":
                 return name
-            wanted = op.inputs[0]
+            value = op.inputs[0]
     return ""
 
 

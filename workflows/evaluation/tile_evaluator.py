@@ -85,8 +85,8 @@ def bag_evaluator(
     chunk: int | Literal["auto"] = CHUNK if is_feature_model(model) else "auto"
     engine = parallelize_tiles(module.encoder, module.aggregator, plan, group, autocast=autocast, chunk=chunk)
     aggregate = model.get("case_aggregate", "mean")
-    of_cases = len(bags.dataset) if model.get("bag") == "case" else None
-    slides = EvaluationSet.of(AllTiles(bags), bags.samples, task_of(model), aggregate, of_cases)
+    slide_count = len(bags.dataset) if model.get("bag") == "case" else None
+    slides = EvaluationSet.of(AllTiles(bags), bags.samples, task_of(model), aggregate, slide_count)
     return Evaluator(slides, TileInference(engine), module, plan, group)
 
 
@@ -129,7 +129,7 @@ def refuse_features(model: Mapping[str, Any], features: Path | None) -> None:
 def cells_of(
     checkpoints: Sequence[Path], cells: str | None, memory: str | None, spill: str | None, image: str
 ) -> Cells:
-    """Return the cells of an evaluation; bags have none, and ``--memory`` needs no ``--spill``.
+    """Return the cells of an evaluation, from its options; None without cells and for bags, which are never divided.
 
     Raises:
         RequestError: A checkpoint is not on a disk, or options do not fit together or have no meaning for bags.
@@ -137,15 +137,15 @@ def cells_of(
     for checkpoint in checkpoints:
         require_local(checkpoint, "checkpoint")
     models = [read_model_json(checkpoint) for checkpoint in checkpoints]
-    # Of an ensemble, one model of tiles is enough for the options to mean nothing for it.
+    # If any model of an ensemble takes bags, the options are refused: they would mean nothing for it.
     if not any(map(is_bag_model, models)):
         return parse_cells(cells, memory, spill)
-    what = "features" if any(map(is_feature_model, models)) else "an encoder of tiles"
+    model_kind = "features" if any(map(is_feature_model, models)) else "an encoder of tiles"
     options = {"--cells": cells, "--spill": spill, "--image": None if image == "whole" else image}
     for option, value in options.items():
         if value is not None:
             raise RequestError(
-                f"{option} {value}: has no meaning for {what}, computed chunk by chunk over all tissue; leave it out "
-                f"(--memory 8GB limits the memory)"
+                f"{option} {value}: has no meaning for {model_kind}, computed chunk by chunk over all tissue; leave it "
+                "out (--memory 8GB limits the memory)"
             )
     return None

@@ -38,7 +38,7 @@ class NormalisedTiles:
     def __call__(self, encoder: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Return the arguments with normalised tiles."""
         tiles, *more_args = args
-        mean, std = (of.to(tiles.device, tiles.dtype) for of in (self._mean, self._std))
+        mean, std = (values.to(tiles.device, tiles.dtype) for values in (self._mean, self._std))
         return ((tiles - mean) / std, *more_args)
 
 
@@ -93,7 +93,7 @@ def build_tile_model(
         std=None if normalisation is None else normalisation.std,
         architecture=encoder.get("architecture"),
     )
-    # After loading, whose names are those of the encoder without LoRA.
+    # After loading: files name weights as in an encoder without LoRA.
     if encoder.get("lora") is not None:
         add_lora(loaded.module, int(encoder["lora"]))
     head = build_aggregator(aggregator["name"], loaded.features, int(fields["classes"]), aggregator["options"])

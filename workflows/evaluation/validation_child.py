@@ -143,7 +143,7 @@ def _serve(parent: Parent) -> None:
     group = _connect(parent, description["rendezvous"])
     plan = ParallelPlan.from_json(description["plan"])
     evaluator = agree(group, lambda: _build_evaluator(description, plan, group))
-    # Names and shapes: snapshots are bytes only.
+    # Has the names and shapes of the weights, which snapshots do not state.
     like = evaluator.module.state_dict()
     # The validator's start ends with this: what fails before it is refused before the run begins.
     parent.send("ready")

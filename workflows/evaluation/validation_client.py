@@ -117,7 +117,7 @@ class ValidationClient:
         return True
 
     def _progress(self) -> None:
-        """Make progress on sends and receives."""
+        """Release the snapshots that are sent, take new results, and send further snapshots as the queue has room."""
         unfinished = []
         for pending, snapshot in self._sending:
             if not pending.test():

@@ -47,22 +47,25 @@ def write_validation(
     Raises:
         RequestError: ``out`` cannot be written.
     """
-    of_slides = logits
+    slide_logits = logits
     if isinstance(bags, CaseBags):
-        of_slides = dict(enumerate(bags.cases.to_slides([logits[index] for index in range(len(bags))])))
+        slide_logits = dict(enumerate(bags.cases.to_slides([logits[index] for index in range(len(bags))])))
         bags = bags.slides
     task = evaluator.evaluation_set.task
     readout = task.readout(model.get("calibration"))
-    least, is_whole = float(model.get("min_coverage", MIN_COVERAGE)), evaluator.whole is not None
-    slides = evaluated_slides(dataset, of_slides, task, readout, least, all_tissue=is_whole, bags=bags, notes=notes)
-    of_cases = [
-        CaseSlide(sample.slide_id, sample.case_id, np.array([of_slides[index]], np.float64), sample.label)
+    min_coverage = float(model.get("min_coverage", MIN_COVERAGE))
+    all_tissue = evaluator.whole is not None
+    slides = evaluated_slides(
+        dataset, slide_logits, task, readout, min_coverage, all_tissue=all_tissue, bags=bags, notes=notes
+    )
+    case_slides = [
+        CaseSlide(sample.slide_id, sample.case_id, np.array([slide_logits[index]], np.float64), sample.label)
         for index, sample in enumerate(dataset.samples)
     ]
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_predictions(out, slides, readout.columns, store)
-        write_cases(out, of_cases, task, [model])
+        write_cases(out, case_slides, task, [model])
         title = f"Validation: {split} of {store.name}"
         return write_cohort_page(out, slides, task, readout, title, by_case=model.get("bag") == "case")
     except OSError as error:

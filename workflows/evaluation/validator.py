@@ -79,13 +79,13 @@ class ValidationService:
         self._is_leader = group.rank == 0
         self._buffers = SharedBuffers(QUEUE if self._is_leader else 0)
         self._child: ChildProcess | None = None
-        self._round = 0
-        self._host = ""
+        self._round = 0  # how often all children were restarted
+        self._host = ""  # of child 0
         self._sending: list[Pending] = []
         self._queue: deque[_QueuedSnapshot] = deque()
-        self._end: ChildMessage | None = None
-        self._ready = self._busy = self._gave_up = False
-        self._deaths = 0
+        self._end: ChildMessage | None = None  # the message of trainer 0 that ends the service
+        self._ready = self._busy = self._gave_up = False  # whether the child waits for weights, or evaluates some
+        self._deaths = 0  # of children, since the last result
 
     def begin(self) -> None:
         """Start the children and return when they are ready (collective over the group).
@@ -159,14 +159,14 @@ class ValidationService:
             self._on_leader_child(message)
         # The snapshot stays in the queue until its result: a new child gets it again.
         if self._ready and not self._busy and self._queue and self._queue[0].pending.test():
-            work = self._queue[0]
+            snapshot = self._queue[0]
             self._busy = True
             self._child.send(
                 {
                     "kind": "validate",
-                    "step": work.step,
-                    "bytes": work.buffer.flat.numel(),
-                    "descriptor": work.buffer.descriptor,
+                    "step": snapshot.step,
+                    "bytes": snapshot.buffer.flat.numel(),
+                    "descriptor": snapshot.buffer.descriptor,
                 }
             )
             return True
@@ -179,11 +179,11 @@ class ValidationService:
         elif message["kind"] == "ready":
             self._ready = True
         elif message["kind"] == "result":
-            work = self._queue.popleft()
-            self._buffers.release(work.buffer)
+            snapshot = self._queue.popleft()
+            self._buffers.release(snapshot.buffer)
             # Only deaths in a row count: a child that finishes a validation shows that it can.
             self._busy, self._deaths = False, 0
-            self._send_to_trainer({"kind": "result", "step": work.step, "metrics": message["metrics"]})
+            self._send_to_trainer({"kind": "result", "step": snapshot.step, "metrics": message["metrics"]})
         elif message["kind"] == "died":
             self._on_death(0, message["how"])
         else:
@@ -224,7 +224,7 @@ class ValidationService:
         return len(self._queue) < before
 
     def _finish(self, stopped: bool) -> bool:
-        """Tell the other validators and trainer 0 that the service ends, and wait until they have been told."""
+        """Tell the other validators and trainer 0 that the service ends; return ``stopped`` once all is sent."""
         self._send_to_followers({"kind": "end", "stopped": stopped})
         self._send_to_trainer({"kind": "bye"})
         for pending in self._sending:
@@ -254,8 +254,8 @@ class ValidationService:
             backoff.reset()
             if order[1]["kind"] in ("begun", "end"):
                 return bool(order[1].get("stopped"))
+            # Every other order ends the old child: "kill", or "start" after the death of another validator's child.
             self._kill()
-            # Before any order, the old child is killed: "kill", or "start" after a death elsewhere.
             if order[1]["kind"] == "start":
                 self._round = order[1]["round"]
                 self._replace_child(order[1]["port"])

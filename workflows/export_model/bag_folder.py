@@ -91,7 +91,7 @@ for name, value in zip(readout.columns, readout.values(outputs.double().numpy())
 
 
 def write_bag_torch(source: ExportSource, folder: Path) -> list[tuple[str, str]]:
-    """Write weights, ``model.json`` and a script that predicts a slide; return (name, what it is) of each file.
+    """Write weights, ``model.json`` and a script that predicts a slide; return (name, description) of each file.
 
     Raises:
         RequestError: Merging the updates of LoRA changes the encoder's vectors.
@@ -99,48 +99,56 @@ def write_bag_torch(source: ExportSource, folder: Path) -> list[tuple[str, str]]
     model, config = _merged(source), source.config
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     (folder / WEIGHTS).write_bytes(save(weights))
-    kept = {name: value for name, value in config.items() if name not in ("files", "trained_on")}
+    # Names of slides are not for others; `files` has digests of files that are not exported.
+    exported = {name: value for name, value in config.items() if name not in ("files", "trained_on")}
     # The weights are merged: what is built from the file must have no updates.
-    if "encoder" in kept["model"]:
-        kept["model"] = kept["model"] | {"encoder": kept["model"]["encoder"] | {"lora": None}}
-    (folder / MODEL_JSON).write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    if "encoder" in exported["model"]:
+        exported["model"] = exported["model"] | {"encoder": exported["model"]["encoder"] | {"lora": None}}
+    (folder / MODEL_JSON).write_text(json.dumps(exported, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     tiles = bool(config.get("tiles"))
     size = int(config["tiles"]["size_px"]) if tiles else 0
     head = (_TILES_SCRIPT if tiles else _FEATURES_SCRIPT).format(
         script=SCRIPT, size=size, mpp=float(config["mpp"]), model_json=MODEL_JSON, weights=WEIGHTS
     )
     (folder / SCRIPT).write_text(head + _REST, encoding="utf-8")
-    what = "FOLDER` of a slide's tiles" if tiles else "FILE` of a slide's features"
-    return [(WEIGHTS, "weights"), (MODEL_JSON, "what the model is"), (SCRIPT, f"`python {SCRIPT} {what}")]
+    usage = f"`python {SCRIPT} FOLDER` of a slide's tiles" if tiles else f"`python {SCRIPT} FILE` of a slide's features"
+    return [(WEIGHTS, "weights"), (MODEL_JSON, "what the model is"), (SCRIPT, usage)]
 
 
 def write_bag_onnx(source: ExportSource, folder: Path) -> tuple[list[tuple[str, str]], float]:
-    """Write the files of encoder and aggregator; return them, and the largest relative difference from PyTorch's.
+    """Write the files of encoder and aggregator.
+
+    Returns:
+        ([(name, description) of each file], largest relative difference of their outputs from PyTorch's).
 
     Raises:
         RequestError: PyTorch cannot export one of them, or a file computes something else.
     """
     model, config = _merged(source).float(), source.config
     files, differences = [], []
-    many = {0: torch.export.Dim.DYNAMIC}
+    any_count = {0: torch.export.Dim.DYNAMIC}  # of tiles, or of vectors
     if config.get("tiles"):
         size = int(config["tiles"]["size_px"])
         samples = [_pixels(count, size) for count in (_TILES, _TILES + 1)]
         differences.append(
-            checked_export(_OnPixels(model.encoder), folder / ENCODER, samples, ("pixels", "vectors"), many)
+            checked_export(_OnPixels(model.encoder), folder / ENCODER, samples, ("pixels", "vectors"), any_count)
         )
         files.append((ENCODER, f"pixels: uint8 RGB (n, 3, {size}, {size}); vectors (n, D)"))
     features = _features(source, model)
     bags = [torch.randn(count, features, generator=torch.Generator().manual_seed(count)) for count in _BAG]
     # Two sizes of bags: a graph that was traced with a fixed number would fail on the second.
     head = _Outputs(model.aggregator)
-    differences.append(checked_export(head, folder / AGGREGATOR, bags, ("vectors", "outputs"), many))
+    differences.append(checked_export(head, folder / AGGREGATOR, bags, ("vectors", "outputs"), any_count))
     files.append((AGGREGATOR, f"vectors: float32 (N, {features}), of all tiles of a slide; outputs (1, K)"))
     return files, max(differences)
 
 
 def _merged(source: ExportSource) -> TileModel:
-    """Merge updates of LoRA into the weights of the source's model, check it on random tiles, and return it."""
+    """Merge updates of LoRA into the weights of the source's model, in place, and return it.
+
+    Raises:
+        RequestError: Merging changes the encoder's vectors of random tiles.
+    """
     model = source.member.model
     assert isinstance(model, TileModel)
     if source.config.get("features") or source.config["model"]["encoder"].get("lora") is None:

@@ -25,7 +25,7 @@ def sample_images(align_px: int, size_px: tuple[int, int] | None) -> list[torch.
     # Networks shrink an image by 32 or more: smaller steps would make sizes that do not fit.
     step = max(align_px, 32)
     rows = -(-_CHECKED_PX // step) * step
-    # Two sizes and shapes, taller and wider: a size that is baked in shows with one of them.
+    # Two sizes and shapes, taller and wider: a file that works for one size only fails with the other.
     sizes = [size_px] if size_px is not None else [(rows, rows + step), (rows + 2 * step, rows)]
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, 256, (1, 3, *size), dtype=torch.uint8, generator=generator) for size in sizes]

@@ -41,9 +41,9 @@ class ExportSource:
         config = read_model_json(checkpoint)
         module = bag_module_of(config) if is_bag_model(config) else None
         member = Member.load(checkpoint, module, readout_of=readout_of)
-        classes = member.config.get("task", "multiclass") == "multiclass"
+        is_multiclass = member.config.get("task", "multiclass") == "multiclass"
         normalisation = Normalisation.from_json(member.config["normalisation"])
-        return cls(member, normalisation, temperature_of(member.config) if classes else None)
+        return cls(member, normalisation, temperature_of(member.config) if is_multiclass else None)
 
     @property
     def config(self) -> dict[str, Any]:

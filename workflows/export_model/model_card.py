@@ -59,9 +59,9 @@ def _cell(text: str) -> str:
 
 
 def _predicted(config: Mapping[str, Any]) -> str:
-    """Return the task and its columns; of several targets each."""
+    """Return the task and its columns as text, for each target if there are several."""
     if "targets" in config:
-        return "; ".join(f"{one['name']}: {_predicted(one)}" for one in config["targets"])
+        return "; ".join(f"{entry['name']}: {_predicted(entry)}" for entry in config["targets"])
     target = config.get("target", "label")
     columns = [target] if isinstance(target, str) else list(target)
     named = ", ".join(map(repr, columns))
@@ -87,7 +87,8 @@ def _model(source: ExportSource, checkpoint: Path) -> list[tuple[str, str]]:
 
 def _images(source: ExportSource) -> list[tuple[str, str]]:
     """Return the (name, text) rows about the model's input: features, tiles or whole images."""
-    config, numbers = source.config, source.normalisation
+    config, scaling = source.config, source.normalisation
+    normalisation = f"(pixel / 255 − {list(scaling.mean)}) / {list(scaling.std)}"
     if config.get("features"):
         stated = config["features"]
         return [
@@ -102,26 +103,26 @@ def _images(source: ExportSource) -> list[tuple[str, str]]:
                 "tiles",
                 f"{tiles['size_px']} px, {tiles['stride_px']} px apart, of at least {tiles['min_tissue']:.0%} tissue",
             ),
-            ("normalisation", f"(pixel / 255 − {list(numbers.mean)}) / {list(numbers.std)}"),
+            ("normalisation", normalisation),
             *_stain(config),
         ]
     return [
         ("micrometres per pixel", f"{config['mpp']:g}"),
         ("size in training", " × ".join(map(str, config["size_px"])) + f" px, multiples of {source.align_px}"),
         ("view", str(config["view"])),
-        ("normalisation", f"(pixel / 255 − {list(numbers.mean)}) / {list(numbers.std)}"),
+        ("normalisation", normalisation),
         *_stain(config),
     ]
 
 
 def _stain(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the stain normalisation, which is not part of an exported model."""
+    """Return the (name, text) row about stain normalisation, which an exported model does not do; none without it."""
     stain = StainNormalisation.from_json(config.get("stain_normalisation"))
     return [] if stain is None else [("stain normalisation", f"{stain}; must precede the model, which does not do it")]
 
 
 def _training(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the (name, text) rows about the slides that the model was trained on: their number, and that of cases."""
+    """Return the (name, text) rows about the slides that the model was trained on: numbers of slides and cases."""
     if config.get("trained_on") is None:
         return [("slides", "unknown")]
     trained = TrainedSlides.of_json(config["trained_on"])
@@ -129,12 +130,14 @@ def _training(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _metrics(checkpoint: Path, config: Mapping[str, Any]) -> list[str]:
-    """Return the metrics of the checkpoint's step, from the run in which it lies."""
+    """Return the section with the metrics of the checkpoint's step, from the run that has the checkpoint."""
     path = checkpoint.resolve().parent.parent / "metrics.jsonl"
     records: list[MetricsLine] = []
     with suppress(OSError):  # a card is written all the same
         records = read_metrics(path)
-    validations = [one for one in records if one.get("kind") == "validation" and one.get("step") == config.get("step")]
+    validations = [
+        record for record in records if record.get("kind") == "validation" and record.get("step") == config.get("step")
+    ]
     if not validations:
         unknown = "Not known: the checkpoint does not lie in its run, or its step was not validated."
         return ["## Metrics", "", unknown, ""]
@@ -145,8 +148,8 @@ def _metrics(checkpoint: Path, config: Mapping[str, Any]) -> list[str]:
         for name, value in last.items()
         if isinstance(value, float) and name not in ("seconds", "time")
     ]
-    where = f"{last.get('slides', '?')} slides of the validation split, by which the checkpoint may have been chosen"
-    return [*_table("Metrics", ("metric", f"value (95 % interval), {where}"), rows)]
+    slides = f"{last.get('slides', '?')} slides of the validation split, by which the checkpoint may have been chosen"
+    return [*_table("Metrics", ("metric", f"value (95 % interval), {slides}"), rows)]
 
 
 def _value(value: float) -> str:

@@ -144,7 +144,7 @@ def _check_finite(vectors: np.ndarray, tiles: TissueTiles, start: int) -> None:
     """Refuse vectors that are not finite; ``start``: index of the first vector's tile among the slide's tiles."""
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
-        # The first False.
+        # `argmin` of booleans is the index of the first False.
         y, x = tiles.coords[start + int(np.argmin(finite))].tolist()
         raise FeatureError(
             f"the encoder's vector of the tile at (y, x) = ({y}, {x}) is not finite; use --precision float32, or check "

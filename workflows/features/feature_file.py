@@ -72,13 +72,13 @@ class FeatureFile:
             # Files that a killed process left beside this one.
             remove_leftovers(path)
         # Where they are written until `publish`: in the same folder, as a rename is atomic only within a file system.
-        self._beside, self._form = [temporary_path(path) for path in self._paths], form
+        self._temporary, self._form = [temporary_path(path) for path in self._paths], form
         self._open = True
         self._writer: FeatureWriter
         if form == "zarr":
-            self._writer = ZarrFeatures(self._beside[0], slide, features)
+            self._writer = ZarrFeatures(self._temporary[0], slide, features)
         else:
-            self._writer = Hdf5Features(self._beside[0], slide, features, stamp=form == "stamp")
+            self._writer = Hdf5Features(self._temporary[0], slide, features, stamp=form == "stamp")
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +91,7 @@ class FeatureFile:
             with suppress(OSError, RuntimeError, ValueError):  # on a full disk, the first error must be reported
                 self._writer.close()
         # After `publish`, nothing has these names any more.
-        for path in self._beside:
+        for path in self._temporary:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -116,16 +116,16 @@ class FeatureFile:
         self._writer.close()
         self._open = False
         if self._form == "clam":
-            _write_pt(self._beside[0], self._beside[1])
-        for beside, path in zip(self._beside, self._paths, strict=True):
-            if beside.is_dir():
-                sync_tree(beside)
-                publish_directory(beside, path)
+            _write_pt(self._temporary[0], self._temporary[1])
+        for temporary, path in zip(self._temporary, self._paths, strict=True):
+            if temporary.is_dir():
+                sync_tree(temporary)
+                publish_directory(temporary, path)
             else:
                 # Data first, then the name, then the folder with the name: a crash leaves the old file or the whole new
                 # one.
-                sync_file(beside)
-                beside.replace(path)
+                sync_file(temporary)
+                temporary.replace(path)
                 sync_file(path.parent)
 
 

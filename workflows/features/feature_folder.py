@@ -53,22 +53,22 @@ class FeatureFolder:
             overwrite: Whether features of other settings, or of other files with the same slide ids, may be replaced.
 
         Raises:
-            RequestError: It is a file, has features of other settings, or files that ``hyfi features`` did not write;
-                or features of a slide that has the id of one of these, but another source.
+            RequestError: It is a file; it has features of other settings, files that ``hyfi features`` did not write,
+                or features of another slide file with the same slide id.
         """
         if self.path.exists() and not self.path.is_dir():
             raise RequestError(f"{self.path} is a file; choose a folder for the features")
-        before = self._before()
-        if before is not None and before != self._settings and not overwrite:
-            names = [name for name in {**before, **self._settings} if before.get(name) != self._settings.get(name)]
-            difference = f"{names[0]} ({_short(before.get(names[0]))}; now {_short(self._settings.get(names[0]))})"
+        written = self._written_settings()
+        if written is not None and written != self._settings and not overwrite:
+            names = [name for name in {**written, **self._settings} if written.get(name) != self._settings.get(name)]
+            difference = f"{names[0]} ({_short(written.get(names[0]))}; now {_short(self._settings.get(names[0]))})"
             raise RequestError(
                 f"{self.path} has features made with another {difference}; choose another --out, or use --overwrite to "
                 f"start over"
             )
         for slide_id, source in sources.items():
             for name in files_of(slide_id, self.form):
-                if (self.path / name).exists() and not self._sidecar(slide_id).exists() and before is None:
+                if (self.path / name).exists() and not self._sidecar(slide_id).exists() and written is None:
                     raise RequestError(f"{self.path / name} was not written by hyfi features; choose another --out")
             if overwrite or not source:
                 continue
@@ -90,10 +90,10 @@ class FeatureFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / SIDECARS).mkdir(exist_ok=True)
         with Claim.wait(self.path, _CLAIM):  # another process with another part may begin at the same time
-            before = self._before()
-            if before is not None and before != self._settings:
+            written = self._written_settings()
+            if written is not None and written != self._settings:
                 self._remove_all()
-            if before != self._settings:
+            if written != self._settings:
                 write_json_atomically(self.path / RUN_FILE, self._settings)
 
     def lack(self, slide_id: str, tiles: str | None) -> str | None:
@@ -167,8 +167,8 @@ class FeatureFolder:
             if {"slide_id", "status"} <= record.keys():
                 yield record
 
-    def _before(self) -> dict[str, Any] | None:
-        """Return the settings of the folder's features; None without features."""
+    def _written_settings(self) -> dict[str, Any] | None:
+        """Return the settings in the folder's `RUN_FILE`; None without that file."""
         return read_json_object(self.path / RUN_FILE) if (self.path / RUN_FILE).exists() else None
 
     def _remove_all(self) -> None:

@@ -94,9 +94,9 @@ class FeatureSet:
             RequestError: Files are damaged, or of an earlier version of their slides; the message names them.
         """
         faults: dict[str, str] = {}
-        for some in bags:
-            for index, stored in enumerate(some.stored):
-                lack = self.lack(stored, some.slide(index))
+        for slides in bags:
+            for index, stored in enumerate(slides.stored):
+                lack = self.lack(stored, slides.slide(index))
                 if lack is not None:
                     faults[stored.slide_id] = lack
         if faults:
@@ -117,12 +117,13 @@ class FeatureSet:
         """
         if "format" not in self.settings:
             return None
-        folder, digest = FeatureFolder(self.folder, self.settings["format"], self.settings), None
+        folder = FeatureFolder(self.folder, self.settings["format"], self.settings)
+        digest = None
         if slide is not None:
-            size, stride, mpp, least = (self.settings[key] for key in ("size_px", "stride_px", "mpp", "min_tissue"))
+            tiling = Tiling(*(self.settings[key] for key in ("size_px", "stride_px", "mpp", "min_tissue")))
             try:
-                # The digest of the tiles that would be encoded now: it tells a slide that was ingested again.
-                digest = tissue_tiles(slide, Tiling(size, stride, mpp, least)).digest()
+                # Of the tiles that would be encoded now: it differs if the slide was ingested again.
+                digest = tissue_tiles(slide, tiling).digest()
             except RequestError as error:
                 return f"out of date: {error}"
         lack = folder.lack(stored.slide_id, digest)
@@ -130,7 +131,7 @@ class FeatureSet:
 
     def to_json(self, bags: Sequence[FeatureBags]) -> dict[str, Any]:
         """Return ``features`` of a ``model.json``: the facts that features of other slides must share with these."""
-        sides = [side for some in bags for side in some.sides_um().values()]
+        sides = [side for slides in bags for side in slides.sides_um().values()]
         return {
             "length": self.features,
             "encoder": self.encoder,
@@ -150,7 +151,7 @@ class FeatureSet:
         Raises:
             RequestError: They are not; the message has both.
         """
-        # What is compared -> (ours, that of training).
+        # What is compared -> (of these features, of the features in training).
         pairs: dict[str, tuple[object, object]] = {"vectors of length": (self.features, stated["length"])}
         digests = self.settings.get("weights_sha256"), stated["weights_sha256"]
         if None in digests:
@@ -160,17 +161,17 @@ class FeatureSet:
         stains = self.settings.get("stain_normalisation"), stated.get("stain_normalisation")
         # Only between folders of `hyfi features`: others do not state their stain normalisation.
         if self.settings and stated["weights_sha256"] is not None and stains[0] != stains[1]:
-            named = [one["method"] if one else "none" for one in stains]
+            methods = [stain["method"] if stain else "none" for stain in stains]
             raise RequestError(
-                f"{self.folder}: features with stain normalisation {named[0]}, but the model was trained with "
-                f"{named[1]}{', of another reference' if named[0] == named[1] else ''}; compute features of these "
-                f"slides with the stain normalisation of its training"
+                f"{self.folder}: features with stain normalisation {methods[0]}, but the model was trained with "
+                f"{methods[1]}{', of another reference' if methods[0] == methods[1] else ''}; compute features of "
+                f"these slides with the stain normalisation of its training"
             )
-        for what, (ours, theirs) in pairs.items():
+        for fact, (ours, theirs) in pairs.items():
             # What one side does not state cannot be compared.
             if ours is not None and theirs is not None and ours != theirs:
                 raise RequestError(
-                    f"{self.folder}: {what} {str(ours)[:_SHORT]}, but the model was trained with {what} "
+                    f"{self.folder}: {fact} {str(ours)[:_SHORT]}, but the model was trained with {fact} "
                     f"{str(theirs)[:_SHORT]}; compute features of these slides with the encoder of its training"
                 )
         if stated["tile_um"] is not None:

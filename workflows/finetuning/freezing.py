@@ -70,7 +70,7 @@ def freeze(model: nn.Module, config: ModelConfig) -> Freezing | None:
         return None
     check_matches("model.freeze", config.freeze, named)
     chosen = [name for name in named if any(matches(name, pattern) for pattern in config.freeze)]
-    # What is frozen already is not ours to release.
+    # Without the parameters that the factory has frozen, which are never released.
     frozen = tuple(name for name in chosen if named[name].requires_grad)
     for name in frozen:
         named[name].requires_grad_(False)

@@ -58,6 +58,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, batch: int) -> t
     chosen = _chosen(config, list(named))
     depth = {} if config.layer_decay is None else layer_depths(model)
     last = max(depth.values(), default=0)
+    # (index of the configured group or -1, lr, weight decay) -> names.
     members: dict[tuple[int, float, float], list[str]] = {}
     for name, parameter in named.items():
         group = config.groups[chosen[name]] if name in chosen else None
@@ -74,7 +75,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, batch: int) -> t
 
 
 def _chosen(config: OptimizerConfig, names: Sequence[str]) -> Mapping[str, int]:
-    """Return name -> place of its group among ``optimizer.groups``, the first that matches."""
+    """Return name of a parameter -> index in ``optimizer.groups`` of the first group that matches it."""
     chosen: dict[str, int] = {}
     for index, group in enumerate(config.groups):
         key = f"optimizer.groups[{index}].match"
@@ -107,7 +108,7 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
 
 
 def _layers(module: nn.Module, path: str, total: int) -> Iterator[str]:
-    """Yield the paths of the layers inside a module, in its order."""
+    """Yield the paths of the layers inside a module, in its order; ``total``: number of the model's weights."""
     for name, child in module.named_children():
         size = sum(parameter.numel() for parameter in child.parameters())
         inner = f"{path}.{name}" if path else name

@@ -57,13 +57,13 @@ class WeightsReport:
         """Return a line for each of the model's outermost modules, in their order."""
         loaded = Counter(name.partition(".")[0] for name in self.loaded)
         absent = Counter(name.partition(".")[0] for name in (*self.missing, *self.reshaped))
-        parts = loaded | absent
+        parts = loaded | absent  # modules in either
         width = max(map(len, parts), default=0)
         lines = []
         for part in parts:
             line = f"  {part:<{width}}  {loaded[part]:>4} of {loaded[part] + absent[part]:>4}"
             if absent[part]:
-                line += "  the others keep theirs" if loaded[part] else "  keeps initial values"
+                line += "  the others keep initial values" if loaded[part] else "  keeps initial values"
             lines.append(line)
         return lines
 
@@ -96,32 +96,33 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     Raises:
         RequestError: The file is missing, has another format, is quantised, or none of its tensors matches the model.
     """
-    file, own = read_weights(path), model.state_dict()
-    prefix = _prefix(file.tensors, own)
-    # Names with the prefix last: where a file has a name with and without it, they are the network's.
+    file, state = read_weights(path), model.state_dict()
+    prefix = _prefix(file.tensors, state)
+    # Names with the prefix come last, and win if the file has a name with and without it.
     in_order = sorted(file.tensors, key=lambda name: name.startswith(prefix.file))
     tensors = {prefix.renamed(name): file.tensors[name] for name in in_order}
-    reshaped = tuple(name for name in own if name in tensors and own[name].shape != tensors[name].shape)
-    fitting = {name: tensors[name] for name in own if name in tensors and name not in reshaped}
-    _check_scale(path, own, fitting)
-    counters = {name for name in own if name.endswith("num_batches_tracked")}
+    reshaped = tuple(name for name in state if name in tensors and state[name].shape != tensors[name].shape)
+    fitting = {name: tensors[name] for name in state if name in tensors and name not in reshaped}
+    _check_scale(path, state, fitting)
+    counters = {name for name in state if name.endswith("num_batches_tracked")}
     # Counters of batches fit any model with batch norm, so they do not show that the file belongs to this one.
     if not set(fitting) - counters:
         raise RequestError(
             f"model.weights {path}: none of its {len(tensors)} tensors matches the model; its first names are "
-            f"{', '.join(sorted(file.tensors)[:3])}, the model's {', '.join(list(own)[:3])}{_parts_that_fit(file, own)}"
+            f"{', '.join(sorted(file.tensors)[:3])}, the model's {', '.join(list(state)[:3])}"
+            f"{_parts_that_fit(file, state)}"
         )
     # Not strict: what is missing is reported below, and may be a new head.
     model.load_state_dict(fitting, strict=False)
-    missing = tuple(name for name in own if name not in tensors and name not in counters)
-    unexpected = tuple(sorted(tensors.keys() - own.keys()))
+    missing = tuple(name for name in state if name not in tensors and name not in counters)
+    unexpected = tuple(sorted(tensors.keys() - state.keys()))
     loaded = tuple(name for name in fitting if name not in counters)
     return WeightsReport(loaded, missing, unexpected, reshaped, f"{file}{prefix}")
 
 
-def _check_scale(path: Path, own: Mapping[str, torch.Tensor], fitting: Mapping[str, torch.Tensor]) -> None:
+def _check_scale(path: Path, state: Mapping[str, torch.Tensor], fitting: Mapping[str, torch.Tensor]) -> None:
     """Refuse integers in place of weights: those of a quantised file mean nothing without its scales."""
-    integers = [n for n in fitting if own[n].is_floating_point() and not fitting[n].is_floating_point()]
+    integers = [n for n in fitting if state[n].is_floating_point() and not fitting[n].is_floating_point()]
     if integers:
         dtype = str(fitting[integers[0]].dtype).removeprefix("torch.")
         raise RequestError(
@@ -130,35 +131,35 @@ def _check_scale(path: Path, own: Mapping[str, torch.Tensor], fitting: Mapping[s
         )
 
 
-def _prefix(file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Prefix:
+def _prefix(file: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Prefix:
     """Return the prefix with which most tensors match; none if few do, or as many without it."""
     # A prefix must match more than half of the file, and more than names as they are: else it is chance.
-    best, most = Prefix(), max(_matching(Prefix(), file, own), len(file) // 2)
+    best, most = Prefix(), max(_matching(Prefix(), file, state), len(file) // 2)
     for of_file in _common(file):
-        for of_model in _common(own):
+        for of_model in _common(state):
             prefix = Prefix(of_file, of_model)
-            matching = _matching(prefix, file, own)
+            matching = _matching(prefix, file, state)
             if matching > most:
                 best, most = prefix, matching
     return best
 
 
-def _parts_that_fit(file: WeightsFile, own: Mapping[str, torch.Tensor]) -> str:
+def _parts_that_fit(file: WeightsFile, state: Mapping[str, torch.Tensor]) -> str:
     """Return which parts of a file, such as one of two networks, would fit by themselves; empty if none would."""
     prefixes = {prefix for name in file.tensors for prefix in _prefixes(name)}
-    fitting = {prefix: _matching(Prefix(prefix), file.tensors, own) for prefix in prefixes}
+    fitting = {prefix: _matching(Prefix(prefix), file.tensors, state) for prefix in prefixes}
     # A part fits if it has most of the model's tensors.
-    most = sorted((p for p in fitting if 2 * fitting[p] > len(own)), key=lambda p: (-fitting[p], p))
+    most = sorted((p for p in fitting if 2 * fitting[p] > len(state)), key=lambda p: (-fitting[p], p))
     if not most:
         return ""
     named = ", ".join(f"{fitting[prefix]} under {prefix!r}" for prefix in most[:_NAMED])
     return f". It has several parts: {named} would fit; save the tensors of one of them alone"
 
 
-def _matching(prefix: Prefix, file: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> int:
+def _matching(prefix: Prefix, file: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> int:
     """Return how many tensors of a file, with their names changed, are in the model with the same shape."""
     renamed = ((prefix.renamed(name), tensor) for name, tensor in file.items())
-    return sum(name in own and own[name].shape == tensor.shape for name, tensor in renamed)
+    return sum(name in state and state[name].shape == tensor.shape for name, tensor in renamed)
 
 
 def _common(names: Iterable[str]) -> list[str]:

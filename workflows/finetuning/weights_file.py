@@ -141,7 +141,7 @@ def _unwrapped(path: Path, value: Any) -> WeightsFile:
         if not inside:
             break
         keys.append(inside[0])
-        # As of an average beside the weights: the user should know that it was not taken.
+        # Such as an average beside the weights: the user should know that it was not taken.
         other_keys += tuple(inside[1:])
         value = value[inside[0]]
     if isinstance(value, dict) and sum(isinstance(tensor, torch.Tensor) for tensor in value.values()) > 1:

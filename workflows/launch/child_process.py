@@ -83,12 +83,12 @@ class ChildProcess:
         return None
 
     def _how_it_ended(self) -> str:
-        """Return how the process ended, which has closed its end of the connection."""
+        """Return how the process ended, after its end of the connection was closed."""
         try:
-            # That end is closed as a process ends: this takes a moment at most.
+            # The kernel closes it as the process ends: waiting takes a moment at most.
             return _how(self._process.wait(timeout=_SECONDS_TO_END))
         except subprocess.TimeoutExpired:
-            # Only the connection was closed, such as by an own model's code, and nobody would hear the child again.
+            # Code in the child, such as a user's model, has closed only the connection: it could not report any more.
             self._process.kill()
             self._process.wait()
             return "a closed connection, after which it did not end"

@@ -58,8 +58,8 @@ def own_rank() -> int:
     launcher = inside_launcher()
     if launcher is None:
         return 0
-    # Under torchrun its own name alone: the others are those of a launcher around it, or left over. Else PMI's names
-    # first: in a job script, mpiexec's ranks all inherit the script's SLURM_PROCID.
+    # Under torchrun only its RANK: other variables belong to a launcher around it, or are left over. Otherwise PMI's
+    # before Slurm's: in a job script, mpiexec's ranks all inherit the script's SLURM_PROCID.
     of_mpi = () if launcher == "torchrun" else ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
     stated = next((os.environ[name] for name in (*of_mpi, "RANK") if name in os.environ), "0")
     return int(stated) if stated.isdecimal() else 0
@@ -101,7 +101,7 @@ def launch_body(body: Callable[[], int], command: str, ranks: int) -> int:
 def launch_program(
     program: Sequence[str], ranks: int, run: Path | None = None, body: Callable[[], int] | None = None
 ) -> int:
-    """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`; ``body`` is left for them."""
+    """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`; ``body`` is pickled for them."""
     starter = mpiexec.find()
     time_limit_s(), notice_s()  # both raise if their variables are wrong: now, before anything is started
     if starter.flavour.startswith("MPICH"):

@@ -80,9 +80,9 @@ def _report(path: Path) -> RankReport | None:
     errors = [line for line in lines[begin:] if line["level"] in ("ERROR", "CRITICAL")]
     warnings = sum(line["level"] == "WARNING" for line in lines[begin:])
     last = lines[-1]
-    error, when = (errors[-1]["text"].strip(), errors[-1]["time"]) if errors else (None, "")
-    start = lines[begin]["time"] if starts else ""
-    return RankReport(int(last["rank"]), last["host"], warnings, error, when, start, last["time"])
+    error, error_time = (errors[-1]["text"].strip(), errors[-1]["time"]) if errors else (None, "")
+    start_time = lines[begin]["time"] if starts else ""
+    return RankReport(int(last["rank"]), last["host"], warnings, error, error_time, start_time, last["time"])
 
 
 def _seconds(text: str) -> float:

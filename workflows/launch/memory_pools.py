@@ -94,7 +94,7 @@ def hosts_of(ranks: Sequence[RankPlace]) -> list[Host]:
 def _host_memory(name: str, ranks: Sequence[RankPlace]) -> MemoryPool:
     """Return the memory of a host: the free memory of the job, or the sum of its processes' limits if that is less."""
     trainers = tuple(rank.trainer for rank in ranks if rank.trainer is not None)
-    # Ranks look at different moments: this much all of them found free.
+    # Ranks measure at different moments: this much was free at each of them.
     least = min(ranks, key=lambda rank: rank.free_bytes)
     # A rank without a limit of its own may take all that is free.
     own_bytes = sum(least.free_bytes if rank.own_bytes is None else rank.own_bytes for rank in ranks)

@@ -58,10 +58,10 @@ def find() -> MpiExec:
 def _flavour(path: str) -> str:
     """Return the name of the MPI that a process manager belongs to."""
     try:
-        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
+        completed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RequestError(f"{path} --version failed ({error}). {NO_MPI}") from None
-    text = shown.stdout + shown.stderr
+    text = completed.stdout + completed.stderr
     names = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "Intel": "Intel MPI", "HYDRA": "MPICH (Hydra)"}
     return next((name for mark, name in names.items() if mark in text), "unknown")
 

@@ -92,7 +92,7 @@ def _report_stalled(stall: Stall) -> None:
     how_to_continue = _how_to_continue()
     text = f"{stall.text}\n{how_to_continue}" if how_to_continue else stall.text
     status = RunStatus.from_environment()
-    # Before this rank is killed, too: the script that started it returns this code.
+    # At once, because this rank may be killed next: the script that started it returns this code.
     leave_exit_code(FAULT)
     rank_log.note_error(text)
     if status is None:

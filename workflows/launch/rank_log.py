@@ -49,6 +49,7 @@ class RankLog(logging.Handler):
         self._host, self._began = socket.gethostname(), _time_text()
         self._file: TextIO | None = None
         self._held: list[tuple[str, bool]] | None = []  # lines, and whether the terminal has them already
+        # Loggers that were taken over, with their own handlers and `propagate`.
         self._before: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
         # `warnings.warn` then comes as a record of the logger `py.warnings`.
         logging.captureWarnings(True)

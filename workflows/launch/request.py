@@ -28,7 +28,7 @@ def check_run(config: Config, resumption: Resumption) -> int:
     """
     folder = config.run.dir
     require_writable(folder / "config.yaml")
-    # A folder with nothing but these two is that of a start that was refused: no run.
+    # A folder with only these two is no run: it was left by a start that was refused.
     if not folder.exists() or not any(entry.name not in (OWNER, LOGS) for entry in folder.iterdir()):
         if resumption.source is not None:
             raise RequestError(f"--resume-from {resumption.source}: run.dir {folder} has no run")
@@ -137,10 +137,10 @@ def check_ranks(config: Config, size: int) -> None:
         return
     # Roles by host are counted later, when all hosts are known.
     if size != config.ranks:
-        right = config.ranks
-        how = f"--ranks {right}" if inside_launcher() is None else f"`srun -n {right} …` or `mpiexec -n {right} …`"
+        ranks = config.ranks
+        advice = f"--ranks {ranks}" if inside_launcher() is None else f"`srun -n {ranks} …` or `mpiexec -n {ranks} …`"
         raise RequestError(
-            f"{size} ranks were started, but the run needs {config.ranks}: {config.trainers} trainers (plan), "
+            f"{size} ranks were started, but the run needs {ranks}: {config.trainers} trainers (plan), "
             f"{roles.loaders} loaders and {roles.validators} validators (roles); "
-            f"use {how}, or change these"
+            f"use {advice}, or change these"
         )

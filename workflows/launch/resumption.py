@@ -89,7 +89,7 @@ class Resumption:
 
 
 def describe_way_out(checkpoints: Path, damaged: int) -> str:
-    """Return how a run can be continued although a checkpoint is damaged; all others are read.
+    """Return how a run can be continued although a checkpoint is damaged; reads all others to check them.
 
     Args:
         checkpoints: The folder of the run's checkpoints.

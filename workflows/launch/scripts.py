@@ -173,12 +173,12 @@ def log_name(path: Path, job: str) -> str:
     Raises:
         RequestError: The script's name has characters that a script cannot quote.
     """
-    # Slurm takes a backslash in the name of a log for a request to leave its patterns as they are.
+    # A backslash in the name of a log makes Slurm leave its patterns as they are.
     if not path.name.isprintable() or "\\" in path.name:
         raise RequestError(f"--script {str(path)!r}: give a name without control characters and backslashes")
-    # Slurm's patterns are not only those of the job.
+    # Slurm would read a `%` of the script's name as one of its patterns.
     name, folder = f"{path.stem.replace('%', '_')}-{job}.log", str(Path.cwd())
-    # A name alone gets the folder of `sbatch` in front, whose patterns Slurm replaces, too, and then the job fails.
+    # Slurm puts the folder of `sbatch` before a name alone, and would read a `%` there as a pattern: the job fails.
     if "%" in folder and "\\" not in folder and folder.isprintable():
         name = f"{folder.replace('%', '%%')}/{name}"
     return shlex.quote(name)
@@ -188,7 +188,7 @@ def _signal_s(resources: Resources, site: Site) -> int:
     """Return the seconds before the time limit at which a job is asked to stop: at most a quarter of the limit.
 
     Raises:
-        RequestError: Its form is not Slurm's, or a job would be asked to stop as soon as it starts.
+        RequestError: The limit is not in Slurm's format, or a job would be asked to stop as soon as it starts.
     """
     if resources.time is None:
         return site.signal_s

@@ -26,13 +26,13 @@ def set_threads(world: Communicator, threads: int | None = None) -> None:
     import torch
 
     # Collective, so it is called whatever the configuration says.
-    mates = ranks_with_these_cores(world)
-    if threads is None and mates > 1 and "OMP_NUM_THREADS" not in os.environ:
+    sharing = ranks_with_these_cores(world)
+    if threads is None and sharing > 1 and "OMP_NUM_THREADS" not in os.environ:
         cores = usable_cores()
-        threads = max(1, cores // mates)
+        threads = max(1, cores // sharing)
         if world.rank == 0:
             say(
-                f"{mates} ranks share {cores} core{'s' * (cores > 1)} of {socket.gethostname()}: {threads} "
+                f"{sharing} ranks share {cores} core{'s' * (cores > 1)} of {socket.gethostname()}: {threads} "
                 f"thread{'s' * (threads > 1)} each (OMP_NUM_THREADS sets another number)"
             )
     if threads is not None:

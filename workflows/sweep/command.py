@@ -82,7 +82,7 @@ def _one_split(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
 
 def _searched_split(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[str, Any]]:
     """Search settings for one split; return the exit code, and what ``--json`` prints."""
-    result = run_search(sweep, search, lambda now: _write_table(sweep, [(None, now.settings, now.scores)]))
+    result = run_search(sweep, search, lambda so_far: _write_table(sweep, [(None, so_far.settings, so_far.scores)]))
     if result.code != DONE:
         return _stopped(len(result.settings), result.code), {}
     return DONE, _report_split(replace(sweep, settings=result.settings), result.scores)
@@ -108,23 +108,24 @@ def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
     folds = runs[0].chosen
     failed: list[int] = []
     # Trained on all folds first, evaluated on none: the test fold is read only after the choice.
-    for one, setting in zip(runs, sweep.settings, strict=True):
-        one.write_splits()
+    for setting_runs, setting in zip(runs, sweep.settings, strict=True):
+        setting_runs.write_splits()
         for fold in folds:
-            if one.is_trained(fold):
+            if setting_runs.is_trained(fold):
                 continue
             say(f"setting {setting.number}, fold {fold}: {setting.describe()}")
-            code = run_command(one.train_words(fold))
+            code = run_command(setting_runs.train_words(fold))
             if code not in (DONE, SOME_FAILED):
                 return _stopped(setting.number, code), {}
             if code == SOME_FAILED:
                 failed.append(setting.number)
                 _warn_of_failed(f"setting {setting.number}, fold {fold},")
-    scores = {fold: [sweep.score(one.run_of(fold)) for one in runs] for fold in folds}
-    _write_table(sweep, [(fold, sweep.settings, of_fold) for fold, of_fold in scores.items()])
-    for fold, of_fold in scores.items():
-        _require_one(of_fold, f"{sweep.folder}, fold {fold}")
-    code, summary = _report_folds(sweep, {fold: (sweep.settings, of_fold) for fold, of_fold in scores.items()})
+    # Fold -> scores of the settings.
+    scores_of = {fold: [sweep.score(setting_runs.run_of(fold)) for setting_runs in runs] for fold in folds}
+    _write_table(sweep, [(fold, sweep.settings, scores) for fold, scores in scores_of.items()])
+    for fold, scores in scores_of.items():
+        _require_one(scores, f"{sweep.folder}, fold {fold}")
+    code, summary = _report_folds(sweep, {fold: (sweep.settings, scores) for fold, scores in scores_of.items()})
     return SOME_FAILED if failed and code == DONE else code, summary
 
 
@@ -133,11 +134,11 @@ def _searched_folds(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[
     results: dict[int, SearchResult] = {}
     # Any setting will do: settings may not change the slides, so all have the same folds.
     for fold in sweep.fold_runs_of(SweptSetting(0, {})).chosen:
-        before: list[_Tried] = [(of, result.settings, result.scores) for of, result in results.items()]
+        finished: list[_Tried] = [(earlier, result.settings, result.scores) for earlier, result in results.items()]
 
         # Defaults, because a closure would see the fold of the last round.
-        def tell(now: SearchResult, fold: int = fold, before: Sequence[_Tried] = before) -> None:
-            _write_table(sweep, [*before, (fold, now.settings, now.scores)])
+        def tell(so_far: SearchResult, fold: int = fold, finished: Sequence[_Tried] = finished) -> None:
+            _write_table(sweep, [*finished, (fold, so_far.settings, so_far.scores)])
 
         results[fold] = run_search(sweep, search, tell, fold)
         if results[fold].code != DONE:
@@ -148,7 +149,15 @@ def _searched_folds(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[
 def _report_folds(
     sweep: SweepRuns, tried: Mapping[int, tuple[Sequence[SweptSetting], Sequence[SettingScore]]]
 ) -> tuple[int, dict[str, Any]]:
-    """Evaluate each fold with the setting that its validation fold has chosen, and pool all folds."""
+    """Evaluate each fold with the setting that its validation fold has chosen, and pool all folds.
+
+    Args:
+        sweep: The runs.
+        tried: Fold -> (settings, their validation scores).
+
+    Returns:
+        (exit code, what ``--json`` prints).
+    """
     chosen: dict[int, SweptSetting] = {}
     runs: dict[int, FoldRuns] = {}
     for fold, (settings, scores) in tried.items():
@@ -190,13 +199,13 @@ def _require_one(scores: Sequence[SettingScore], where: str) -> None:
 
 
 def _write_table(sweep: SweepRuns, tried: Sequence[_Tried]) -> None:
-    """Write a row for each setting and fold that has a result; ``tried`` has one entry for each fold."""
+    """Write a row for each setting and fold that has a score; ``tried``: (fold, settings, scores) of each fold."""
     keys = same_keys(tried[0][1])
     rows = []
-    for fold, settings, of_fold in tried:
-        best = settings[chosen_of(of_fold)].number
+    for fold, settings, scores in tried:
+        best = settings[chosen_of(scores)].number
         # Fewer scores than settings while a sweep goes on.
-        for setting, score in zip(settings, of_fold, strict=False):
+        for setting, score in zip(settings, scores, strict=False):
             row: dict[str, object] = {"setting": setting.number, "fold": fold, "run": score.run}
             row |= {key: text_of(setting.values[key]) for key in keys}
             row |= {sweep.metric: "" if score.value is None else f"{score.value:.6f}", "step": score.step}

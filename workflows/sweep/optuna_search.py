@@ -105,7 +105,7 @@ class OptunaSearch:
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
-        # It prints a line for each trial, beside ours.
+        # Optuna would print a line for each trial, beside ours.
         logging.getLogger("optuna").setLevel(logging.WARNING)
         self._optuna: Any = optuna
         self._options, self._fold = options, fold
@@ -123,14 +123,14 @@ class OptunaSearch:
             {**identity, "settings": dict(options.space), "--seed": options.seed, "--prune": options.prune},
         )
 
-    def _check_identity(self, path: Path, now: Mapping[str, Any]) -> None:
-        """Note what the search depends on; refuse to continue one with other values."""
-        before = self._study.user_attrs.get(_IDENTITY)
-        if before is None:
-            self._study.set_user_attr(_IDENTITY, dict(now))
+    def _check_identity(self, path: Path, identity: Mapping[str, Any]) -> None:
+        """Write what a new search depends on into the journal; refuse to continue a search with other values."""
+        stored = self._study.user_attrs.get(_IDENTITY)
+        if stored is None:
+            self._study.set_user_attr(_IDENTITY, dict(identity))
             return
-        # As the journal has it: JSON makes lists of tuples.
-        changed = [key for key in now if json.loads(json.dumps(now[key])) != before.get(key)]
+        # Compared as JSON, which the journal is: its lists may have been tuples.
+        changed = [key for key in identity if json.loads(json.dumps(identity[key])) != stored.get(key)]
         if changed:
             raise RequestError(
                 f"{path}: the search has another {' and '.join(changed)}; give what it had, or another run.dir"
@@ -177,7 +177,7 @@ class OptunaSearch:
     def gives_up(self, number: int, values: Sequence[tuple[int, float]]) -> bool:
         """Whether to give up a trial by its (step, value) so far; the first value that Optuna would prune decides.
 
-        A trial that was to be given up once is so for good: its run may validate again before it has stopped.
+        The decision is final, although the run may validate again before it has stopped.
         """
         if not self._options.prune:
             return False

@@ -45,7 +45,8 @@ def check_search(sweep: SweepRuns, options: SearchOptions) -> None:
         raise RequestError(f"run.dir {sweep.folder}: has a search; continue it with --resume, or use another run.dir")
     # Number −1 gives a folder that no setting has, so that settings that are trained already do not matter.
     fold = None if sweep.folds is None else -1
-    replace(sweep, settings=tuple(replace(one, number=-1, fold=fold) for one in corners(options.space))).check()
+    settings = tuple(replace(setting, number=-1, fold=fold) for setting in corners(options.space))
+    replace(sweep, settings=settings).check()
     # A journal of another search is refused now.
     if exists:
         _search(sweep, options, None if sweep.folds is None else sweep.fold_runs_of(SweptSetting(0, {})).chosen[0])
@@ -68,8 +69,9 @@ def run_search(
     scores: list[SettingScore] = []
     for number in range(options.trials):
         setting = search.setting(number)
-        # A search may propose the same again: its run would be the same, so the result of the first counts for it.
-        twin = next((one for one in settings if one.values == setting.values), setting)
+        # A search may propose the same values again. Their run would be the same, so the first one's result counts.
+        twin = next((earlier for earlier in settings if earlier.values == setting.values), setting)
+        # Trials that are over already belong to a search that continues.
         code = DONE if search.is_over(number) else _trial(sweep, search, number, twin)
         if code not in (DONE, SOME_FAILED):
             return SearchResult(tuple(settings), tuple(scores), code)
@@ -104,9 +106,10 @@ def _trial(sweep: SweepRuns, search: OptunaSearch, number: int, setting: SweptSe
     run = _run_of(sweep, setting)
 
     def gives_up() -> bool:
-        records = [one for one in read_metrics(run / "metrics.jsonl") if one["kind"] == "validation"]
-        values = [(int(one["step"]), merit(one, sweep.metric)[0]) for one in records]
-        return search.gives_up(number, [pair for pair in values if pair[1] > float("-inf")])
+        records = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "validation"]
+        values = [(int(record["step"]), merit(record, sweep.metric)[0]) for record in records]
+        # An undefined metric has the merit −inf.
+        return search.gives_up(number, [(step, value) for step, value in values if value > float("-inf")])
 
     if setting.number == number and not _is_finished(sweep, setting):
         say(f"setting {setting.number}{of_fold}: {setting.describe()}")

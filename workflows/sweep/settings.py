@@ -78,13 +78,16 @@ def read_settings(path: Path, trials: int | None, seed: int) -> list[SweptSettin
         if count > _MOST:
             raise RequestError(f"{path}: {count} combinations; up to {_MOST} are run; use --trials N for random ones")
         combinations = itertools.product(*grid.values())
-        return [SweptSetting(number, dict(zip(grid, one, strict=True))) for number, one in enumerate(combinations)]
+        return [
+            SweptSetting(number, dict(zip(grid, combination, strict=True)))
+            for number, combination in enumerate(combinations)
+        ]
     drawn: list[dict[str, Any]] = []
-    # A small space has fewer settings than asked for: the draws end anyway.
+    # Limited, because a small space may have fewer different settings than asked for.
     for draw in range(trials * 20):
         # By the number of the draw, so that more trials keep the first ones.
         uniforms = keyed_uniforms(len(grid), "sweep", seed, draw)
-        values = {key: _drawn(one, float(u)) for (key, one), u in zip(grid.items(), uniforms, strict=True)}
+        values = {key: _drawn(choices, float(u)) for (key, choices), u in zip(grid.items(), uniforms, strict=True)}
         if values not in drawn:
             drawn.append(values)
         if len(drawn) == trials:
@@ -114,7 +117,7 @@ def corners(space: Mapping[str, Any]) -> list[SweptSetting]:
     The first has the first value of every key; each other setting differs from it in one key.
     """
     ends = {
-        key: values if isinstance(values, list) else [range_value(values, u) for u in (0, 1)]
+        key: values if isinstance(values, list) else [range_value(values, uniform) for uniform in (0, 1)]
         for key, values in space.items()
     }
     first = {key: values[0] for key, values in ends.items()}

@@ -100,8 +100,9 @@ class SweepRuns(RunFamily):
 
     def score(self, run: Path) -> SettingScore:
         """Return the validation score of a run, at its best step."""
-        records = {one["step"]: one for one in read_metrics(run / "metrics.jsonl") if one["kind"] == "validation"}
-        # Of all validated steps, also those whose checkpoints are removed: only their number matters here.
+        lines = read_metrics(run / "metrics.jsonl")
+        records = {record["step"]: record for record in lines if record["kind"] == "validation"}
+        # Among all validated steps, also those whose checkpoints are removed: only the metric matters here.
         step = best_step(records, self.metric, records)
         if step is None:
             return SettingScore(run, None, None, (float("-inf"), float("-inf")))

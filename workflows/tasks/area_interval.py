@@ -24,12 +24,14 @@ def area_interval(area: float, positives: int, negatives: int, level: float = 0.
         level: coverage.
     """
     z = NormalDist().inv_cdf((1 + level) / 2)
-    # The mean of both group sizes in place of each: that is Newcombe's method 5.
-    more = (positives + negatives) / 2 - 1
+    # In the formula of Hanley and McNeil, the mean of both group sizes stands for each: Newcombe's method 5.
+    others = (positives + negatives) / 2 - 1
 
     def reaches(true_area: float) -> bool:
-        spread = 1 + more * (1 - true_area) / (2 - true_area) + more * true_area / (1 + true_area)
-        return abs(area - true_area) <= z * math.sqrt(true_area * (1 - true_area) * spread / (positives * negatives))
+        """Whether the interval has this area."""
+        factor = 1 + others * (1 - true_area) / (2 - true_area) + others * true_area / (1 + true_area)
+        error = math.sqrt(true_area * (1 - true_area) * factor / (positives * negatives))
+        return abs(area - true_area) <= z * error
 
     return [_farthest(area, 0.0, reaches), _farthest(area, 1.0, reaches)]
 

@@ -40,7 +40,8 @@ def intervals(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor,
     """Return {metric: [low, high]}: the middle 95 % of the draws in which the metric is defined.
 
     The interval is None if fewer than half of the draws define the metric, if there is only one case, or if logits are
-    not finite.
+    not finite. With few slides, intervals of an AUROC and an accuracy follow formulas: `rank_interval`,
+    `share_interval`.
 
     Args:
         logits: (N, K).
@@ -59,13 +60,13 @@ def intervals(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor,
 
 
 def rank_interval(intervals: Intervals, area: float, positive: torch.Tensor, counts: torch.Tensor) -> Intervals:
-    """Return intervals in which, with up to `FEW` slides and two cases or more, ``auroc`` has its `area_interval`.
+    """Return intervals; with up to `FEW` slides and two cases or more, that of ``auroc`` becomes its `area_interval`.
 
     Args:
         intervals: By metric.
         area: The AUROC of all slides.
         positive: (N,) bool, whether each slide has the class.
-        counts: (draws, N) how often each draw has each slide; by them, cases are found and counted.
+        counts: (draws, N) how often each draw has each slide; slides with equal counts are one case.
     """
     if counts.shape[1] > FEW or _cases(counts) < 2:
         return intervals
@@ -73,19 +74,19 @@ def rank_interval(intervals: Intervals, area: float, positive: torch.Tensor, cou
 
 
 def share_interval(intervals: Intervals, accuracy: float, counts: torch.Tensor) -> Intervals:
-    """Return intervals in which, with up to `FEW` slides and two cases or more, ``accuracy`` has Wilson's interval.
+    """Return intervals; with up to `FEW` slides and two cases or more, that of ``accuracy`` becomes Wilson's.
 
     Args:
         intervals: By metric.
         accuracy: That of all slides.
-        counts: (draws, N) how often each draw has each slide; by them, cases are found and counted.
+        counts: (draws, N) how often each draw has each slide; slides with equal counts are one case.
     """
     cases = _cases(counts) if counts.shape[1] <= FEW else 0
     return {**intervals, "accuracy": wilson(accuracy, cases)} if cases > 1 else intervals
 
 
 def _cases(counts: torch.Tensor) -> int:
-    """Return the number of cases, found by their counts: slides of one case are drawn equally often in each draw."""
+    """Return the number of cases: slides of one case have the same counts, because each draw has them equally often."""
     return len({tuple(column) for column in counts.T.tolist()})
 
 

@@ -63,10 +63,11 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> Calibration |
         return None
 
     def cost(log_t: torch.Tensor) -> torch.Tensor:
+        """Return the negative log posterior of log temperatures (T,)."""
         scaled = logits[None] / log_t.exp()[:, None, None]
-        right = scaled.gather(2, labels[None, :, None].expand(len(log_t), -1, 1))[..., 0]
+        label_logits = scaled.gather(2, labels[None, :, None].expand(len(log_t), -1, 1))[..., 0]
         # A sum over slides, not a mean: the more slides, the less the prior weighs.
-        return (scaled.logsumexp(2) - right).sum(1) + log_t**2 / (2 * PRIOR**2)
+        return (scaled.logsumexp(2) - label_logits).sum(1) + log_t**2 / (2 * PRIOR**2)
 
     # In log temperature, where halving and doubling are equally far.
     low, high = -math.log(MAX_TEMPERATURE), math.log(MAX_TEMPERATURE)

@@ -66,6 +66,7 @@ def by_case(logits: torch.Tensor, targets: torch.Tensor, cases: Sequence[str], h
 def aggregated(logits: torch.Tensor, targets: torch.Tensor, of_slide: torch.Tensor, how: CasePooling) -> Cases:
     """Aggregate predictions like `by_case`, given the index of each slide's case, ``of_slide``: (N,)."""
     log_p = logits.double().log_softmax(1)
+    # Of each slide, (N,): the expected class index, by which `max` chooses.
     expected = log_p.exp() @ torch.arange(log_p.shape[1], dtype=torch.float64)
     rows, classes = [], []
     for members in members_of(of_slide):

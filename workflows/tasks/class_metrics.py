@@ -139,7 +139,11 @@ def mean_present(values: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
 
 
 def _areas(scores: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
-    """Return the area under the ROC curve: the fraction of pairs (positive, negative) in right order, ties half."""
+    """Return the area under the ROC curve (draws,): the fraction of pairs (positive, negative) in right order.
+
+    Ties count one half. With more than two classes, the mean over the classes present. ``true``: (draws, classes)
+    samples of each class.
+    """
     classes = scores.shape[1]
     areas = []
     for c in [1] if classes == 2 else range(classes):

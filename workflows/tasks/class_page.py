@@ -53,6 +53,7 @@ def class_section(
             )
             for k in shown
         ],
+        # The error of a slide: what its true class lacks to a probability of 1.
         {k: 1 - float(probabilities[k, targets[k]]) for k in np.flatnonzero(predicted != targets).tolist()},
         numbers,
     )
@@ -74,7 +75,8 @@ def _metrics(
     """Return (name, formatted value with interval) of each metric, and the numbers."""
     p, y = torch.from_numpy(probabilities), torch.from_numpy(targets)
     values = metrics_of_probabilities(p, y)
-    logits = p.clamp(min=1e-12).log()
-    bounds = intervals(logits, y, torch.zeros(len(y), dtype=torch.float64), torch.from_numpy(draws))
+    # Logits with these probabilities; losses are not shown on the page.
+    logits, no_losses = p.clamp(min=1e-12).log(), torch.zeros(len(y), dtype=torch.float64)
+    bounds = intervals(logits, y, no_losses, torch.from_numpy(draws))
     shown = [shown_metric(name, values[name], bounds[name]) for name in METRICS]
     return shown, metric_numbers({name: values[name] for name in METRICS}, bounds)

@@ -150,6 +150,7 @@ def threshold_rows(score: Array, positive: NDArray[np.bool_]) -> list[ThresholdR
         called = score >= threshold
         tp, fp = int((called & positive).sum()), int((called & ~positive).sum())
         fn, tn = int((~called & positive).sum()), int((~called & ~positive).sum())
+        # Sensitivity, specificity, precision and negative value.
         rates = (_rate(tp, fn), _rate(tn, fp), _rate(tp, fp), _rate(tn, fn))
         rows.append(ThresholdRow(threshold, tp + fp, *rates))
     return rows

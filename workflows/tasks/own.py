@@ -140,7 +140,10 @@ def _tried(
     labels: torch.Tensor,
     call: Callable[[str, torch.Tensor, torch.Tensor], object] | None = None,
 ) -> object:
-    """Return what a user's function returns for outputs and labels; refuse one that fails. ``call``: calls it."""
+    """Return what a user's function returns for outputs and labels; refuse a function that fails.
+
+    ``call``: a function of (name, outputs, labels) that calls it, such as `_loss_of`; None: it is called directly.
+    """
     function: OwnFunction = _own_function(key, name)
     try:
         with without_parameters():

@@ -80,8 +80,8 @@ def try_task(task: Task, targets: Sequence[Target]) -> None:
         raise RequestError(f"{KEY} {name!r}: by_case must return outputs (cases, {task.outputs}) and their labels")
     described = _tried(name, "to_json", lambda: json.loads(json.dumps(task.to_json())))
     model = {"task": name, "target": list(task.columns), **described}
-    again = _tried(name, "of_json", lambda: type(task).of_json(model))
-    if again.to_json() != task.to_json():
+    rebuilt = _tried(name, "of_json", lambda: type(task).of_json(model))
+    if rebuilt.to_json() != task.to_json():
         raise RequestError(f"{KEY} {name!r}: of_json must return the task that to_json describes")
     _tried(name, "text", lambda: [task.target_of(task.text(target)) for target in targets])
     _try_readout(name, task, values[0].numpy())

@@ -107,8 +107,9 @@ class Regression(Task):
         """Return the mean or the largest output and the mean or the largest value of each case."""
         reduce = torch.amax if how == "max" else torch.mean
         members = members_of(of_case)
-        merged, values = (torch.stack([reduce(of[slides], 0) for slides in members]) for of in (outputs, targets))
-        return merged, values
+        case_outputs = torch.stack([reduce(outputs[slides], 0) for slides in members])
+        case_targets = torch.stack([reduce(targets[slides], 0) for slides in members])
+        return case_outputs, case_targets
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
         """Return the half width of intervals that contain the value of `LEVEL` of new cases.

@@ -196,7 +196,7 @@ class Task(ABC):
         return resampled(lambda part: self.drawn(outputs, targets, part), self.metric_names, counts)
 
     def with_labels(self, targets: Sequence[Target]) -> Sequence[tuple[Task, Sequence[Target]]]:
-        """Return the task of each target, with the labels for it among the labels of slides."""
+        """Return (task, its part of the labels of slides) of each target; this task alone if there is one."""
         return [(self, targets)]
 
     def try_own(self, batch: Sequence[Target], evaluated: Sequence[Target]) -> None:
@@ -353,7 +353,7 @@ def loss_over(task: Task) -> Literal["batch", "microbatch"]:
     derived from it, also overrides ``loss_over``.
     """
     kind = type(task)
-    # A ``loss_over`` that was written before the ``loss`` says nothing about it.
+    # A ``loss_over`` of an earlier class than that of the ``loss`` says nothing about it.
     is_stated = _nearest(kind, "loss_over") <= _nearest(kind, "loss")
     return "batch" if task.own_loss or (task.loss_is_own and not is_stated) else task.loss_over
 
@@ -375,7 +375,7 @@ def _nearest(kind: type, name: str) -> int:
     Classes are counted in the order in which Python looks for the name; all of them, if none defines it.
     """
     order = kind.__mro__
-    return next((k for k, one in enumerate(order) if name in vars(one)), len(order))
+    return next((k for k, base in enumerate(order) if name in vars(base)), len(order))
 
 
 def _as_json(value: Any) -> Any:

@@ -89,14 +89,14 @@ class BagCosts:
         facts = tried(call, shape, DrawKey(0, 0, 0), backward=True)
         head = aggregator_call(model.aggregator, autocast, _CPU, facts.features, facts.dtype)
         bag_bytes, vector_bytes = head.bytes_of(facts.features, facts.dtype), facts.features * facts.dtype.itemsize
-        forward, both = (_flops(model.encoder, shape, dtype, backward) for backward in (False, True))
+        forward, both_passes = (_flops(model.encoder, shape, dtype, backward) for backward in (False, True))
         trained = [p for p in model.parameters() if p.requires_grad]
         mean_tiles = round(sum(inputs.counts) / len(inputs.counts))
         return cls(
             tiles=tuple(inputs.counts),
             forward_flops=forward,
             # The counter cannot count a backward alone.
-            backward_flops={kind: both[kind] - forward[kind] for kind in both},
+            backward_flops={kind: both_passes[kind] - forward[kind] for kind in both_passes},
             bag_flops=bag_flops(model.aggregator, mean_tiles, facts.features),
             facts=facts,
             tile_bytes=torch.Size(shape).numel() * (stored_dtype.itemsize + dtype.itemsize),
@@ -115,7 +115,7 @@ class BagCosts:
 
 
 def _flops(encoder: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, backward: bool) -> dict[str, float]:
-    """Return the encoder's operations for one tile, by kind: of forward, with ``backward`` of both passes."""
+    """Return the encoder's operations for one tile, by kind: of the forward or, with ``backward``, of both passes."""
     trained = [p for p in encoder.parameters() if p.requires_grad]
     with evaluating(encoder, _CPU), torch.enable_grad(), FlopCounterMode(display=False) as counter:
         vectors = encoder(torch.zeros((1, *shape), dtype=dtype))

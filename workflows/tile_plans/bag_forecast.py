@@ -65,35 +65,35 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
         RequestError: The slides with most tiles do not fit into memory; the message has both amounts.
     """
     ranks_of_slide, slides_of_replica = plan.tiles or 1, slides // plan.replicas
-    limit = machine.memory_bytes if plan.memory_bytes is None else plan.memory_bytes
-    chunk = chunk_size(costs.facts, limit, costs.chunk)
-    # Memory must hold for the worst batch, time is that of a mean one.
+    limit_bytes = machine.memory_bytes if plan.memory_bytes is None else plan.memory_bytes
+    chunk = chunk_size(costs.facts, limit_bytes, costs.chunk)
+    # Memory must suffice for the slides with most tiles; the time is that of a mean batch.
     longest = sorted(costs.tiles, reverse=True)[:slides_of_replica]
-    # Of one rank, over the slides of its replica.
+    # Chunks and tiles of one rank, over the slides of its replica.
     chunks = sum(ceil(ceil(n / ranks_of_slide) / chunk) for n in longest)
     tiles = sum(ceil(n / ranks_of_slide) for n in longest)
-    least = _least_bytes(costs, plan, longest, chunk, machine)
+    least_bytes = _least_bytes(costs, plan, longest, chunk, machine)
     kept_chunk_bytes = int(costs.facts.kept.of(chunk) * SLACK)
     trains = bool(costs.facts.trained)
-    if least > limit:
+    if least_bytes > limit_bytes:
         raise RequestError(
-            f"memory: a step of slides with {max(longest):,} tiles needs at least {least / 1e9:.3g} GB for each rank, "
-            f"but {limit / 1e9:.3g} GB are allowed; use more ranks for a slide (plan.tiles), or freeze parts of the "
-            f"encoder (model.encoder.train)"
+            f"memory: a step of slides with {max(longest):,} tiles needs at least {least_bytes / 1e9:.3g} GB for each "
+            f"rank, but {limit_bytes / 1e9:.3g} GB are allowed; use more ranks for a slide (plan.tiles), or freeze "
+            f"parts of the encoder (model.encoder.train)"
         )
-    kept_chunks = min(chunks, (limit - least) // max(1, kept_chunk_bytes)) if trains else 0
+    kept_chunks = min(chunks, (limit_bytes - least_bytes) // max(1, kept_chunk_bytes)) if trains else 0
     kept = kept_chunks / max(1, chunks) if trains else 1.0
     parts = _parts_s(costs, plan, slides, machine, kept)
-    # Without the chunk that is worked on, which is in `least`; each with the tiles of a mean chunk.
-    of_kept = max(0, kept_chunks - 1) * costs.facts.kept.of(-(-tiles // max(1, chunks)))
-    # The process keeps what a forward frees: it lies between blocks of chunks that are kept or encoded again later.
-    freed = costs.facts.forward.of(chunk) if kept_chunks < chunks and trains else 0
+    # Without the chunk that is worked on, which is in `least_bytes`; each with the tiles of a mean chunk.
+    kept_bytes = max(0, kept_chunks - 1) * costs.facts.kept.of(-(-tiles // max(1, chunks)))
+    # What a forward frees stays with the process: it lies between the blocks of chunks that are kept.
+    freed_bytes = costs.facts.forward.of(chunk) if kept_chunks < chunks and trains else 0
     return BagForecast(
-        plan=replace(plan, memory_bytes=limit),
+        plan=replace(plan, memory_bytes=limit_bytes),
         step_s=sum(parts.values()),
         parts_s=parts,
-        memory_bytes=min(limit, least + int((of_kept + freed) * SLACK)),
-        least_bytes=least,
+        memory_bytes=min(limit_bytes, least_bytes + int((kept_bytes + freed_bytes) * SLACK)),
+        least_bytes=least_bytes,
         chunk=chunk,
         kept=kept,
         slides=slides,
@@ -101,18 +101,18 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
 
 
 def bag_plans(costs: BagCosts, ranks: int, slides: int, machine: MachineModel) -> tuple[list[BagForecast], list[str]]:
-    """Return the forecasts of all plans with ``ranks`` ranks, the fastest first, and why other plans do not work."""
+    """Return (forecasts of all plans with ``ranks`` ranks, the fastest first; why each other plan does not work)."""
     fitting, refused = [], []
-    for of_slide in (n for n in range(1, ranks + 1) if ranks % n == 0):
-        plan = ParallelPlan(tiles=of_slide, replicas=ranks // of_slide)
+    for ranks_of_slide in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        plan = ParallelPlan(tiles=ranks_of_slide, replicas=ranks // ranks_of_slide)
         if slides % plan.replicas:
             refused.append(f"replicas {plan.replicas}: {slides} slides of a step cannot be divided among them")
             continue
         try:
             fitting.append(forecast_bags(costs, plan, slides, machine))
         except RequestError as error:
-            refused.append(f"tiles {of_slide}, replicas {plan.replicas}: {error}")
-    return sorted(fitting, key=lambda one: one.step_s), refused
+            refused.append(f"tiles {ranks_of_slide}, replicas {plan.replicas}: {error}")
+    return sorted(fitting, key=lambda forecast: forecast.step_s), refused
 
 
 def _least_bytes(costs: BagCosts, plan: ParallelPlan, longest: list[int], chunk: int, machine: MachineModel) -> int:
@@ -137,7 +137,8 @@ def _parts_s(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineM
     trains = bool(costs.facts.trained)
     link = machine.link(plan.ranks)
     # All vectors but the rank's own.
-    gathered = tiles * costs.facts.features * costs.facts.dtype.itemsize * (ranks_of_slide - 1) / ranks_of_slide
+    vector_bytes = costs.facts.features * costs.facts.dtype.itemsize
+    gathered_bytes = tiles * vector_bytes * (ranks_of_slide - 1) / ranks_of_slide
     head_s = machine.operator_s(costs.bag_flops * slides_of_replica, 0.0, "product", costs.dtype, crowded=crowded)
     read_s = own_tiles * costs.file_bytes / machine.disk_bytes_per_s
     return {
@@ -147,7 +148,7 @@ def _parts_s(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineM
         "backward": own_tiles * backward_s if trains else 0.0,
         "aggregator": head_s,
         "gathering": machine.messages_s(
-            slides_of_replica * (ranks_of_slide - 1), gathered, machine.link(ranks_of_slide)
+            slides_of_replica * (ranks_of_slide - 1), gathered_bytes, machine.link(ranks_of_slide)
         ),
         "reducing": machine.all_reduce_s(plan.ranks, costs.trained_bytes, link) if plan.ranks > 1 else 0.0,
         "update": machine.update_s(costs.tensors, costs.trained_bytes, crowded),
@@ -158,8 +159,8 @@ def _tile_s(costs: BagCosts, machine: MachineModel, backward: bool, crowded: boo
     """Return the seconds of a tile: products, and activations that are written and read."""
     flops = costs.backward_flops if backward else costs.forward_flops
     products = sum(machine.operator_s(n, 0.0, kind, costs.dtype, backward, crowded) for kind, n in flops.items())
-    moved = costs.facts.kept.each * (3 if backward else 2)
-    return products + machine.operator_s(0.0, moved, "elementwise", costs.dtype, backward, crowded)
+    moved_bytes = costs.facts.kept.each * (3 if backward else 2)
+    return products + machine.operator_s(0.0, moved_bytes, "elementwise", costs.dtype, backward, crowded)
 
 
 def _mean_longest(tiles: tuple[int, ...], replicas: int, slides: int) -> float:

@@ -66,7 +66,7 @@ def _program(length: int, ranks: int) -> Program:
 
 
 def _overheads_s(machine: MachineModel) -> Pair:
-    """Return the seconds of a block's (forward, backward) on one rank that are overhead of operators."""
+    """Return the overhead of all operators of a block, in (forward, backward) seconds on one rank."""
     # Almost 0, since a machine's numbers must be greater than 0.
     without_overheads = _with_overheads(machine, lambda kind, pair: (_LEAST_S, _LEAST_S))
     forward_s, backward_s = _modelled(machine, 1)
@@ -75,7 +75,7 @@ def _overheads_s(machine: MachineModel) -> Pair:
 
 
 def _with_overheads(machine: MachineModel, changed: Callable[[str, Pair], Pair]) -> MachineModel:
-    """Return a machine with other overheads; ``changed``: from a kind and its (forward, backward) seconds to others."""
+    """Return a machine with the overheads ``changed(kind, (forward, backward) seconds of the kind)``."""
     return replace(
         machine, overhead_s={kind: _rounded(changed(kind, pair)) for kind, pair in machine.overhead_s.items()}
     )

@@ -123,17 +123,17 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     group = comm.split(0 if comm.rank in local_ranks[:cores] else None)
     together = measured_together(bench, layers, group) if group is not None else None
     comm.barrier()
-    shared = None
-    # More ranks than cores, on one node: they take turns, which has a price of its own.
+    shared_cores = None
+    # More ranks than cores, on one node: they take turns, which costs time beyond the computation.
     if cores < len(local_ranks) == comm.size:
-        shared = SharedCores(cores, layers.turn_s(comm, cores), bench.waiting(comm, cores))
+        shared_cores = SharedCores(cores, layers.turn_s(comm, cores), bench.waiting(comm, cores))
     near, far = _links(comm, device, hosts, same=True), _links(comm, device, hosts, same=False)
-    disk = _disk_bytes_per_s(folder) if comm.rank == 0 else 1.0
-    host = _host_bytes_per_s(device) if comm.rank == 0 else None
+    disk_bytes_per_s = _disk_bytes_per_s(folder) if comm.rank == 0 else 1.0
+    host_bytes_per_s = _host_bytes_per_s(device) if comm.rank == 0 else None
     if alone is None or together is None:
         return reference_machine(), []
     devices = gpus or len(local_ranks)
-    machine = _machine(device, devices, alone, together, shared, near, far, disk, host)
+    machine = _machine(device, devices, alone, together, shared_cores, near, far, disk_bytes_per_s, host_bytes_per_s)
     machine = calibrated(machine, alone.block, together.block)
     notes = [f"Measured by `hyfi doctor --measure` with {comm.size} rank(s) on {len(set(hosts))} node(s)."]
     if near is None:
@@ -148,25 +148,30 @@ def _machine(
     devices: int,
     alone: AloneRates,
     together: TogetherRates,
-    shared: SharedCores | None,
+    shared_cores: SharedCores | None,
     near: tuple[float, DeviceLink] | None,
     far: tuple[float, DeviceLink] | None,
-    disk: float,
-    host: float | None,
+    disk_bytes_per_s: float,
+    host_bytes_per_s: float | None,
 ) -> MachineModel:
-    """Return the machine model with these rates; ``devices`` ranks or devices are on a node."""
+    """Return the machine model with these rates.
+
+    ``devices`` ranks or GPUs are on a node; ``near`` is the link within a node, ``far`` the one between nodes.
+    """
     from hyfi_core.cost.machine import KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
     from hyfi_core.cost.machines.machine_file import reference_machine
     from workflows.commands.bench.measured_layers import WEIGHTS_OF_BLOCK
 
     rates, kinds = alone.rates, alone.kinds
     peak = max(rates[kind][0] for kind in PRODUCTS)
+    # The rate of each kind at efficiency 1.
     best = {kind: peak if kind in PRODUCTS else alone.copied_bytes_per_s for kind in KINDS}
+    # How much slower (arithmetic, memory) is if all cores compute.
     crowding = [max(1.0, crowded_s / own) for crowded_s, own in zip(together.crowded_s, alone.crowded_s, strict=True)]
     rates["shared_norm"] = together.norm[0] * crowding[1], together.norm[1] * crowding[1]
     link = near or far
     overheads = {kind: measured_kind.overhead_s for kind, measured_kind in kinds.items()}
-    # Its kind is not measured in chains; it is the same operator.
+    # Not measured in chains, but the same operator.
     overheads["thin_convolution"] = overheads["convolution"]
     # The model adds kernel_s itself, with the all-reduce of the norm's sums.
     overheads["shared_norm"] = _less(together.tiny_norm_s, alone.kernel_s)
@@ -184,9 +189,9 @@ def _machine(
         message_s=message_s,
         node=near[1] if near else reference_machine().node,
         network=far[1] if far else reference_machine().network,
-        disk_bytes_per_s=_rounded(disk),
+        disk_bytes_per_s=_rounded(disk_bytes_per_s),
         crowding=Crowding(*_rounded_pair((crowding[0], crowding[1]))),
-        cores=shared,
+        cores=shared_cores,
         strip_s=strip_s,
         overhead_s={kind: _rounded_pair(pair) for kind, pair in overheads.items()},
         weight_bytes_per_s={kind: _rounded_pair(pair) for kind, pair in alone.weight_bytes_per_s.items()},
@@ -196,7 +201,7 @@ def _machine(
             _rounded(1 / alone.update_s_per_byte),
             _rounded((together.block or alone.block).rest_s / WEIGHTS_OF_BLOCK),
         ),
-        host_bytes_per_s=None if host is None else _rounded(host),
+        host_bytes_per_s=None if host_bytes_per_s is None else _rounded(host_bytes_per_s),
     )
 
 
@@ -227,10 +232,11 @@ def _links(comm: Communicator, device: torch.device, hosts: list[str], same: boo
     pair = comm.split(0 if comm.rank in pair_ranks else None)
     link = None
     if pair is not None:
-        short, long = _exchange_s(pair, device, 16), _exchange_s(pair, device, _ROW_PX)
-        # Bytes of the difference between the two widths, in float32.
-        moved = (_ROW_PX - 16) * _CHANNELS * 4
-        link = max(1e-7, short - _LATENCY_S), DeviceLink(_LATENCY_S, _rounded(moved / max(1e-9, long - short)))
+        short_s, long_s = _exchange_s(pair, device, 16), _exchange_s(pair, device, _ROW_PX)
+        # Bytes that the long message has more, in float32.
+        more_bytes = (_ROW_PX - 16) * _CHANNELS * 4
+        bytes_per_s = _rounded(more_bytes / max(1e-9, long_s - short_s))
+        link = max(1e-7, short_s - _LATENCY_S), DeviceLink(_LATENCY_S, bytes_per_s)
     comm.barrier()
     return link
 

@@ -228,14 +228,14 @@ class LayerBench:
         cases = LAYERS[kind]
         tiny = [self.times(case, tiny=True) for case in cases]
         # Tiny maps take only the overhead: what large ones take beyond it is work.
-        full = [self.times(case).less(small) for case, small in zip(cases, tiny, strict=True)]
+        beyond = [self.times(case).less(overhead) for case, overhead in zip(cases, tiny, strict=True)]
         gradients = 2 if cases[0].flops else 1  # of inputs and of weights; without weights, of inputs only
         operators = sum(case.operators for case in cases)
-        overhead = sum(t.forward_s for t in tiny) / operators, sum(t.backward_s for t in tiny) / operators / gradients
+        overhead_s = sum(t.forward_s for t in tiny) / operators, sum(t.backward_s for t in tiny) / operators / gradients
         work = sum(case.work for case in cases)
-        rates = work / sum(t.forward_s for t in full), gradients * work / sum(t.backward_s for t in full)
+        rates = work / sum(t.forward_s for t in beyond), gradients * work / sum(t.backward_s for t in beyond)
         weights = sum(parameter.numel() for parameter in cases[0].make(TINY_CHANNELS).parameters())
-        return MeasuredKind(overhead, rates, tiny[0].update_s / cases[0].operators if weights else None)
+        return MeasuredKind(overhead_s, rates, tiny[0].update_s / cases[0].operators if weights else None)
 
     def heavy(self, kind: str, measured: MeasuredKind) -> tuple[tuple[float, float], float]:
         """Return what large weights of a kind cost: ((forward, backward) in bytes/s, seconds to update a byte).
@@ -319,9 +319,10 @@ class LayerBench:
             comm: Two ranks (collective).
         """
         case = replace(LAYERS["convolution"][0], side_px=STRIP_PX)
-        halves = [self._chain(case, length, comm=comm, typical=True) for length in LENGTHS]
-        alone = [self._chain(case, length, typical=True) for length in LENGTHS]
-        difference = halves[1].less(halves[0]).less(alone[1].less(alone[0])).divided(LENGTHS[1] - LENGTHS[0])
+        few, many = (self._chain(case, length, comm=comm, typical=True) for length in LENGTHS)
+        few_alone, many_alone = (self._chain(case, length, typical=True) for length in LENGTHS)
+        # What a layer takes longer if it has a neighbour.
+        difference = many.less(few).less(many_alone.less(few_alone)).divided(LENGTHS[1] - LENGTHS[0])
         return difference.forward_s, difference.backward_s
 
     def _chain(
@@ -363,9 +364,10 @@ class LayerBench:
                     spans[action.verb].append(end_s - begin_s)
             updates.append(moments[-1] - moments[-2])
             remainders.append(step_s - spans[Verb.F][-1] - spans[Verb.B][-1] - updates[-1])
-        of = statistics.median if typical else min
+        of_steps = statistics.median if typical else min
         # Without the first step, which allocates.
-        return LayerTimes(of(spans[Verb.F][1:]), of(spans[Verb.B][1:]), min(updates[1:]), min(remainders[1:]))
+        forward_s, backward_s = of_steps(spans[Verb.F][1:]), of_steps(spans[Verb.B][1:])
+        return LayerTimes(forward_s, backward_s, min(updates[1:]), min(remainders[1:]))
 
     def _timed(self, moments: list[float], parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer that appends to ``moments`` the times before and after each of its steps."""

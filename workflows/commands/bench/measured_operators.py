@@ -163,9 +163,10 @@ class OperatorBench:
         return 3 * large.numel() * large.element_size() / seconds
 
     def kernel_s(self) -> float:
-        """Return the overhead of one operator in seconds, in the engine on a tiny map; backward counts as two."""
-        few, many = (self._step_s(layers) for layers in _LAYERS)
-        return max(1e-7, (many - few) / (_LAYERS[1] - _LAYERS[0]) / 3)
+        """Return the overhead of one operator in seconds, in the engine on a tiny map."""
+        few_s, many_s = (self._step_s(layers) for layers in _LAYERS)
+        # A layer is three operators: its forward, and two in backward.
+        return max(1e-7, (many_s - few_s) / (_LAYERS[1] - _LAYERS[0]) / 3)
 
     def _step_s(self, layers: int) -> float:
         """Return the seconds of a step of a chain of tiny layers."""
@@ -182,7 +183,7 @@ class OperatorBench:
         return self._shortest_s(lambda: engine.accumulate(images, labels))
 
     def _case(self, case: OperatorCase, dtype: torch.dtype, rounds: int) -> Rates:
-        """Return the rates of an operator in plain PyTorch by its shortest times: flops/s of products, else bytes/s."""
+        """Return the (forward, backward) rates of an operator in plain PyTorch, by its shortest times."""
         inputs = self._map(case, torch.float64 if dtype is torch.float64 else torch.float32)
         module = case.make().to(self._device, inputs.dtype).train()
         for parameter in module.parameters():
@@ -202,9 +203,11 @@ class OperatorBench:
             begin = self._now()
             torch.autograd.backward(outputs, cotangent)
             backward.append(self._now() - begin)
+        # In backward, a product for the gradient of the weights, and one for that of the input.
         forward_work, backward_work = case.flops, case.flops * (2 if case.input_gradient else 1)
         if not forward_work:
             forward_work = backward_work = float((inputs.numel() + outputs.numel()) * inputs.element_size())
+        # Without the first round, which allocates.
         return forward_work / min(forward[1:]), backward_work / min(backward[1:])
 
     def _map(self, case: OperatorCase, dtype: torch.dtype) -> torch.Tensor:

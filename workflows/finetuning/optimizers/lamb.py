@@ -57,6 +57,6 @@ class Lamb(torch.optim.Optimizer):
                 update = (state["exp_avg"] / (1 - beta1 ** state["step"])).div_(root)
                 update.add_(weight, alpha=group["weight_decay"])
                 # Choose on the device, so that the host does not wait for a GPU.
-                norm, of_update = weight.norm(), update.norm()
-                ratio = torch.where((norm > 0) & (of_update > 0), norm / of_update, 1.0)
+                weight_norm, update_norm = weight.norm(), update.norm()
+                ratio = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
                 weight.sub_(update.mul_(ratio), alpha=group["lr"])

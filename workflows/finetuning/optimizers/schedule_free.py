@@ -55,7 +55,7 @@ class ScheduleFree(torch.optim.Optimizer):
                     state |= {"step": 0, "weight_sum": 0.0, "z": y.clone()}
                 state["step"] += 1
                 state["weight_sum"] += lr**2
-                # A rate of 0 in the first steps leaves the average as it is.
+                # c in the formulas above; a rate of 0 in the first steps leaves the average as it is.
                 share = lr**2 / state["weight_sum"] if state["weight_sum"] else 0.0
                 update = self._direction(state, group, y.grad).add(y, alpha=group["weight_decay"])
                 # y of the new x and z, without x: (1 − β) z' + β ((1 − c) x + c z').

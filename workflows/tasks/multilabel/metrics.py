@@ -32,7 +32,7 @@ def label_metrics(
     """
     columns = []
     for k in range(scores.shape[1]):
-        # Each label on its own slides: who lacks one label still counts for the others.
+        # Each label on the slides for which it is known: a slide may lack one label and have others.
         labelled = (targets[:, k] != UNKNOWN).nonzero()[:, 0]
         columns.append(_of_label(scores[labelled, k], called[labelled, k], targets[labelled, k], counts[:, labelled]))
     return {name: torch.stack([column[name] for column in columns], 1) for name in MEANS}
@@ -61,13 +61,13 @@ def with_few_known(
         counts: (draws, N) how often each draw has each sample; equal for samples of the same case.
         names: The labels.
     """
-    found = dict(intervals)
+    replaced = dict(intervals)
     for k, name in enumerate(names):
-        known, area = targets[:, k] != UNKNOWN, areas[f"auroc_{name}"]
-        if area is not None and int(known.sum()) <= FEW:
-            own = rank_interval({"auroc": None}, area, targets[known, k] == YES, counts[:, known])
-            found[f"auroc_{name}"] = own["auroc"]
-    return found
+        labelled, area = targets[:, k] != UNKNOWN, areas[f"auroc_{name}"]
+        if area is not None and int(labelled.sum()) <= FEW:
+            of_label = rank_interval({"auroc": None}, area, targets[labelled, k] == YES, counts[:, labelled])
+            replaced[f"auroc_{name}"] = of_label["auroc"]
+    return replaced
 
 
 def _of_label(
@@ -86,13 +86,15 @@ def _of_label(
     defined = (total_yes > 0) & (total_no > 0)
     distinct, rank = torch.unique(-scores, return_inverse=True)  # the highest score first
     shape = (len(counts), len(distinct))
+    # (draws, distinct scores): slides with and without the label that have this score.
     hits, misses = (torch.zeros(shape, dtype=torch.float64).index_add_(1, rank, part) for part in (yes, no))
-    # (draws, distinct scores): slides with and without the label that have this score or a higher one.
+    # The same for this score or a higher one.
     with_label, without_label = hits.cumsum(1), misses.cumsum(1)
     # Slides without the label that rank lower; of those with the same score, one half.
     area = (hits * (total_no[:, None] - without_label + misses / 2)).sum(1) / (total_yes * total_no)
-    drawn = with_label + without_label
-    precision = torch.where(drawn > 0, with_label / drawn, 0.0)
+    total = with_label + without_label
+    # A draw may lack the slides of the highest scores: 0 / 0, which its hits of 0 leave out below.
+    precision = torch.where(total > 0, with_label / total, 0.0)
     true_positives, false_positives = (yes * called).sum(1), (no * called).sum(1)
     values = {
         "auroc": area,

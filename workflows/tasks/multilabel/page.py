@@ -37,8 +37,7 @@ def labels_section(
     def draw(counts: torch.Tensor) -> dict[str, torch.Tensor]:
         of_labels = label_metrics(scores, called, targets, counts)
         means = {name: macro(of_labels[name]) for name in MEANS}
-        each = of_labels["auroc"]
-        return means | {f"auroc_{name}": each[:, k] for k, name in enumerate(names)}
+        return means | {f"auroc_{name}": of_labels["auroc"][:, k] for k, name in enumerate(names)}
 
     once = measured(draw, len(scores))
     counts = torch.from_numpy(draws)
@@ -46,6 +45,7 @@ def labels_section(
     bounds = with_few_known(resampled(draw, list(once), counts), once, targets, counts, names)
     texts = {name: shown_metric(name, value, bounds[name])[1] for name, value in once.items()}
     shown = [(f"{name.replace('_', ' ')}, mean of the labels", texts[name]) for name in MEANS]
+    # The error of a slide: how far the probabilities of its wrongly predicted labels are off.
     wrong = ((called != (targets == YES)) & (targets != UNKNOWN)).double()
     sizes = (wrong * (scores - targets).abs()).sum(1)
     return PageSection(

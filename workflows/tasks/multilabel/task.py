@@ -66,13 +66,13 @@ class Multilabel(Task):
         if data.class_weights == "none":
             return task
         targets = task.tensor(train)
+        # Numbers of slides with and without each label.
         yes, no = ((targets == value).sum(0).double() for value in (YES, NO))
-        absent = [
-            name for name, least in zip(labels.classes, torch.minimum(yes, no).tolist(), strict=True) if not least
-        ]
-        if absent:
+        smaller = torch.minimum(yes, no).tolist()
+        alike = [name for name, slides in zip(labels.classes, smaller, strict=True) if not slides]
+        if alike:
             raise RequestError(
-                f"data.class_weights: all training slides are alike in {', '.join(absent)}, which cannot be balanced"
+                f"data.class_weights: all training slides are alike in {', '.join(alike)}, which cannot be balanced"
             )
         # Slides with and without a label then weigh the same in all, and the mean weight is 1.
         weights = torch.stack([(yes + no) / (2 * yes), (yes + no) / (2 * no)], 1)
@@ -138,10 +138,10 @@ class Multilabel(Task):
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:
         """Return intervals by bootstrap; of the AUROC of each label, if slides are few, by `area_interval`."""
-        found = super().intervals(outputs, targets, counts)
+        bootstrapped = super().intervals(outputs, targets, counts)
         if not len(targets) or not bool(outputs.isfinite().all()):
-            return found
-        return with_few_known(found, self.metrics(outputs, targets), targets, counts, self.labels)
+            return bootstrapped
+        return with_few_known(bootstrapped, self.metrics(outputs, targets), targets, counts, self.labels)
 
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
@@ -151,15 +151,15 @@ class Multilabel(Task):
         ``mean``: logits of the mean probability of each label; ``max``: the highest logits; ``logits``: the mean
         logits. A case has a label if any of its slides has it.
         """
-        merged, of_any = [], []
-        yes, no = (torch.nn.functional.logsigmoid(sign * outputs.double()) for sign in (1, -1))
+        case_outputs, case_labels = [], []
+        log_yes, log_no = (torch.nn.functional.logsigmoid(sign * outputs.double()) for sign in (1, -1))
         for members in members_of(of_case):
-            mean = yes[members].logsumexp(0) - no[members].logsumexp(0)  # exact where probabilities round to 1
-            own = outputs[members].double()
-            merged.append({"mean": mean, "max": own.amax(0), "logits": own.mean(0)}[how])
+            mean = log_yes[members].logsumexp(0) - log_no[members].logsumexp(0)  # exact where probabilities round to 1
+            logits = outputs[members].double()
+            case_outputs.append({"mean": mean, "max": logits.amax(0), "logits": logits.mean(0)}[how])
             # Present > absent > unknown as numbers: one known slide is enough.
-            of_any.append(targets[members].amax(0))
-        return torch.stack(merged), torch.stack(of_any)
+            case_labels.append(targets[members].amax(0))
+        return torch.stack(case_outputs), torch.stack(case_labels)
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
         """Return each label's threshold of highest balanced accuracy; one half if all slides have the same label."""
@@ -175,7 +175,7 @@ class Multilabel(Task):
     def describe_calibration(
         self, outputs: torch.Tensor, targets: torch.Tensor, fitted: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]] | None:
-        """Return sensitivity and specificity at the thresholds."""
+        """Return the mean balanced accuracy and F1 of the labels at their thresholds, as text and as JSON."""
         if "thresholds" not in fitted:
             return None
         readout = self.readout(fitted)
@@ -263,7 +263,7 @@ class Multilabel(Task):
         return labels_section(values, self.tensor(targets), draws, self.labels, readout.thresholds)
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each sample, (N,)."""
+        """Return the loss of each sample, (N,): the sum over its known labels, divided by the number of all labels."""
         logits = wide(outputs)
         is_known, yes = (targets != UNKNOWN).to(logits.dtype), (targets == YES).to(logits.dtype)
         losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, yes, reduction="none") * is_known

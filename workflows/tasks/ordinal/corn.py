@@ -24,6 +24,7 @@ def outputs_of(log_above: torch.Tensor) -> torch.Tensor:
     """Return the outputs for which `above` returns ``log_above``."""
     before = torch.nn.functional.pad(log_above[..., :-1], (1, 0))
     conditional = (log_above - before).clamp(max=-1e-15)  # at 0, the output would be infinite
+    # The inverse of logsigmoid: log p − log(1 − p).
     return conditional - torch.log(-torch.expm1(conditional))
 
 
@@ -55,6 +56,7 @@ def grade_metrics(
         counts: (draws, N) float64, how often each draw has each sample.
     """
     confusion = confusion_of(predicted, grades, count, counts)
+    # (draws, grades): samples of each grade, and those of them that are predicted right.
     true, hit = confusion.sum(2), confusion.diagonal(dim1=1, dim2=2)
     several = (true > 0).sum(1) > 1
     total = counts.sum(1)

@@ -24,8 +24,9 @@ def above(outputs: torch.Tensor) -> torch.Tensor:
 
 def outputs_of(log_above: torch.Tensor) -> torch.Tensor:
     """Return the outputs for which `above` returns ``log_above``."""
-    known = log_above.clamp(max=-_CLOSEST)
-    thresholds = known - torch.log(-torch.expm1(known))
+    log_p = log_above.clamp(max=-_CLOSEST)
+    # The inverse of logsigmoid: log p − log(1 − p). Below, that of softplus.
+    thresholds = log_p - torch.log(-torch.expm1(log_p))
     distances = (thresholds[..., :-1] - thresholds[..., 1:]).clamp(min=_CLOSEST)
     return torch.cat([thresholds[..., :1], distances + torch.log(-torch.expm1(-distances))], -1)
 

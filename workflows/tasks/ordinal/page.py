@@ -24,10 +24,10 @@ def grades_section(values: Array, grades: torch.Tensor, draws: Array, names: Seq
         names: The grades.
     """
     probabilities, counts = torch.from_numpy(np.ascontiguousarray(values)), torch.from_numpy(draws)
-    predicted, steps = predicted_grades(probabilities), len(names)
+    predicted, grade_count = predicted_grades(probabilities), len(names)
 
     def draw(part: torch.Tensor) -> dict[str, torch.Tensor]:
-        return grade_metrics(predicted, grades, steps, part)
+        return grade_metrics(predicted, grades, grade_count, part)
 
     once = measured(draw, len(grades))
     right = float((predicted == grades).double().mean())
@@ -37,16 +37,17 @@ def grades_section(values: Array, grades: torch.Tensor, draws: Array, names: Seq
         for name, value in once.items()
     ]
     true, higher = grades.numpy(), 1 - probabilities.cumsum(1)
-    curves = [ScoredClass(f"above {names[k]}", k, higher[:, k].numpy(), true > k, draws) for k in range(steps - 1)]
+    steps = range(grade_count - 1)
+    curves = [ScoredClass(f"above {names[k]}", k, higher[:, k].numpy(), true > k, draws) for k in steps]
     off = (predicted - grades).abs()
-    # Of slides that are off by as many grades, the surest first: the ranked probability score, below ``steps``.
-    score = (probabilities.cumsum(1) - (torch.arange(steps) >= grades[:, None]).double()).square().sum(1)
+    # The ranked probability score, below ``grade_count``: of slides that are off by as many grades, the surest first.
+    score = (probabilities.cumsum(1) - (torch.arange(grade_count) >= grades[:, None]).double()).square().sum(1)
     wrong = off.nonzero()[:, 0].tolist()
     return PageSection(
         shown,
         [*rate_plots(curves), confusion_plot(predicted.numpy(), true, names)],
         [_table(predicted, grades, names)],
-        {k: float(off[k] + score[k] / steps) for k in wrong},
+        {k: float(off[k] + score[k] / grade_count) for k in wrong},
         metric_numbers(once, bounds),
     )
 

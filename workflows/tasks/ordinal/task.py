@@ -93,21 +93,22 @@ class Ordinal(Multiclass):
         ``mean``: outputs of the mean probabilities; ``max``: those of the slide with the highest mean grade;
         ``logits``: the mean outputs. The grade of a case is the highest grade of its slides.
         """
-        rows, highest = [], []
+        case_outputs, case_grades = [], []
         log_higher = self.link.above(outputs.double())  # log P(grade > k), (N, K − 1)
         for members in members_of(of_case):
             count = torch.tensor(len(members), dtype=torch.float64)
             mean = self.link.outputs_of(log_higher[members].logsumexp(0) - count.log())
             # Σ P(grade > k) is the mean grade.
-            most = outputs[members[log_higher[members].exp().sum(1).argmax()]].double()
+            highest = outputs[members[log_higher[members].exp().sum(1).argmax()]].double()
             pooled = {
-                "mean": mean if len(members) > 1 else most,  # the inverse of ``above`` rounds; one slide needs no mean
-                "max": most,
+                # The inverse of ``above`` rounds, and the mean of one slide is the slide.
+                "mean": mean if len(members) > 1 else highest,
+                "max": highest,
                 "logits": outputs[members].double().mean(0),
             }
-            rows.append(pooled[how])
-            highest.append(targets[members].max())
-        return torch.stack(rows), torch.stack(highest)
+            case_outputs.append(pooled[how])
+            case_grades.append(targets[members].max())
+        return torch.stack(case_outputs), torch.stack(case_grades)
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
         """Return nothing."""

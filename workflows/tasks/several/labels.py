@@ -29,22 +29,22 @@ class SeveralLabels(Labels):
     def text(self, target: Target) -> str:
         """Return the labels with their names: ``grade: high | age: 41``."""
         return " | ".join(
-            f"{title}: {part.text(one)}"
-            for title, part, one in zip(self.titles, self.parts, self.each(target), strict=True)
-            if part is not None and one is not None
+            f"{title}: {part.text(label)}"
+            for title, part, label in zip(self.titles, self.parts, self.each(target), strict=True)
+            if part is not None and label is not None
         )
 
     def names_of(self, target: Target) -> tuple[str, ...]:
         """Return the classes of each target that has classes, after its name."""
         return tuple(
             f"{title} {name}"
-            for title, part, one in zip(self.titles, self.parts, self.each(target), strict=True)
-            if part is not None and one is not None
-            for name in part.names_of(one)
+            for title, part, label in zip(self.titles, self.parts, self.each(target), strict=True)
+            if part is not None and label is not None
+            for name in part.names_of(label)
         )
 
     def each(self, target: Target) -> list[Target | None]:
-        """Return the label of each target; None: the slide lacks it."""
+        """Return the label of each target, from the numbers of all; None: the slide lacks it."""
         assert isinstance(target, tuple)
         labels: list[Target | None] = []
         first = 0
@@ -68,7 +68,7 @@ def side_by_side(titles: Sequence[str], parts: Sequence[Labels | None], numbers:
         numbers: How many numbers a label of each target takes.
     """
     present = [part for part in parts if part is not None]
-    items = dict.fromkeys(item for part in present for item in part.indices)
+    items = dict.fromkeys(item for part in present for item in part.indices)  # slides or cases, in order
     indices: dict[str, Target | None] = {}
     for item in items:
         labels = [None if part is None else part.indices.get(item) for part in parts]

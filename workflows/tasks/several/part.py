@@ -68,11 +68,11 @@ class TargetPart:
         The mean over labelled slides would depend on how a batch is divided. So the sum is divided by the number of
         slides times the share of training slides that are labelled: on average, the result is the same.
         """
-        mine, labels = self.of(outputs, targets)
+        own_outputs, labels = self.of(outputs, targets)
         if not len(labels):
             # 0 with a graph: backward must find a gradient on every rank, though no slide has a label.
             return (outputs[:, slice(*self.outputs)] * 0).sum()
-        loss = self._loss(mine, labels)
+        loss = self._loss(own_outputs, labels)
         if self.over_batch:
             return loss  # it compares slides, and is no sum over them
         return loss * (len(labels) / (len(targets) * self.labelled))
@@ -101,9 +101,10 @@ class TargetPart:
 def parts_of(tasks: Sequence[tuple[str, Task, float, float]]) -> tuple[TargetPart, ...]:
     """Return targets from (name, task, weight, labelled); their outputs and numbers follow one another."""
     parts: list[TargetPart] = []
-    output = number = 0
+    first_output = first_number = 0
     for name, task, weight, labelled in tasks:
-        stop, end = output + task.outputs, number + task.label_numbers
-        parts.append(TargetPart(name, task, weight, labelled, (output, stop), (number, end)))
-        output, number = stop, end
+        outputs = (first_output, first_output + task.outputs)
+        numbers = (first_number, first_number + task.label_numbers)
+        parts.append(TargetPart(name, task, weight, labelled, outputs, numbers))
+        first_output, first_number = outputs[1], numbers[1]
     return tuple(parts)

@@ -80,11 +80,11 @@ class SeveralReadout(Readout):
     def bars(self, values: Values) -> Sequence[ReadBar]:
         """Return the bars of all targets; a bar of another name than its target's is named after both."""
         bars: list[ReadBar] = []
-        channel = column = 0  # the first ones of the target
+        channel = column = 0  # indices of the target's first ones among those of all targets
         for name, part, own in zip(self.names, self.parts, self.of_each(values), strict=True):
-            for place, bar in enumerate(part.bars(own)):
+            for index, bar in enumerate(part.bars(own)):
                 title = bar.name if bar.name == name else f"{name}: {bar.name}"
-                own_column = place if bar.column is None else bar.column
+                own_column = index if bar.column is None else bar.column
                 shown = _moved(bar.channel, channel)
                 bars.append(replace(bar, name=title, channel=shown, column=column + own_column))
             channel, column = channel + len(part.channels), column + len(part.columns)
@@ -111,10 +111,11 @@ class SeveralReadout(Readout):
 
     def note(self, models: int, calibrations: Sequence[Mapping[str, Any]]) -> str:
         """Return the note of each target, after its name."""
-        return " ".join(
-            f"{name}: {part.note(models, [own for one in calibrations if (own := calibration_of(one, name))])}"
-            for name, part in self._pairs()
-        )
+        notes = []
+        for name, part in self._pairs():
+            own = [fitted for calibration in calibrations if (fitted := calibration_of(calibration, name))]
+            notes.append(f"{name}: {part.note(models, own)}")
+        return " ".join(notes)
 
     def metadata(self, values: Values, uncalibrated: Values) -> dict[str, Any]:
         """Return the entries of each target in ``prediction.json``, under ``targets`` and its name.
@@ -125,8 +126,8 @@ class SeveralReadout(Readout):
         """
         pairs = zip(self.of_each(values), self.of_each(uncalibrated), strict=True)
         each = {
-            name: {"prediction": part.prediction(one), **part.metadata(one, other)}
-            for (name, part), (one, other) in zip(self._pairs(), pairs, strict=True)
+            name: {"prediction": part.prediction(own), **part.metadata(own, own_uncalibrated)}
+            for (name, part), (own, own_uncalibrated) in zip(self._pairs(), pairs, strict=True)
         }
         return {"targets": each}
 
@@ -144,7 +145,7 @@ class SeveralReadout(Readout):
 
     def joined(self, others: Sequence[Self]) -> Self:
         """Return the readout of the joined parts."""
-        parts = [part.joined([one.parts[k] for one in others]) for k, part in enumerate(self.parts)]
+        parts = [part.joined([other.parts[k] for other in others]) for k, part in enumerate(self.parts)]
         return replace(self, parts=tuple(parts))
 
     def of_each(self, values: Values) -> list[Values]:
@@ -166,5 +167,5 @@ def _moved(channel: int, first: int) -> int:
 
 def calibration_of(calibration: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | None:
     """Return what was fitted for a target, from the ``calibration`` of a ``model.json``; None: nothing."""
-    found: Mapping[str, Any] | None = ((calibration or {}).get("targets") or {}).get(name)
-    return found
+    fitted: Mapping[str, Any] | None = ((calibration or {}).get("targets") or {}).get(name)
+    return fitted

@@ -51,29 +51,29 @@ class Several(Task):
         """Return the labels of all targets; see ``Task``."""
         labels = []
         for target in source.targets:
-            own = replace(source, columns=target.columns, classes=target.classes, targets=())
+            target_source = replace(source, columns=target.columns, classes=target.classes, targets=())
             with _in_target(target.title):
-                labels.append(single_task(target.task).read_labels(own))
+                labels.append(single_task(target.task).read_labels(target_source))
         titles = [target.title for target in source.targets]
-        return side_by_side(titles, labels, [_numbers_of(one) for one in labels])
+        return side_by_side(titles, labels, [_numbers_of(target_labels) for target_labels in labels])
 
     def read_again(
         self, path: Path | Table, rows: Sequence[Mapping[str, str]], merge_alike: bool, missing: tuple[str, ...]
     ) -> Labels:
         """Return the labels of a table for a trained model; a table of another cohort may lack some targets."""
         columns, first = set(read_table(path, "labels").columns), 0
-        of_parts: list[Labels | None] = []
+        part_labels: list[Labels | None] = []
         for part in self.parts:
             # `self.columns` are those of `--target`, if it was given; the task has those of training.
             own = self.columns[first : first + len(part.task.columns)]
             first += len(own)
             task = replace(part.task, columns=own)
-            of_parts.append(task.read_again(path, rows, merge_alike, missing) if columns.intersection(own) else None)
-        if not any(of_parts):
+            part_labels.append(task.read_again(path, rows, merge_alike, missing) if columns.intersection(own) else None)
+        if not any(part_labels):
             raise RequestError(f"{path}: no column {', '.join(self.columns)}; it has {', '.join(sorted(columns))}")
         names = [part.name for part in self.parts]
-        labels = side_by_side(names, of_parts, [part.task.label_numbers for part in self.parts])
-        absent = [name for name, of_part in zip(names, of_parts, strict=True) if of_part is None]
+        labels = side_by_side(names, part_labels, [part.task.label_numbers for part in self.parts])
+        absent = [name for name, own_labels in zip(names, part_labels, strict=True) if own_labels is None]
         note = f"{path} has no column of {', '.join(absent)}, which cannot be evaluated"
         return replace(labels, notes=(*labels.notes, note)) if absent else labels
 
@@ -83,24 +83,25 @@ class Several(Task):
         assert isinstance(data, DataConfig) and data.targets is not None
         tasks = []
         trained = _labels_of_each(labels, train)
-        for target, own_labels, own in zip(data.targets, labels.parts, trained, strict=True):  # type: ignore[attr-defined]
-            if not own:
+        for target, own_labels, own_train in zip(data.targets, labels.parts, trained, strict=True):  # type: ignore[attr-defined]
+            if not own_train:
                 raise RequestError(
                     f"data.targets: none of {len(train)} training slides has a label of {target.title!r} "
                     f"({', '.join(target.columns)}); check the splits, or leave the target out"
                 )
             with _in_target(target.title):
-                task = replace(single_task(target.task).fitted(target, own_labels, own), own_loss=target.own_loss)
-            tasks.append((target.title, task, target.weight, len(own) / len(train)))
+                task = single_task(target.task).fitted(target, own_labels, own_train)
+            task = replace(task, own_loss=target.own_loss)
+            tasks.append((target.title, task, target.weight, len(own_train) / len(train)))
         return cls(data.columns, parts_of(tasks))
 
     @classmethod
     def of_json(cls, model: Mapping[str, Any]) -> Self:
         """Return the tasks of a ``model.json``."""
         tasks = []
-        for one in model["targets"]:
-            task = replace(single_task(str(one["task"])).of_json(one), own_loss=str(one.get("loss", "")))
-            tasks.append((str(one["name"]), task, float(one["weight"]), float(one["labelled"])))
+        for entry in model["targets"]:
+            task = replace(single_task(str(entry["task"])).of_json(entry), own_loss=str(entry.get("loss", "")))
+            tasks.append((str(entry["name"]), task, float(entry["weight"]), float(entry["labelled"])))
         return cls(target_columns(model), parts_of(tasks))
 
     def to_json(self) -> dict[str, Any]:
@@ -126,12 +127,12 @@ class Several(Task):
 
     @property
     def outputs(self) -> int:
-        """Those of all targets."""
+        """Number of outputs of all targets."""
         return self.parts[-1].outputs[1]
 
     @property
     def label_numbers(self) -> int:
-        """Those of all targets."""
+        """Number of numbers in the labels of all targets."""
         return self.parts[-1].numbers[1]
 
     @property
@@ -171,7 +172,7 @@ class Several(Task):
         """Return the metrics of each target, and ``loss``: the weighted sum of their losses that are defined."""
         metrics = super().metrics(outputs, targets)
         for part in self.parts:
-            # `drawn`, by which the others are computed, does not know the user's loss.
+            # The metrics above are computed by `drawn`, which does not know the user's loss.
             if part.task.loss_is_own:
                 own = part.task.metrics(*part.of(outputs, targets))
                 metrics |= {f"{part.name}.{name}": value for name, value in own.items()}
@@ -213,7 +214,7 @@ class Several(Task):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs and labels of M cases; for each target they come from the slides that have its label."""
         cases = int(of_case.max()) + 1 if len(of_case) else 0
-        # Outputs of a case without a label count nowhere: 0 serves.
+        # 0 for a target whose label the case lacks: these outputs count nowhere.
         merged = torch.zeros(cases, self.outputs, dtype=torch.float64)
         labels = torch.full((cases, self.label_numbers), math.nan, dtype=torch.float64)
         for part in self.parts:
@@ -272,8 +273,8 @@ class Several(Task):
         texts, cells = texts_of(text, [part.name for part in self.parts]), text.split(";")
         if not texts and len(cells) == len(self.columns):
             # A target of two columns, such as time and event, takes two cells.
-            counts = np.cumsum([len(part.task.columns) for part in self.parts])[:-1]
-            texts = {part.name: ";".join(own) for part, own in zip(self.parts, np.split(cells, counts), strict=True)}
+            ends = np.cumsum([len(part.task.columns) for part in self.parts])[:-1]
+            texts = {part.name: ";".join(own) for part, own in zip(self.parts, np.split(cells, ends), strict=True)}
         numbers: list[float] = []
         for part in self.parts:
             own = part.task.target_of(texts[part.name]) if texts.get(part.name) else None
@@ -318,7 +319,8 @@ class Several(Task):
     def readout(self, calibration: Mapping[str, Any] | None) -> SeveralReadout:
         """Return the readouts of all targets."""
         names = tuple(part.name for part in self.parts)
-        return SeveralReadout(names, tuple(self._readout_of(part, calibration) for part in self.parts))
+        readouts = (part.task.readout(calibration_of(calibration, part.name)) for part in self.parts)
+        return SeveralReadout(names, tuple(readouts))
 
     def is_wrong(self, prediction: str, target: Target) -> bool:
         """Whether the prediction of a target is wrong."""
@@ -336,23 +338,21 @@ class Several(Task):
     ) -> PageSection:
         """Return the page sections of the targets, each after its name and of the slides that have a label for it."""
         assert isinstance(readout, SeveralReadout)
-        of_parts = readout.of_each(values)
-        before_of_parts = [None] * len(of_parts) if before is None else readout.of_each(before)
+        part_values = readout.of_each(values)
+        part_before = [None] * len(part_values) if before is None else readout.of_each(before)
         sections = {}
-        for part, own_readout, own, own_before in zip(
-            self.parts, readout.parts, of_parts, before_of_parts, strict=True
+        for part, own_readout, own_values, own_before in zip(
+            self.parts, readout.parts, part_values, part_before, strict=True
         ):
             rows = [k for k, target in enumerate(targets) if part.label_of(target) is not None]
-            if rows:
-                labels, earlier = part.labels_of(targets), None if own_before is None else own_before[rows]
-                if earlier is not None and np.array_equal(earlier, own[rows], equal_nan=True):
-                    earlier = None  # another target was calibrated, not this one
-                sections[part.name] = (rows, part.task.page(own[rows], labels, draws[:, rows], own_readout, earlier))
+            if not rows:
+                continue
+            own, uncalibrated = own_values[rows], None if own_before is None else own_before[rows]
+            if uncalibrated is not None and np.array_equal(uncalibrated, own, equal_nan=True):
+                uncalibrated = None  # another target was calibrated, not this one
+            page = part.task.page(own, part.labels_of(targets), draws[:, rows], own_readout, uncalibrated)
+            sections[part.name] = (rows, page)
         return _joined(sections)
-
-    @staticmethod
-    def _readout_of(part: TargetPart, calibration: Mapping[str, Any] | None) -> Readout:
-        return part.task.readout(calibration_of(calibration, part.name))
 
 
 def _joined(sections: Mapping[str, tuple[Sequence[int], PageSection]]) -> PageSection:
@@ -363,14 +363,14 @@ def _joined(sections: Mapping[str, tuple[Sequence[int], PageSection]]) -> PageSe
     metrics, plots, tables = [], [], []
     numbers: dict[str, MetricNumber] = {}
     errors: dict[int, float] = {}
-    for name, (rows, one) in sections.items():
-        metrics += [(f"{name}: {title}", text) for title, text in one.metrics]
-        plots += [replace(plot, title=f"{name}: {plot.title}") for plot in one.plots]
-        tables += [replace(table, caption=f"{name}: {table.caption}") for table in one.tables]
-        numbers |= {f"{name}.{title}": number for title, number in one.numbers.items()}
+    for name, (rows, section) in sections.items():
+        metrics += [(f"{name}: {title}", text) for title, text in section.metrics]
+        plots += [replace(plot, title=f"{name}: {plot.title}") for plot in section.plots]
+        tables += [replace(table, caption=f"{name}: {table.caption}") for table in section.tables]
+        numbers |= {f"{name}.{title}": number for title, number in section.numbers.items()}
         # Errors of years and of grades have no common unit: each counts by the share of its largest.
-        largest = max(one.errors.values(), default=0.0) or 1.0
-        for index, size in one.errors.items():
+        largest = max(section.errors.values(), default=0.0) or 1.0
+        for index, size in section.errors.items():
             errors[rows[index]] = errors.get(rows[index], 0.0) + size / largest
     return PageSection(metrics, plots, tables, errors, numbers)
 

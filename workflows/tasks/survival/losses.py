@@ -24,11 +24,12 @@ def cox_loss(risks: torch.Tensor, times: torch.Tensor, events: torch.Tensor) -> 
     tied = (times[None, :] == times[:, None]) & ended[None, :] | torch.eye(
         len(times), dtype=torch.bool, device=times.device
     )
+    # log Σ exp(risk), (N,): of those at risk at each sample's time, and of the events at this time.
     log_all = risks.expand(len(risks), -1).masked_fill(~at_risk, -torch.inf).logsumexp(1)
     log_tied = risks.expand(len(risks), -1).masked_fill(~tied, -torch.inf).logsumexp(1)
-    # Below the diagonal: how many events of the same time come before this one in the batch (Efron's l).
-    left = torch.tril(tied & ended[None, :], diagonal=-1).sum(1) / tied.sum(1)
-    terms = log_all + torch.log1p(-left.to(risks.dtype) * (log_tied - log_all).exp()) - risks
+    # Efron's l / d; below the diagonal are the events of the same time that come before this one in the batch.
+    gone = torch.tril(tied & ended[None, :], diagonal=-1).sum(1) / tied.sum(1)
+    terms = log_all + torch.log1p(-gone.to(risks.dtype) * (log_tied - log_all).exp()) - risks
     # A batch without an event has the loss 0.
     return (terms * ended).sum() / ended.sum().clamp(min=1)
 
@@ -46,21 +47,21 @@ def drawn_cox_losses(
     """
     distinct, group = torch.unique(times, return_inverse=True)
     shape = (len(counts), len(distinct))
+    # Only differences of risks matter: subtract the largest, so that no hazard overflows.
     hazard = (risks - risks.max()).exp()
     totals = torch.zeros(shape, dtype=torch.float64).index_add_(1, group, counts * hazard)
     # Times ascend: those at risk at a time are all of this and later ones.
     all_at_risk = totals.flip(1).cumsum(1).flip(1)
-    drawn = counts * events
-    tied = torch.zeros(shape, dtype=torch.float64).index_add_(1, group, drawn * hazard)
-    deaths = torch.zeros(shape, dtype=torch.float64).index_add_(1, group, drawn)
-    # Only differences of risks matter: subtract the largest, so that no hazard overflows.
-    loss = -(drawn @ (risks - risks.max()))
+    drawn_events = counts * events
+    tied = torch.zeros(shape, dtype=torch.float64).index_add_(1, group, drawn_events * hazard)
+    deaths = torch.zeros(shape, dtype=torch.float64).index_add_(1, group, drawn_events)
+    loss = -(drawn_events @ (risks - risks.max()))
     for step in range(int(deaths.max())):
         present = deaths > step
         # Efron's ties, as in `cox_loss`: of d events at one time, the next one finds step / d of them gone.
-        left = torch.where(present, all_at_risk - step / deaths * tied, 1.0)
-        loss = loss + left.log().sum(1)
-    total = drawn.sum(1)
+        remaining = torch.where(present, all_at_risk - step / deaths * tied, 1.0)
+        loss = loss + remaining.log().sum(1)
+    total = drawn_events.sum(1)
     return torch.where(total > 0, loss / total, torch.nan)
 
 
@@ -99,4 +100,5 @@ def hazard_survival(logits: torch.Tensor, edges: tuple[float, ...], times: tuple
     left = torch.cat([torch.zeros_like(right[:1]), right[:-1]])
     # The part of each interval that lies before each time: 0, 1, or a fraction in which log survival falls linearly.
     part = ((torch.tensor(times, dtype=logits.dtype)[:, None] - left) / (right - left)).clamp(0, 1)
+    # With hazard h = sigmoid(o), −log(1 − h) = softplus(o).
     return (-(torch.nn.functional.softplus(logits) @ part.T)).exp()

@@ -46,12 +46,11 @@ def survival_metrics(
     harrell, uno = concordances(risks, times, events, weights, horizons[-1], counts)
     areas, falls = time_areas(risks, times, events, counts * weights, horizons, counts)
     is_defined = areas.isfinite()
-    weight = (is_defined * falls).sum(1)
-    mean = torch.where(is_defined, areas * falls, 0.0).sum(1) / weight
-    scores = torch.full_like(mean, torch.nan)
+    mean_area = torch.where(is_defined, areas * falls, 0.0).sum(1) / (is_defined * falls).sum(1)
+    scores = torch.full_like(mean_area, torch.nan)
     if survival is not None:
         scores = integrated_brier(survival, times, events, free, horizons, counts)
-    return {"concordance": harrell, "uno_concordance": uno, "time_auroc": mean, "brier": scores}
+    return {"concordance": harrell, "uno_concordance": uno, "time_auroc": mean_area, "brier": scores}
 
 
 def kaplan_meier(times: torch.Tensor, events: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,16 +102,17 @@ def concordances(
     """
     sums = torch.zeros(4, len(counts), dtype=torch.float64)
     ended = events.nonzero()[:, 0]
+    # Rows are samples with the event, in blocks: all pairs at once would not fit into memory.
     for rows in ended.split(max(1, PAIRS // len(risks))):
         at, risk = times[rows, None], risks[rows, None]
         # Censored at the time of the event: lives longer, as the event comes first.
         longer = (times > at) | ((times == at) & (events == 0))
-        right = (longer * ((risk > risks) + 0.5 * (risk == risks))).double()
+        in_order = (longer * ((risk > risks) + 0.5 * (risk == risks))).double()
         drawn = counts[:, rows]
         # Squared: both members of a pair must still be followed at that time.
         weight = torch.where(times[rows] < last, weights[:, rows] ** 2, 0.0)
         # (draws, rows): the pairs of each row in right order, and all of its pairs, each as often as it is drawn.
-        ordered, comparable = counts @ right.T * drawn, counts @ longer.double().T * drawn
+        ordered, comparable = counts @ in_order.T * drawn, counts @ longer.double().T * drawn
         of_harrell = [ordered.sum(1), comparable.sum(1)]
         of_uno = [(ordered * weight).sum(1), (comparable * weight).sum(1)]
         sums += torch.stack([*of_harrell, *of_uno])
@@ -145,10 +145,11 @@ def time_areas(
         below = alive.cumsum(1) - alive / 2
         areas.append((ended * below).sum(1) / (ended.sum(1) * alive.sum(1)))
     distinct, curve = kaplan_meier(times, events, counts)
-    # Survival is 1 before the first time, which searchsorted gives the place 0.
+    # Survival is 1 before the first time, for which searchsorted returns 0.
     curve = torch.cat([torch.ones_like(curve[:, :1]), curve], 1)
-    at = curve[:, torch.searchsorted(distinct, torch.tensor(horizons, dtype=torch.float64), right=True)]
-    return torch.stack(areas, 1), torch.cat([torch.ones_like(at[:, :1]), at], 1)[:, :-1] - at
+    survived = curve[:, torch.searchsorted(distinct, torch.tensor(horizons, dtype=torch.float64), right=True)]
+    earlier = torch.cat([torch.ones_like(survived[:, :1]), survived], 1)[:, :-1]
+    return torch.stack(areas, 1), earlier - survived
 
 
 def integrated_brier(
@@ -173,18 +174,18 @@ def integrated_brier(
     scores, survived = [], []  # of each horizon, (draws,)
     for k, horizon in enumerate(horizons):
         ended, alive = (times <= horizon) & (events > 0), times > horizon
-        # Nobody is censored between the last time up to the horizon and the horizon itself.
-        before = torch.where(times <= horizon, free, 1.0).amin(1, keepdim=True)
-        wrong = torch.where(ended, survival[:, k] ** 2 * weights, 0.0)
-        wrong = wrong + torch.where(alive, (1 - survival[:, k]) ** 2 / before, 0.0)
-        scores.append((counts * wrong).sum(1) / total)
+        # G falls with time, so G at the horizon is the smallest up to it.
+        free_at_horizon = torch.where(times <= horizon, free, 1.0).amin(1, keepdim=True)
+        errors = torch.where(ended, survival[:, k] ** 2 * weights, 0.0)
+        errors = errors + torch.where(alive, (1 - survival[:, k]) ** 2 / free_at_horizon, 0.0)
+        scores.append((counts * errors).sum(1) / total)
         survived.append((counts * alive).sum(1) > 0)
-    is_known = torch.stack(survived, 1)
+    is_defined = torch.stack(survived, 1)
     # Trapezoids only between horizons that somebody survives.
     distances = torch.tensor(horizons, dtype=torch.float64).diff()
-    widths = torch.where(is_known[:, 1:] & is_known[:, :-1], distances, 0.0)
+    widths = torch.where(is_defined[:, 1:] & is_defined[:, :-1], distances, 0.0)
     length = widths.sum(1)
-    heights = torch.where(is_known, torch.stack(scores, 1), 0.0)
+    heights = torch.where(is_defined, torch.stack(scores, 1), 0.0)
     area = (widths * (heights[:, 1:] + heights[:, :-1]) / 2).sum(1)
     return torch.where(length > 0, area / length, torch.nan)
 
@@ -207,6 +208,7 @@ def log_rank(times: torch.Tensor, events: torch.Tensor, high: torch.Tensor) -> f
         events: (N,) float64.
         high: (N,) whether each sample is in the second group.
     """
+    # As two draws: all samples, and those of the second group.
     groups = torch.stack([torch.ones(len(times), dtype=torch.float64), high.double()])
     _, deaths, _, at_risk = life_table(times, events, groups)
     share = at_risk[1] / at_risk[0]

@@ -114,6 +114,7 @@ def _curve(targets: torch.Tensor, label: str) -> GroupCurve:
     # log(−log S) is not finite at 0 and 1: no interval there.
     flat = (curve[0] >= 1) | (curve[0] <= 0)
     low, high = torch.where(flat, curve[0], low), torch.where(flat, curve[0], high)
+    # From time 0 on, at which all survive.
     x, y, under, over = (
         torch.cat([torch.tensor([start], dtype=torch.float64), part]).numpy()
         for start, part in ((0.0, distinct), (1.0, curve[0]), (1.0, low), (1.0, high))
@@ -157,15 +158,15 @@ def _groups_table(targets: torch.Tensor, high: torch.Tensor) -> PageTable:
 def _horizon_table(
     risks: torch.Tensor, targets: torch.Tensor, times: tuple[float, ...], survival: torch.Tensor | None
 ) -> PageTable:
-    """Return predicted and observed survival at each time."""
-    at, events = targets.unbind(1)
+    """Return a table of predicted and observed survival and the AUROC at each time."""
+    ends, events = targets.unbind(1)
     once = torch.ones(1, len(risks), dtype=torch.float64)
-    weights = 1 / censoring_survival(at, events, once)
-    areas, falls = time_areas(risks, at, events, once * weights, times, once)
+    weights = 1 / censoring_survival(ends, events, once)
+    areas, falls = time_areas(risks, ends, events, once * weights, times, once)
     observed = 1 - falls[0].cumsum(0)
     rows = []
     for k, time in enumerate(times):
-        area, alive = float(areas[0, k]), int((at > time).sum())
+        area, alive = float(areas[0, k]), int((ends > time).sum())
         mean = "–" if survival is None else f"{float(survival[:, k].mean()):.3f}"
         shown = f"{area:.3f}" if math.isfinite(area) else "not defined"
         rows.append((f"{time:.6g}", f"{alive}", mean, f"{float(observed[k]):.3f}", shown))

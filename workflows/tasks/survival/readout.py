@@ -57,7 +57,7 @@ class SurvivalReadout(Readout):
             return np.concatenate([[1 - float(survival.mean())], survival[0].numpy()])
         risk = float(logits[0]) - self.centre
         hazards = np.full(len(self.times), math.nan) if self.baseline is None else np.array(self.baseline)
-        # math.exp raises OverflowError above 709.
+        # S(t) = exp(−H₀(t) · e^risk) with the baseline H₀; math.exp raises OverflowError above 709.
         return np.concatenate([[risk], np.exp(-hazards * math.exp(min(risk, 700.0)))])
 
     def position_scores(self, logits: torch.Tensor) -> torch.Tensor:

@@ -157,13 +157,13 @@ class Survival(Task):
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean outputs of each case (``max``: those of its slide of highest risk), and its latest target."""
-        merged, latest, risks = [], [], self._risks(outputs)
+        case_outputs, case_targets, risks = [], [], self._risks(outputs)
         for members in members_of(of_case):
             highest = members[risks[members].argmax()]
-            merged.append(outputs[highest] if how == "max" else outputs[members].mean(0))
-            # Slides of a case have one patient: the latest time is what is known of them.
-            latest.append(targets[members[targets[members, 0].argmax()]])
-        return torch.stack(merged), torch.stack(latest)
+            case_outputs.append(outputs[highest] if how == "max" else outputs[members].mean(0))
+            # Slides of a case are of one patient, who was followed up to the latest time.
+            case_targets.append(targets[members[targets[members, 0].argmax()]])
+        return torch.stack(case_outputs), torch.stack(case_targets)
 
     def calibration(self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor) -> dict[str, Any] | None:
         """Return the median risk; with Cox also mean and spread of the outputs, and Breslow's cumulative hazard."""
@@ -174,7 +174,7 @@ class Survival(Task):
         if self.kind != COX:
             return {**calibration, "cutoff": float(np.median(self._risks(cases).numpy()))}
         risks, centre = outputs[:, 0].double(), float(outputs[:, 0].double().mean())
-        # Of these slides themselves, so that one slide has 0, not NaN.
+        # Without Bessel's correction, so that one slide has 0, not NaN.
         spread = float(risks.std(correction=0))
         baseline = breslow(risks - centre, targets[:, 0], targets[:, 1], self.times)
         cutoff = float(np.median((cases[:, 0].double() - centre).numpy()))
