@@ -110,7 +110,7 @@ def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> Para
 
 
 def main() -> None:
-    """Serve the parent until it ends or kills this process."""
+    """Evaluate what the parent sends, and report a failure to it, until it ends or kills this process."""
     from hyfi_core.collection import start_quickly
     from hyfi_core.errors import LostPeerError, RequestError
 

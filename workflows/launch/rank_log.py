@@ -115,7 +115,10 @@ class RankLog(logging.Handler):
         super().close()
 
     def _written(self, level: str, text: str, shown: bool) -> str:
-        """Write lines to the log, or hold them back, and return them in its form; ``shown``: the terminal has them."""
+        """Return lines as the log has them, with time, host, rank and level; write them, or keep them until it opens.
+
+        ``shown``: the terminal has them; other lines are printed there if the log cannot be opened.
+        """
         head = f"{_time_text()} {self._head(level)}"
         marked = "".join(f"{head}{line}\n" for line in without_password(text).splitlines() or [""])
         # `logging.Handler` has a lock: lines of threads are not mixed.

@@ -53,7 +53,7 @@ def intervals(logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor,
     # Not only NaN: an infinite logit has a probability, but no loss.
     if len(targets) == 0 or not bool(logits.isfinite().all()):
         return dict.fromkeys(names)
-    intervals_of = resampled(lambda part: drawn_metrics(logits, targets, losses, part), names, counts)
+    intervals_of = resampled(lambda block: drawn_metrics(logits, targets, losses, block), names, counts)
     if logits.shape[1] == 2 and (area := metrics_of_logits(logits, targets)["auroc"]) is not None:
         intervals_of = rank_interval(intervals_of, area, targets == 1, counts)
     return share_interval(intervals_of, float((logits.argmax(1) == targets).double().mean()), counts)
@@ -116,7 +116,7 @@ def resampled(draw: Draw, names: Sequence[str], counts: torch.Tensor) -> Interva
     cases are ranked without an error, or if there is only one case.
 
     Args:
-        draw: Returns the metrics of draws.
+        draw: Takes some rows of ``counts``; returns the metrics of these draws.
         names: The metrics.
         counts: (draws, N) how often each sample is in each draw; equal for samples of the same case.
     """
@@ -124,8 +124,8 @@ def resampled(draw: Draw, names: Sequence[str], counts: torch.Tensor) -> Interva
     if bool((counts == 1).all()):
         return dict.fromkeys(names)
     # Draws in blocks: all at once, temporary arrays of many slides would not fit.
-    parts = [draw(part) for part in counts.split(max(1, MAX_COUNTS // counts.shape[1]))]
-    values = {name: torch.cat([part[name] for part in parts]).numpy() for name in names}
+    blocks = [draw(block) for block in counts.split(max(1, MAX_COUNTS // counts.shape[1]))]
+    values = {name: torch.cat([block[name] for block in blocks]).numpy() for name in names}
     return {name: _interval(value) for name, value in values.items()}
 
 

@@ -181,6 +181,7 @@ class Task(ABC):
             return dict.fromkeys((*names, *self.own_names))
         values = measured(lambda counts: self.drawn(outputs, targets, counts), len(targets))
         own = own_numbers(self.own_loss, self.own_metrics, self.in_units(outputs), targets)
+        # ``drawn`` has the loss of the class before the user's: not the one that was minimised.
         if self._own_method and not self.own_loss:
             own["loss"] = finite(float(self.loss(outputs, targets)))
         # The user's last: a loss of their own replaces the task's.
@@ -193,7 +194,7 @@ class Task(ABC):
         """
         if not len(targets) or not bool(outputs.isfinite().all()):
             return dict.fromkeys(self.metric_names)
-        return resampled(lambda part: self.drawn(outputs, targets, part), self.metric_names, counts)
+        return resampled(lambda block: self.drawn(outputs, targets, block), self.metric_names, counts)
 
     def with_labels(self, targets: Sequence[Target]) -> Sequence[tuple[Task, Sequence[Target]]]:
         """Return (task, its part of the labels of slides) of each target; this task alone if there is one."""
