@@ -33,7 +33,7 @@ class Unfinished(Protocol):
     """Something that a failed run may leave unfinished, such as messages of a group."""
 
     def clear(self) -> None:
-        """Remove what is unfinished: the next run would take it for its own."""
+        """Remove unfinished entries, which the next run would take for its own."""
 
 
 class Baton:
@@ -85,12 +85,12 @@ class Baton:
         # A run that a signal has ended may have left entries.
         self._joined, self._results, self._noted_outside, self._outside = {}, {}, False, set()
         self._running = set(range(self.size))
-        begun = self._prepared()
+        prepare_thread = self._prepared()
 
         def target(cell: int) -> None:
             try:
                 # In each thread, because settings such as CUDA's current device and stream belong to a thread.
-                begun()
+                prepare_thread()
                 self._take(cell)
                 results[cell] = body(cell)
             except BaseException as error:

@@ -113,7 +113,7 @@ def with_cells(
 
 
 def _of_cells(held_bytes: int, side: int, maps_bytes: int, weights_bytes: int, records_bytes: int) -> tuple[int, int]:
-    """Return (what a rank always needs, the least it needs) with ``side`` rows and columns of cells."""
+    """Return (bytes besides maps, least bytes in all) of a rank with ``side`` rows and columns of cells."""
     always_bytes = held_bytes + LIBRARY_BYTES + side**2 * records_bytes
     return always_bytes, least_bytes(always_bytes, PagedForecast(maps_bytes, 0, 0, weights_bytes))
 
@@ -193,7 +193,7 @@ def largest_step(forecasts: Sequence[PagedForecast]) -> PagedForecast:
 
 
 def workspace_bytes(largest: PagedForecast) -> int:
-    """Return what the largest step needs besides pages."""
+    """Return the bytes that the largest step needs besides pages."""
     return WORKSPACE * largest.working_bytes + WEIGHT_COPIES * largest.weights_bytes
 
 

@@ -63,7 +63,7 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
         made_here = {name for op in operators for name in op.outputs if name is not None}
         lives = _lives(program.image, made_here, operators)
         return FusedRuns(), RunCost(_peak(lives, {name: value_bytes(program, name) for name in lives}), 1.0)
-    # Lowered once without fused runs, for the layouts and for what can be fused at all.
+    # Lowered once without fused runs: this gives the layouts, and the operators that can be in a run.
     trial = lower(program, Target(grid, 0, CELL_OPERATORS))
     sketch = sketch_of(program, operators, trial.splits, trial.fusible, ())
     choices: list[Margins] = []

@@ -28,7 +28,7 @@ class SharedHalo(Redistribute):
     """A redistribution in which cells read each other's tensors without copies; for forwards without backward."""
 
     def start(self, comm: Communicator, own: torch.Tensor) -> Waits[PendingStrips]:
-        """Share views of ``own`` with the other cells, and return views of what this cell needs of theirs."""
+        """Share views of ``own`` with the other cells, and return views of their strips that this cell needs."""
         swap = getattr(comm, CellCommunicator.swap.__name__)  # counting communicators forward it
         transfer = self.transfer
         shown = [Message(strip.peer, self._view(own, strip.box, transfer.have)) for strip in transfer.sends]

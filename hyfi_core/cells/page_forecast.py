@@ -60,7 +60,7 @@ def forecast_pages(
     trains: bool,
     pixels: torch.dtype | None = None,
 ) -> PagedForecast:
-    """Return what a cell needs for a stage.
+    """Return the memory that a cell needs for a stage and a micro-batch.
 
     Args:
         ranked: the cell's program.
@@ -153,7 +153,7 @@ class _Sizes:
 
 
 def _peak(tape: Tape, sizes: _Sizes, kept_pages: _Kept, trains: bool) -> int:
-    """Return the peak of kept bytes: values used after a wait and, in training, what backward needs.
+    """Return the peak of kept bytes: values used after a wait and, in training, values needed by backward.
 
     saved          values kept for backward: they grow through the forward and are all there at its end
     passing        in evaluation, values between the step that computes them and their last use

@@ -67,7 +67,7 @@ class Paging:
     """
 
     def __init__(self, spill: str, memory_bytes: int | None, device: torch.device, cell: Callable[[], int]) -> None:
-        # Before the first map: by default glibc keeps what is freed, and the process would not get smaller.
+        # Before the first map: by default, glibc keeps freed memory, and the process would not get smaller.
         return_what_is_freed()
         store = SpillMemory() if spill == "memory" else SpillFile(Path(spill))
         self.pager = Pager(store, 0, cell, device)  # ``begin`` sets its limit

@@ -83,7 +83,7 @@ class SpillForecast:
     def _stages(
         self, program: Program, plan: ParallelPlan, lowered_plans: LoweredPlans, count: int
     ) -> tuple[PagedForecast, ...]:
-        """Return what a rank of each stage needs for all of its cells and one micro-batch."""
+        """Return the needs of a rank of each stage, for all of its cells and one micro-batch."""
         fine, cells = plan.by_cells(), prod(plan.cell_grid or (1, 1))
         lowered = lowered_stages(program, plan, fine, self.machine, lowered_plans)
         forecasts = []
@@ -109,7 +109,7 @@ class SpillForecast:
 
 
 def _spilled(stage: PagedForecast, pages: Sequence[PagedForecast], limit_bytes: int, cells: int) -> SpilledMaps:
-    """Return what a stage spills.
+    """Return the bytes that a stage spills in forward and in backward.
 
     Args:
         stage: the stage's needs for one micro-batch: kept bytes of all cells; ``working_bytes`` and ``waits`` of one.
@@ -118,7 +118,7 @@ def _spilled(stage: PagedForecast, pages: Sequence[PagedForecast], limit_bytes: 
         cells: number of cells of a rank.
     """
     kept_bytes, working = sum(page.kept_bytes for page in pages), largest_step(pages).working_bytes
-    # The stage's share of what its rank spills.
+    # Of the bytes that its rank spills, a stage has the same fraction as of the kept bytes.
     stored = stage.kept_bytes * spilled_bytes(kept_bytes, limit_bytes, working, trains=True) / max(1, kept_bytes)
     # Room for maps beside the largest step, below the fraction of the limit above which a pager writes pages early.
     room = max(0.0, EARLY * limit_bytes - working)

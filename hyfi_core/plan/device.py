@@ -111,7 +111,7 @@ def assign_devices(
 
 
 def spare_devices(request: DeviceRequest, trainers: Sequence[RankGpus], extra_ranks: Sequence[RankGpus]) -> list[str]:
-    """Return the device of each rank that computes in addition to trainers: a GPU that these leave free, else ``cpu``.
+    """Return the device of each rank that computes beside trainers: a GPU that they leave free, or ``cpu``.
 
     Args:
         request: with ``cpu`` none uses a GPU.

@@ -134,7 +134,7 @@ def _is_right(row: Sequence[Action], required: Needs) -> bool:
 
 
 def _missing(rank: int, end: int, action: Action, required: Needs, places: Mapping[Action, int]) -> Blame:
-    """Blame the action that needs the missing one, else its predecessor, else the end of the list."""
+    """Return the blame for a missing action: at the action that needs it, or after its needs, or at the list's end."""
     for other, index in places.items():
         if action in required[other]:
             return Blame(rank, index, f"needs {action}, which is missing")

@@ -17,7 +17,7 @@ from hyfi_core.schedule.fault import Blame
 from hyfi_core.schedule.routes import senders
 
 Wait = tuple[int, str]
-"""The rank that is waited for, and a description of what it has to do."""
+"""(rank that is waited for, description of what it has to do)."""
 
 
 def find(run: DryRun) -> FaultFound | None:
@@ -59,7 +59,7 @@ def _first(run: DryRun, number: int) -> str:
 
 
 def _waits(run: DryRun, number: int) -> Iterator[Wait]:
-    """Yield what a rank waits for before its current action."""
+    """Yield (rank, description) for each rank that this one waits for before its current action."""
     rank = run.ranks[number]
     action = rank.current
     if action is None:

@@ -94,7 +94,7 @@ class AggregatorCall:
         return lambda tiles: int(square * tiles * tiles + slope * tiles) + peaks[0]
 
     def _unpacked(self, returned: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logits ``(K,)`` and the attention from what the aggregator has returned."""
+        """Return logits ``(K,)`` and attention from the aggregator's result."""
         logits, attention = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         # Logits of one slide; (N, K) would be logits of tiles.
         single = isinstance(logits, torch.Tensor) and (logits.dim() == 1 or (logits.dim() == 2 and len(logits) == 1))

@@ -246,7 +246,7 @@ class TilesEngine(EngineState):
             self.vectors.step_bytes = needs.lasting + needs.working
 
     def describe(self) -> str:
-        """Return the plan as text, and what the last step kept."""
+        """Return the plan as text, and how many chunks the last step kept."""
         kept = f"{self.kept[0]} of {self.kept[1]} chunks kept their activations in the last step of this rank"
         return "\n".join([self.plan.describe().rstrip("\n"), *([kept] if self.kept[1] else [])])
 

@@ -43,7 +43,7 @@ class SlideFeatures:
     def put(self, first: int, features: torch.Tensor) -> None:
         """Store the features of consecutive tiles of this rank."""
         first -= self.own.start
-        # Detached: the graph of a chunk lives only in what the pass keeps.
+        # Detached, so that the graph of a chunk lives only as long as the pass keeps it.
         self._own[first : first + len(features)].copy_(features.detach())
         self._missing -= len(features)
 

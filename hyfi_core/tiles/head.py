@@ -96,7 +96,7 @@ class BagHead:
         leaves: list[torch.Tensor] = [*bags, *named.values()] if trains_encoder else [*named.values()]
         of_leaves: tuple[torch.Tensor | None, ...] = torch.autograd.grad(own, leaves, cotangent, allow_unused=True)
         of_bags: list[torch.Tensor | None] = list(of_leaves[: len(bags)]) if trains_encoder else [None] * len(bags)
-        # Of each parameter: its gradient by the aggregator, and by its use in the loss function itself.
+        # A parameter may have a gradient by the aggregator, and one by its use in the loss function itself.
         by_aggregator = dict(zip(named, of_leaves[len(leaves) - len(named) :], strict=True))
         by_loss = dict(zip(named, of_loss, strict=True))
         trained = tuple(name for name in named if by_aggregator[name] is not None or by_loss[name] is not None)

@@ -28,7 +28,7 @@ from hyfi_core.ops import draws
 
 DrawnShape = tuple[int, ...]
 """Shape of the random numbers that an operator draws."""
-# Operators that fill a tensor, and those that make one: name -> (what draws instead, its arguments).
+# Operators that fill a tensor, and operators that make one: name -> (function that draws instead, its arguments).
 _FILLS: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "bernoulli_": (draws.bernoulli, ("p",)),
     "uniform_": (draws.uniform, ("from", "to")),
@@ -98,7 +98,7 @@ class KeyedDraws(TorchDispatchMode):
         return self._drawn(function, name, arguments)
 
     def _drawn(self, function: Any, name: str, arguments: dict[str, Any]) -> Any:
-        """Return what an operator draws, from its arguments by name.
+        """Return the result of an operator that draws, with keyed numbers; ``arguments``: name -> argument.
 
         Raises:
             RequestError: its numbers cannot be the same for any division into calls.
@@ -129,7 +129,7 @@ class KeyedDraws(TorchDispatchMode):
         )
 
     def _dropout(self, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (result, mask of what is kept), as ``native_dropout``."""
+        """Return (result, mask of the values that stay), as ``native_dropout``."""
         if train is False or p == 0.0:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
         mask = self._numbers(draws.bernoulli, torch.empty_like(x, dtype=torch.bool), 1.0 - p)

@@ -113,7 +113,7 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
         needs: memory that the step needs.
         memory_bytes: limit of this process, or of the GPU's memory; None: half of what is free.
         device: where the encoder runs.
-        sharers: ranks that share the free memory.
+        sharers: number of ranks that share the free memory.
         chunks: number of chunks of this rank.
 
     Raises:
@@ -122,14 +122,14 @@ def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.devi
     kept_bytes, needed_bytes = max(1, int(needs.kept * SLACK)), needs.lasting + int(needs.working * SLACK)
     used = _used_bytes(device)
     if memory_bytes is not None and device.type == "cpu" and memory_bytes - used - needed_bytes < chunks * kept_bytes:
-        return_freed_now()  # what earlier steps have freed is not in use
+        return_freed_now()  # memory that earlier steps have freed must not count as used
         used = _used_bytes(device)
     # Without a limit, half of what is free, divided among the ranks that share it.
     limit = memory_bytes if memory_bytes is not None else used + _free_bytes(device) // (2 * sharers)
     free = limit - used - needed_bytes
     if free < 0:
         if memory_bytes is None:
-            return 0  # nothing was promised
+            return 0  # without a limit, too little memory means that all chunks are computed again
         raise RequestError(
             f"plan.memory_bytes is {memory_bytes:,}, but a step needs {limit - free:,} bytes: {used:,} are in use, "
             f"{needs.lasting:,} for features, aggregator and gradients, {int(needs.working * SLACK):,} for one chunk; "
@@ -164,7 +164,7 @@ def new_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None, reduces
 
 
 def _used_bytes(device: torch.device) -> int:
-    # Reserved, not allocated: what PyTorch's allocator holds is not free for others.
+    # Reserved rather than allocated bytes, because memory that PyTorch's allocator holds is not free for others.
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 

@@ -27,8 +27,8 @@ class AttentionSpread:
 
         Args:
             attention: one tensor a slide; heads or classes, in other dims than that of tiles, are averaged.
-            tiles: number of tiles of each slide, which finds the dim of tiles; None, or if no dim has this length: the
-                longest dim.
+            tiles: number of tiles of each slide; the dim of this length is that of tiles. Without it, or if no dim has
+                this length, the longest dim is.
         """
         counts = [None] * len(attention) if tiles is None else tiles
         slides = [

@@ -63,7 +63,7 @@ def main() -> None:
         command += ["--size", str(args.size), "--model", args.model]
         command += ["--threads", str(args.threads)] if args.threads else []
         command += child_options
-        # A process of its own: what one way leaves in the heap would count for the next.
+        # A process for each way, because memory that one leaves in the heap would count for the next.
         completed = subprocess.run(command, capture_output=True, text=True)
         if completed.returncode != 0:
             print(

@@ -100,7 +100,7 @@ class _OnceBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         result: torch.Tensor = sleep(cotangents[0], ctx.seconds_per_px)
-        # Of a map, the gradient is that of `sleep`; a weight has another shape, and its gradient is 0.
+        # The gradient of a map is that of `sleep`. A weight has another shape, and its gradient is 0.
         return result if result.shape == ctx.source else result.new_zeros(ctx.source), None, None
 
 

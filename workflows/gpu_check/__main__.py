@@ -87,7 +87,7 @@ def _check(out: Path, minutes: float, device: str, only: str) -> int:
     def report(result: PartResult) -> None:
         results.append(result)
         say(f"{result.outcome}: {result.part}" + (f": {result.reason}" if result.reason else ""))
-        # After each part: a check that is stopped keeps what it has.
+        # Written after each part, so that a check that is stopped keeps its results.
         write_atomically(out / "gpu-check.json", json.dumps(as_json(machine, results), indent=1).encode())
         write_atomically(out / "gpu-check.txt", as_text(machine, results).encode())
 

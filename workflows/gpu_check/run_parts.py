@@ -124,7 +124,7 @@ def _run(part: CheckPart, gpus: int, limit_s: float, options: list[str], logs: P
 
 
 def _lacking(part: CheckPart, gpus: int) -> str | None:
-    """Return what a part needs that is missing here; None if nothing is."""
+    """Return what this machine lacks for a part, such as ``needs a GPU``; None if it lacks nothing."""
     if not gpus:
         return "needs a GPU" if part.gpu_only else None
     return f"needs {part.gpus} GPUs, found {gpus}" if part.gpus > gpus else None

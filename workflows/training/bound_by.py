@@ -193,7 +193,7 @@ def bound_by(spent: Sequence[Mapping[str, float]], setup: RunSetup) -> str:
     line names the trainer.
     """
     shares_of = shares(spent)
-    # Computing is what remains: it bounds only if nothing else takes much.
+    # Computing is the rest of the time: it bounds training only if no other kind takes much.
     most = max((kind for kind in shares_of if kind != "compute"), key=lambda kind: shares_of[kind])
     kind = most if shares_of[most] >= MIN_SHARE else "compute"
     parts = percentages(spent)

@@ -45,7 +45,7 @@ def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, d
     turns = (start_step * accumulate, job.steps * accumulate)
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     loaders, cells = roles.loaders_of.get(roles.world.rank, ()), engine.plan.cells is not None
-    # Loaders send in this order, and a receiver takes what comes next: it must be the order in which cells read.
+    # Loaders send boxes in this order, and a receiver takes the next one that arrives: cells must read in this order.
     parts = _in_order(engine) if cells else engine.input_parts
     spec = FeedSpec(job.stream, job.layout, replica, tuple(parts), turns)
     if loaders and cells:

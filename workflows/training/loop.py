@@ -89,7 +89,7 @@ class TrainingLoop:
                 say(change)
         self._average = make_average(job.config.run.ema, engine, model, saved)
         if saved is not None:
-            # Only now: the average was read from the checkpoint's files, too.
+            # Closed here, because `make_average` reads from the checkpoint's files, too.
             saved.close()
         self.failure: str | None = None
         self._finite = FiniteSteps(job.config.run.on_nonfinite, roles.trainers, engine, model)
@@ -130,7 +130,7 @@ class TrainingLoop:
         # `last` is the step with which early stopping ends the run; None before.
         while step < self._job.steps and not stopped and self._validating.last is None:
             step += 1
-            # Before the forward: what is released takes part in this step's backward.
+            # Before the forward, so that released parameters get gradients in this step.
             self._release(step)
             self._trace.begin(step)
             self._step(step)
@@ -258,7 +258,7 @@ class TrainingLoop:
         if gathered is None or len(gathered) == 1:
             return {}
         spent, used_bytes = [times for times, _ in gathered], [size for _, size in gathered]
-        # Rank 0 need not be the fullest: in a pipeline it may hold a quarter of what others do.
+        # Rank 0 need not be the fullest: in a pipeline, it may use a quarter of the memory of others.
         fullest = self._places[used_bytes.index(max(used_bytes))]
         self._fullest = {"rank": fullest.rank, "host": fullest.host, "memory_bytes": max(used_bytes)}
         return {
@@ -271,7 +271,7 @@ class TrainingLoop:
         return self._job.epoch_of(step + 1) != self._job.epoch_of(step) or step >= self._job.steps
 
     def _report_epoch(self, step: int) -> None:
-        """At the end of an epoch, print what bounded it, which ranks are slow, and which is fullest (collective)."""
+        """Print at the end of an epoch what bounded it, which ranks are slow, and which is fullest (collective)."""
         if not self._ends_epoch(step):
             return
         # What was validated after the epoch's last step still belongs to this epoch.

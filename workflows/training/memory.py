@@ -70,7 +70,7 @@ def _written_bytes(plan: ParallelPlan, placement: Placement, stages: Sequence[Me
 def describe_memory(trainer_bytes: Sequence[int], pools: Sequence[MemoryPool], kind: str = "memory") -> str:
     """Return one line of text: the peak of each trainer, and the total of the fullest pool."""
     totals = {pool.name: sum(trainer_bytes[rank] for rank in pool.trainers) for pool in pools}
-    # Not the pool with the largest total: a small host may be full earlier.
+    # By the fraction of its memory rather than by bytes: a small host may be full earlier.
     fullest = max(pools, key=lambda pool: totals[pool.name] / max(1, pool.free_bytes))
     most, least = max(trainer_bytes), min(trainer_bytes)
     # A range only if ranks differ by more than the forecast is accurate.
@@ -82,7 +82,7 @@ def describe_memory(trainer_bytes: Sequence[int], pools: Sequence[MemoryPool], k
 
 
 def _limit_text(pool: MemoryPool) -> str:
-    """Return what limits a pool, in brackets; empty if that is its size."""
+    """Return the limit of a pool's memory in brackets, such as the job's; empty if it is the size of the memory."""
     return f" ({pool.limit})" if pool.limit else ""
 
 

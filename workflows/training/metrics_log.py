@@ -38,7 +38,7 @@ def nonfinite_steps(records: Iterable[MetricsLine]) -> list[int]:
 
 
 def describe_nonfinite(records: Iterable[MetricsLine]) -> str | None:
-    """Return how many steps were not finite, and what became of them, as text; None if all were finite."""
+    """Return as text how many steps were not finite, and how many updates were left out; None if all were finite."""
     wrong = [record for record in records if record.get("nonfinite")]
     if not wrong:
         return None

@@ -65,7 +65,7 @@ def measured(trainers: Communicator, replica: int, turn: Callable[[int], None]) 
         turn: Runs the turn of a given number; called by all ranks of the replica together.
     """
     seconds = []
-    # Not timed: it compiles, and fills caches.
+    # The first turn is not timed, because it compiles and fills caches.
     turn(0)
     # All replicas start the timed turns together: they share disk and memory bandwidth, as in training.
     trainers.barrier()

@@ -92,7 +92,7 @@ class EncoderCall:
             return self._picked(self.encoder(tiles), len(tiles))
 
     def _picked(self, returned: Any, count: int) -> torch.Tensor:
-        """Return the features ``(count, D)`` from what the encoder has returned."""
+        """Return the features ``(count, D)`` from the encoder's result."""
         features = returned if self.output is None else self.output(returned)
         if not isinstance(features, torch.Tensor) or features.dim() != 2 or len(features) != count:
             shaped = isinstance(features, torch.Tensor)

@@ -80,7 +80,8 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
     backend = "nccl" if device.type == "cuda" else "gloo"
     report = sys.excepthook
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=_LIMIT)
-    sys.excepthook = report  # the library's holds back what ours writes until it returns, but ours ends the process
+    # The library has replaced our hook by one that writes its output after it has returned, but ours ends the process.
+    sys.excepthook = report
     atexit.register(_leave)
     _MADE[f"{ranks[0].host} {address}"] = dist.group.WORLD
     return dist.group.WORLD

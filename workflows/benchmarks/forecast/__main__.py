@@ -194,7 +194,7 @@ class Study:
         return cases
 
     def _case(self, index: int, plan: ParallelPlan) -> Comparison:
-        """Print and return the comparison of a plan's forecast with what was measured."""
+        """Print and return the comparison of a plan's forecast with its measurements."""
         rounds = [(machine, *of_plans[index]) for machine, of_plans in self._rounds]
         # The round of the shortest step, and the machine as it was measured at the start of that round.
         machine, step_s, _, allocated = min(rounds, key=lambda of_round: of_round[1])

@@ -235,7 +235,7 @@ def _timed_ms(step: Callable[[], object], comm: Communicator) -> tuple[float, fl
     for _ in range(3):
         step()
     comm.barrier()
-    # Of the processor: waiting for other ranks takes none.
+    # Processor time, because waiting for other ranks takes none of it.
     begun, own = time.process_time(), time.thread_time()
     for _ in range(_STEPS):
         step()

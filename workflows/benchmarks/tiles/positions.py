@@ -106,7 +106,7 @@ def small_resnet(norm: str, width: int = 16) -> nn.Module:
 
 
 def draw(task: PositionsTask, folder: Path, splits: tuple[str, ...] = ("train", "val", "test")) -> None:
-    """Write the slides of some splits, and their manifest, into ``folder`` unless they are there."""
+    """Write the slides of some splits, and their manifest, into ``folder`` if they are not there yet."""
     if (folder / "manifest.csv").exists():
         return
     slides = [slide for slide in task.slides if slide.split in splits]
@@ -121,7 +121,10 @@ def _draw_slide(task: PositionsTask, folder: Path, slide: ArchiveSlide) -> None:
 
 
 def train(task: PositionsTask, store: Path, run: Path, way: str, norm: str, steps: int, rate: float) -> Path:
-    """Train one way with a norm: exact, frozen, or group; return the folder of its last checkpoint."""
+    """Train encoder and aggregator in one way; return the folder of the last checkpoint.
+
+    ``way``: an aggregator, or ``frozen``: gated attention on a frozen encoder. ``norm``: exact, frozen or group.
+    """
     frozen = way == "frozen"
     encoder = {
         "name": "workflows.benchmarks.tiles.positions:small_resnet",

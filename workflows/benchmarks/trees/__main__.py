@@ -62,7 +62,7 @@ def compare(
     sides = [_Side(checkout, words) for checkout in checkouts]
     seconds = []
     for pair in range(pairs):
-        # A B B A: what changes steadily, such as the clock rate, cancels.
+        # In the order A B B A, steady changes of the machine, such as of its clock rate, cancel.
         order = (0, 1) if pair % 2 == 0 else (1, 0)
         steps = {index: sides[index].step() for index in order}
         seconds.append((steps[0], steps[1]))

@@ -119,7 +119,7 @@ class BagInputs(RunInputs):
         """Return the engine of ``parallelize_tiles``."""
         job, optimizer = self.job, self.job.config.optimizer
         assert isinstance(model, TileModel) and roles.trainers is not None
-        return_what_is_freed(LARGE_BLOCK_BYTES)  # else freed memory stays with the process and exceeds the forecast
+        return_what_is_freed(LARGE_BLOCK_BYTES)  # the forecast does not count freed memory that a process keeps
         return parallelize_tiles(
             model.encoder,
             model.aggregator,

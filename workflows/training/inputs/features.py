@@ -45,7 +45,7 @@ class FeatureInputs(BagInputs):
         return rows
 
     def advice(self, forecast: Sequence[str]) -> str:
-        """Return what to print if memory runs out."""
+        """Return advice to print if memory runs out."""
         return (
             "to need less memory, let more ranks share the tiles of a slide (plan.tiles), use fewer slides in a step "
             "(data.batch_size, plan.replicas), or another model.aggregator: transmil needs the most"
@@ -54,7 +54,7 @@ class FeatureInputs(BagInputs):
     def make_model(self, device: str, loads: bool, tell: Tell) -> tuple[nn.Module, Freezing | None]:
         """Return the aggregator, whose parameters are named ``aggregator.*``, and what is frozen in it."""
         run, config = self.job.config.run, self.job.config.model
-        # Before building: initial weights depend on the seed alone, not on what ran before.
+        # Directly before building: initial weights depend on the seed alone, not on random numbers drawn earlier.
         torch.manual_seed(run.seed)
         model = build_feature_model(self._fields())
         model.train()

@@ -86,12 +86,12 @@ class RunInputs(ABC):
         return check_memory(self.job, roles, device)
 
     def advice(self, forecast: Sequence[str]) -> str:
-        """Return what to print if memory runs out."""
+        """Return advice to print if memory runs out."""
         return advice_of(self.job, forecast)
 
     @abstractmethod
     def make_model(self, device: str, loads: bool, tell: Tell) -> tuple[nn.Module, Freezing | None]:
-        """Return the initial model in its modes of training, on its device, and what is frozen in it.
+        """Return the initial model, ready for training and on its device, and what is frozen in it.
 
         Args:
             device: Device of this trainer.
@@ -105,7 +105,7 @@ class RunInputs(ABC):
 
     @abstractmethod
     def reserve(self, engine: TrainingEngine, model: nn.Module, roles: Roles) -> None:
-        """Try what a step and a validation need, before anything is written (collective over trainers).
+        """Try the memory and disk of a step and a validation, before anything is written (collective over trainers).
 
         Raises:
             RequestError: There is too little memory or disk, or the model cannot be trained so.

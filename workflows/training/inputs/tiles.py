@@ -54,7 +54,7 @@ class TileInputs(BagInputs):
         return self.checked()
 
     def advice(self, forecast: Sequence[str]) -> str:
-        """Return what to print if memory runs out."""
+        """Return advice to print if memory runs out."""
         return (
             "to need less memory, set plan.memory_bytes, which bounds the activations of an encoder, let more ranks "
             "share the tiles of a slide (plan.tiles), or freeze parts of the encoder (model.encoder.train)"
@@ -72,7 +72,7 @@ class TileInputs(BagInputs):
         model, loaded = build_tile_model(fields, self._tiles.size_px, weights, self._stated_normalisation())
         model.train()
         self._loaded = loaded
-        # Before `freeze`, which leaves out what is frozen already, so `model.freeze_epochs` never releases these parts.
+        # Before `freeze`, which leaves out parts that are frozen already: `model.freeze_epochs` never releases these.
         parts = self._freeze_parts(model, config.encoder.train)
         freezing = freeze(model, config)
         for line in (loaded if loads else None, parts, freezing):

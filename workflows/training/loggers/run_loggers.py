@@ -76,7 +76,7 @@ class RunLoggers:
             finite = {name: value for name, value in scalars(kind, values) if math.isfinite(value)}
             record = LoggedRecord(kind, step, finite)
             for thread in self._threads:
-                if thread.is_alive():  # else it has failed, and nobody takes its records
+                if thread.is_alive():  # a logger that has failed takes no more records
                     thread.records.put(record)
 
     def end(self, outcome: RunOutcome) -> None:

@@ -70,7 +70,7 @@ class RunCheckpoints:
             return False
         part = CheckpointPart(owned, self._engine.owned_optimizer(), averaged, self._engine.owned_buffers())
         folder = step_folder(self._inputs.job.config.run.dir / "checkpoints", step)
-        # Rank 0 writes `model.json`; what the others pass is not used.
+        # Only rank 0 writes `model.json`; the `model` of other ranks is not used.
         trained = {} if self._recorder is None else {"trained_on": self._recorder.trained_slides.to_json()}
         model = {**self._inputs.model_json(), **trained, "step": step}
         self._writer.begin(folder, part, step=step, model=model, state=state)

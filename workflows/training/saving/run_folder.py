@@ -59,7 +59,7 @@ class RunFolder:
         kept = [saved_step for saved_step in steps if saved_step <= step]
         if kept:  # perhaps without `step`, whose weights may not have been finite
             self.saved(kept[-1])
-        # After `latest` points elsewhere: it never names what is being removed.
+        # Removed after `latest` was moved, so that the link never names a checkpoint that is being removed.
         for later_step in steps[len(kept) :]:
             checkpoints.remove(checkpoints.step_folder(self.checkpoints, later_step))
         best = self.checkpoints / "best"
