@@ -88,6 +88,7 @@ class Baton:
         prepare_thread = self._prepared()
 
         def target(cell: int) -> None:
+            """Run ``body`` for a cell, in the cell's thread."""
             try:
                 # In each thread, because settings such as CUDA's current device and stream belong to a thread.
                 prepare_thread()

@@ -31,6 +31,7 @@ class _Exchange:
         self._leaving = leaving  # alive until they have been sent
 
     def test(self) -> bool:
+        """Take the messages that have arrived; return whether all have been sent and received."""
         missing = []
         for message in self._receives:
             lane = self._group.lanes.get((message.peer, self._rank, message.tag))

@@ -25,7 +25,7 @@ NAP_S = 1e-4
 def run_in_lockstep(
     cells: Mapping[int, Waits[Any]], turn: Callable[[int, bool], None], waits_outside: Callable[[], bool]
 ) -> dict[int, Any]:
-    """Return cell -> result of its computation.
+    """Run the computations of cells in turns, each up to its next wait; return cell -> result of its computation.
 
     Args:
         cells: cell -> computation, in the order of turns.

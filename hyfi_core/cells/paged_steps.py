@@ -175,6 +175,7 @@ class PagedSteps:
         uses = [self._backward_use]
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
+            """Register a tensor that autograd saves, and return it without its graph."""
             # Detached: a saved output of the segment refers to its graph, which refers to what was saved. This cycle
             # would never be freed.
             saved = tensor.detach()

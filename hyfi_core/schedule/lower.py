@@ -44,7 +44,7 @@ def lower(
         mirror: with two directions: "all_reduce": REDUCE sums the gradients of both; "point_to_point": each rank of
             direction 1 first sends its gradients to the rank with the same part in direction 0, which reduces them.
         overlap_reduce: whether REDUCE starts after the stage's last B or W on the rank, which requires that it does
-            not block; else all start at the end.
+            not block; otherwise all start at the end.
 
     Raises:
         ScheduleError: the ranks' lists have no common order.
@@ -55,7 +55,7 @@ def lower(
     try:
         order = common_order(few.schedule, few.placement, links)
     except ScheduleError:
-        common_order(schedule, placement, links)  # the same error, of all ranks
+        common_order(schedule, placement, links)  # raises the same error, with all ranks
         raise
     lowering = _Lowering(few.schedule, few.placement, links, order, point_to_point)
     return few.for_all([_row(lowering, rank, row, overlap_reduce) for rank, row in enumerate(few.schedule.actions)])

@@ -106,8 +106,8 @@ def simulate(
         one_stream: whether all messages of a rank go through one stream, each after the previous one.
 
     Raises:
-        ScheduleError: it deadlocks; an action is missing, repeated or misplaced; or two ranks send and receive in
-            different orders. The error names ranks, actions and what they wait for, and draws all ranks.
+        ScheduleError: the schedule deadlocks; an action is missing, repeated or misplaced; or two ranks send and
+            receive in different orders. The error names ranks, actions and what they wait for, and draws all ranks.
     """
     run = _run(schedule, placement, edges, mirror, microbatches, costs or Costs(), one_stream)
     return Simulation(

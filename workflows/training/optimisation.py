@@ -33,6 +33,7 @@ def optimizer_factory(
     place_of = {name: index for index, group in enumerate(groups) for name in group.names}
 
     def make(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of these parameters, in the groups of the whole model."""
         # By identity: tensors compare element by element.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         # Empty groups stay: rates and saved states belong to a group by its position, the same on all ranks.

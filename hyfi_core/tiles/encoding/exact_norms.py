@@ -54,6 +54,7 @@ class _Normalised:
         self._name, self._module, self._comm, self._tiles, self._own = name, module, comm, tiles, own
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` normalised over all tiles of the slide, and update the running statistics."""
         module, pixels = self._module, prod(x.shape[2:])
         if len(x) != self._own:
             raise RequestError(

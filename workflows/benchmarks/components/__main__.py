@@ -36,21 +36,21 @@ def masks(side_px: int) -> dict[str, Mask]:
 
 
 def of_scipy(mask: Mask) -> Mask:
-    """Remove small components by the sizes of labels."""
+    """Return the mask without small components, by SciPy's labels and their sizes."""
     labels, count = ndimage.label(mask)
     large = np.bincount(labels.ravel(), minlength=count + 1) > SMALL_PX
-    large[0] = False
+    large[0] = False  # the background
     kept: Mask = large[labels]
     return kept
 
 
 def of_cc3d(mask: Mask) -> Mask:
-    """Remove small components by the sizes of labels."""
+    """Return the mask without small components, by cc3d's labels and their sizes."""
     import cc3d
 
     labels = cc3d.connected_components(mask, connectivity=4)
     large = np.bincount(labels.ravel()) > SMALL_PX
-    large[0] = False
+    large[0] = False  # the background
     kept: Mask = large[labels]
     return kept
 

@@ -42,7 +42,7 @@ def main() -> None:
     for key, name in (("peak_bytes", "peak of the process"), ("bytes", "added")):
         middle = {count: median(cost[key] for cost in costs) for count, costs in costs_of.items()}
         ratios = ", ".join(f"{count} tiles {value / middle[counts[0]]:.3f}" for count, value in middle.items())
-        print(f"{name}, median of {args.repeats}, of that of {counts[0]} tiles: {ratios}")
+        print(f"{name}, median of {args.repeats}, relative to {counts[0]} tiles: {ratios}")
 
 
 if __name__ == "__main__":
