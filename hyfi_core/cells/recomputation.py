@@ -111,7 +111,7 @@ def _operator_call(source: Made, overwritten: Sequence[str]) -> Call | None:
 
     Args:
         source: the operator, and what it has computed.
-        overwritten: name of the input that it has overwritten, if any: the function takes its value as argument.
+        overwritten: at most one name, of the input that it has overwritten: the function takes its value as argument.
     """
     assert isinstance(source.step, OperatorStep)
     operator, names, saved = source.step.call.operator, source.step.call.inputs, source.saved
@@ -137,7 +137,7 @@ def _segment_call(segment: Segment, source: Made, overwritten: Sequence[str]) ->
     Args:
         segment: the step of ``source``.
         source: the segment's inputs, and its result.
-        overwritten: name of the input in whose memory the result is, if any: the function takes its value as argument.
+        overwritten: at most one name, of the input in whose memory the result is: the function takes its value.
     """
     calls = cheap_calls(segment, source.name, lambda name: source.inputs[name].shape)
     if calls is None:

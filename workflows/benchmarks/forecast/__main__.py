@@ -170,7 +170,7 @@ class Study:
     """
 
     def __init__(self, name: str, args: argparse.Namespace, machine: MachineModel) -> None:
-        self._name, self._given = name, args
+        self._name, self._args = name, args
         self._dtype = None if args.precision == "float32" else args.precision
         self._program = cache(self._captured)
         requests = [PlanRequest(ranks, BATCH, machine, machine.memory_bytes, dtype=self._dtype) for ranks in args.ranks]
@@ -179,11 +179,12 @@ class Study:
         listed = [with_cuts(plan, self._of(plan), machine) for plan in PLANS[name] if plan.ranks in args.ranks]
         # dict.fromkeys: the planner's choice may be listed already.
         self._plans = list(dict.fromkeys([*listed, self._best]))
+        # Of each round: its machine, and the result of `_measured` of each plan.
         self._rounds: list[tuple[MachineModel, list[tuple[float, int, int]]]] = []
 
     def measure(self, machine: MachineModel) -> None:
         """Measure all plans once, on a machine that was measured just before."""
-        self._rounds.append((machine, [_measured(self._name, plan, self._given) for plan in self._plans]))
+        self._rounds.append((machine, [_measured(self._name, plan, self._args) for plan in self._plans]))
 
     def compared(self) -> list[Comparison]:
         """Print a line for each plan and one for the planner's choice, and return the comparisons."""
@@ -208,7 +209,7 @@ class Study:
         return self._program(BATCH // plan.replicas // plan.microbatches)
 
     def _captured(self, images: int) -> Program:
-        size = self._given.size
+        size = self._args.size
         program = capture(NETWORKS[self._name]().train(), (images, 3, size, size), torch.float32)
         return program if self._dtype is None else under_autocast(program, torch.bfloat16, "cpu")
 
