@@ -47,9 +47,9 @@ class PagedForecast:
     recomputed: tuple[str, ...] = ()
     waits: tuple[tuple[int, int], ...] = ()
 
-    def times(self, flights: int) -> PagedForecast:
-        """Return the needs of ``flights`` micro-batches at once: all of them keep maps, but only one computes."""
-        many = {name: getattr(self, name) * flights for name in ("kept_bytes", "stays_bytes", "recomputed_bytes")}
+    def times(self, in_flight: int) -> PagedForecast:
+        """Return the needs of ``in_flight`` micro-batches at once: all of them keep maps, but only one computes."""
+        many = {name: getattr(self, name) * in_flight for name in ("kept_bytes", "stays_bytes", "recomputed_bytes")}
         return replace(self, **many)
 
 

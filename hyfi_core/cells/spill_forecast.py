@@ -64,12 +64,12 @@ class SpillForecast:
         placement = Placement.of(plan)
         stages = self._stages(program, plan, lowered_plans, placement.stages)
         states = [forecast.state_bytes for forecast in forecast_memory(program, replace(plan, cells=None, spill=None))]
-        flights = max(microbatches_in_flight(plan, stage) for stage in range(plan.stages))
+        in_flight = max(microbatches_in_flight(plan, stage) for stage in range(plan.stages))
         cells = prod(plan.cell_grid or (1, 1))
         spilled = [SpilledMaps(0.0, 0.0)] * len(stages)
         for hosted in {placement.hosted(rank) for rank in range(placement.size)}:
             numbers = [stage for stage, _ in hosted]
-            pages = [stages[number].times(flights) for number in numbers]
+            pages = [stages[number].times(in_flight) for number in numbers]
             limit = self._limit(plan, pages, sum(states[number] for number in numbers))
             for number in numbers:
                 # With two directions, a stage is on two ranks, each with another second stage: the rank that moves most

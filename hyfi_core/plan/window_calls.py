@@ -78,7 +78,7 @@ def _strip_along(window: AxisWindow, strip: Interval, outputs: Interval) -> tupl
         return None
     begin = first * window.stride - window.padding
     end = last * window.stride - window.padding
-    # Only between the taps that read it: others would read pixels of other calls.
+    # Only between the first and the last tap that read the strip: other taps would read pixels of other calls.
     inputs = (begin + taps[0] * window.dilation, end + taps[-1] * window.dilation + 1)
     return (first, last + 1), (taps[0], taps[-1] + 1), inputs
 

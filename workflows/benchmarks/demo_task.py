@@ -170,8 +170,13 @@ def compare(splits: dict[str, Slides], recipe: TaskRecipe, seed: int, log: bool 
     whole_auroc = auroc(scores(train(splits["train"], recipe, seed, log), test), test.labels)
     seconds = time.perf_counter() - start
     small = shrink(test, THUMBNAIL_PX)
-    thumbnail = auroc(scores(train(shrink(splits["train"], THUMBNAIL_PX), recipe, seed), small), small.labels)
-    return {"seed": seed, "auroc_whole": whole_auroc, "auroc_thumbnail": thumbnail, "seconds_whole": round(seconds, 1)}
+    thumbnail_auroc = auroc(scores(train(shrink(splits["train"], THUMBNAIL_PX), recipe, seed), small), small.labels)
+    return {
+        "seed": seed,
+        "auroc_whole": whole_auroc,
+        "auroc_thumbnail": thumbnail_auroc,
+        "seconds_whole": round(seconds, 1),
+    }
 
 
 def auroc_by_position(planned: list[ArchiveSlide], predictions: Path) -> dict[str, float]:

@@ -67,7 +67,7 @@ class CheckPart:
             options: options of the child program.
 
         Raises:
-            RequestError: it needs mpiexec, and there is none.
+            RequestError: the part needs mpiexec, and there is none.
         """
         program = ["-m", "workflows.gpu_check.child", self.body, self.argument, *options]
         if self.launcher == "mpiexec":

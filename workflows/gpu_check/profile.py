@@ -17,7 +17,7 @@ _ROWS = 60
 
 
 def profile(setting: Setting, side: str) -> Iterator[Row]:
-    """Profile the third step of plain PyTorch and of the engine; their tables are files in ``profiles``."""
+    """Yield counts of calls in the third step of plain PyTorch and of the engine; ``profiles`` gets their tables."""
     folder = setting.out / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
     counts: dict[str, dict[str, int]] = {}

@@ -90,10 +90,10 @@ def describe_pace(job: TrainingJob) -> str:
 
 
 def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
-    """Return the function that runs a turn with this replica only (collective over it: ``roles.trainers``)."""
+    """Return the function that runs a turn with this replica only; collective over its ranks, ``roles.trainers``."""
     single = _single_replica_job(job)
     assert roles.trainers is not None
-    # A model of its own: the turns move its running statistics, but not the run's.
+    # A second model: the turns move its running statistics, but not those of the model that the run trains.
     model, _ = agree(roles.trainers, lambda: start.make_model(single, loads=False))
     engine = start.make_engine(single, model, single.plan, roles.trainers, single.layout.batch_of(0))
     feed = make_feed(single, roles, engine, 0, engine.device)

@@ -87,7 +87,7 @@ class _Trial:
 
 
 def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward: bool) -> EncoderFacts:
-    """Try an encoder; its buffers are as before.
+    """Try an encoder and return what that showed; its buffers are as before.
 
     Args:
         call: calls the encoder; its batch norms are tried with running statistics.
