@@ -189,7 +189,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "peak_mb": round(peak_bytes() / 1e6, 1),
         "seconds": round(seconds, 2),
         "cpu_seconds": round(cpu_seconds, 2),
-        "logits": [loss],
+        "logits": [loss],  # under the name by which `main` compares the ways
         **({} if engine is None else _spilled(engine)),
     }
 

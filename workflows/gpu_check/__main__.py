@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the check and return its exit code.
 
     Raises:
-        RequestError: there is no GPU, no part has such a name, or the folder cannot be written.
+        RequestError: There is no GPU, no part has such a name, or the folder cannot be written.
     """
     parser = argparse.ArgumentParser(
         "python -m workflows.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

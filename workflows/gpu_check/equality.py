@@ -48,8 +48,8 @@ def equal(setting: Setting, what: str) -> Iterator[Row]:
     """Compare one step and one prediction with plain PyTorch, on all ranks of the job.
 
     Args:
-        setting: the device and the sizes.
-        what: the network, on a grid of all ranks; or "network/plan" for one of ``PLANS``.
+        setting: The device and the sizes.
+        what: The network, on a grid of all ranks; or "network/plan" for one of ``PLANS``.
     """
     comm = hyfi_core.init()
     network, _, name = what.partition("/")

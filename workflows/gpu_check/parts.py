@@ -34,15 +34,15 @@ class CheckPart:
     """One part of a check; it runs in processes of its own.
 
     Attributes:
-        name: unique name.
-        body: name of its function, see ``child.BODIES``.
-        argument: argument of the function.
-        ranks: number of processes.
-        launcher: what starts the processes.
-        weight: share of the time relative to other parts, about its seconds on an H100.
-        gpus: number of GPUs that it needs.
-        together: whether it may run beside others, because it measures neither time nor memory.
-        gpu_only: whether its code does nothing without a GPU.
+        name: Unique name.
+        body: Name of its function, see ``child.BODIES``.
+        argument: Argument of the function.
+        ranks: Number of processes.
+        launcher: What starts the processes.
+        weight: Share of the time relative to other parts, about its seconds on an H100.
+        gpus: Number of GPUs that it needs.
+        together: Whether it may run beside others, because it measures neither time nor memory.
+        gpu_only: Whether its code does nothing without a GPU.
     """
 
     name: str
@@ -64,10 +64,10 @@ class CheckPart:
         """Return the command line that runs this part.
 
         Args:
-            options: options of the child program.
+            options: Options of the child program.
 
         Raises:
-            RequestError: the part needs mpiexec, and there is none.
+            RequestError: The part needs mpiexec, and there is none.
         """
         program = ["-m", "workflows.gpu_check.child", self.body, self.argument, *options]
         if self.launcher == "mpiexec":
@@ -82,7 +82,7 @@ def all_parts(sizes: CheckSizes) -> list[CheckPart]:
     """Return the parts of a check in their order; those that may run together come first.
 
     Args:
-        sizes: sizes of the check; speed and pieces have a part for each size of images.
+        sizes: Sizes of the check; speed and pieces have a part for each size of images.
     """
     first_px, *others_px = sizes.speed_px
     return [

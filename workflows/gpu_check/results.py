@@ -15,11 +15,11 @@ class PartResult:
     """The result of a part.
 
     Attributes:
-        part: name of the part.
-        outcome: how it ended; "stopped": its time was up, and earlier rows are kept.
-        reason: why it has not passed; empty if it has.
-        seconds: duration.
-        rows: the measurements: "what" and figures; "failed" has the reason if a measurement failed.
+        part: Name of the part.
+        outcome: How it ended; "stopped": its time was up, and earlier rows are kept.
+        reason: Why it has not passed; empty if it has.
+        seconds: Duration.
+        rows: The measurements: "what" and figures; "failed" has the reason if a measurement failed.
     """
 
     part: str

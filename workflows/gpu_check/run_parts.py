@@ -44,12 +44,12 @@ def run_parts(
     """Run all parts; each has its share of the time that is left, so that later parts get what earlier ones spare.
 
     Args:
-        parts: the parts in order; those that may run together come first.
-        gpus: number of GPUs here; a part that needs more is not run. 0: the check runs on the processor.
-        seconds: time for all parts.
-        options: options of the child program; ``--seconds`` with its time is added.
-        logs: folder for everything that the parts print; made if it does not exist.
-        report: called with each result.
+        parts: The parts in order; those that may run together come first.
+        gpus: Number of GPUs here; a part that needs more is not run. 0: the check runs on the processor.
+        seconds: Time for all parts.
+        options: Options of the child program; ``--seconds`` with its time is added.
+        logs: Folder for everything that the parts print; made if it does not exist.
+        report: Called with each result.
     """
     logs.mkdir(parents=True, exist_ok=True)
     deadline_s = time.monotonic() + seconds
@@ -145,10 +145,10 @@ def _output(
     """Run a command; return (exit code, standard output), with None as code at the time limit. No process is left.
 
     Args:
-        command: program and arguments.
-        limit_s: time limit.
-        environment: environment variables of the program.
-        log: file for standard error; standard output is added at the end.
+        command: Program and arguments.
+        limit_s: Time limit.
+        environment: Environment variables of the program.
+        log: File for standard error; standard output is added at the end.
     """
     output_log = log.with_suffix(".out")
     with output_log.open("w+") as output, log.open("w") as errors:

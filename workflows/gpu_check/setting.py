@@ -18,18 +18,18 @@ class CheckSizes:
     """Sizes of all parts.
 
     Attributes:
-        equal_px: side of the images whose gradients are compared.
-        amoebanet: layers and filters of AmoebaNet-D.
-        network: name of the ResNet that is timed.
-        speed_px: sides of the images of timed steps; cells are measured at the last.
-        staged_px: side of the image of two ranks that share a GPU.
-        forecast_px: sides of the images whose memory is compared with the forecast.
-        ladder_px: sides to try for the largest image, rising.
-        slides_px: side of the slides that commands train on.
-        steps: timed steps.
-        cells: grids of cells.
-        pieces_px: sides of the images of steps that are computed piece by piece; in core, too, at those of timed steps.
-        pieces: number of pieces.
+        equal_px: Side of the images whose gradients are compared.
+        amoebanet: Layers and filters of AmoebaNet-D.
+        network: Name of the ResNet that is timed.
+        speed_px: Sides of the images of timed steps; cells are measured at the last.
+        staged_px: Side of the image of two ranks that share a GPU.
+        forecast_px: Sides of the images whose memory is compared with the forecast.
+        ladder_px: Sides to try for the largest image, rising.
+        slides_px: Side of the slides that commands train on.
+        steps: Timed steps.
+        cells: Grids of cells.
+        pieces_px: Sides of the images of steps that are computed piece by piece; in core, too, at those of timed steps.
+        pieces: Number of pieces.
     """
 
     equal_px: int
@@ -82,10 +82,10 @@ class Setting:
     """The device and sizes of a part's measurements.
 
     Attributes:
-        device: device of this process.
-        sizes: sizes of all parts.
-        out: folder of results.
-        deadline_s: time by ``time.monotonic`` at which this part must have ended.
+        device: Device of this process.
+        sizes: Sizes of all parts.
+        out: Folder of results.
+        deadline_s: Time by ``time.monotonic`` at which this part must have ended.
     """
 
     device: torch.device

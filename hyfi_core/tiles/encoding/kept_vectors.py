@@ -20,13 +20,13 @@ class KeptVectors:
     """The vectors that one rank keeps. Chunks that do not fit are computed again each time.
 
     Attributes:
-        step_bytes: Memory that a step needs beside the kept vectors.
-        used_bytes: Bytes of the vectors that are kept.
-        encoded: Tiles that this rank has encoded so far, because they were not kept.
+        step_bytes: memory that a step needs beside the kept vectors.
+        used_bytes: bytes of the vectors that are kept.
+        encoded: tiles that this rank has encoded so far, because they were not kept.
 
     Args:
-        limit_bytes: Most bytes of vectors.
-        memory_bytes: Limit of this process; None: no limit.
+        limit_bytes: most bytes of vectors.
+        memory_bytes: limit of this process; None: no limit.
     """
 
     def __init__(self, limit_bytes: int, memory_bytes: int | None = None) -> None:
