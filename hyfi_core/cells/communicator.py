@@ -336,8 +336,8 @@ def tag_of_cells(source: int, target: int, cells: int, tag: int = 0) -> int:
     """Return a tag for messages between two cells of two processes that no other pair of cells has.
 
     Args:
-        source: the cell that sends it.
-        target: the cell that receives it.
+        source: the cell that sends.
+        target: the cell that receives.
         cells: number of cells of each process.
         tag: tag of the message between the cells.
     """

@@ -90,7 +90,7 @@ def equal(setting: Setting, what: str) -> Iterator[Row]:
 
 
 def _network_of(network: str, setting: Setting) -> tuple[str, nn.Module] | None:
-    """Return (name, network); None if no package has one."""
+    """Return (name, network); None if no package that has such a network is installed."""
     if network == "resnet18":
         return network, resnet18(CLASSES)
     if network == "amoebanet":

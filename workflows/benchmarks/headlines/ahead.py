@@ -72,8 +72,8 @@ def print_ahead(forecasts: Forecasts) -> None:
         fast = min(fitting or steps, key=lambda forecast: forecast.step_s)
         gain = slow.step_s / fast.step_s
         print(
-            f"  {case.network}, {case.size}²: {_named(fast.plan)}: {fast.step_s:.3g} s, {gain:.2f} x {case.name} "
-            f"({slow.step_s:.3g} s); {_memory(forecasts, fast)}, there {_memory(forecasts, slow)}"
+            f"  {case.network}, {case.size}²: {_plan_text(fast.plan)}: {fast.step_s:.3g} s, {gain:.2f} x {case.name} "
+            f"({slow.step_s:.3g} s); {_memory_text(forecasts, fast)}, there {_memory_text(forecasts, slow)}"
         )
         print(f"    assumed: {case.carried_by}; efficiencies of a V100 are those of the fit to P40s", flush=True)
         if not fitting:
@@ -103,12 +103,12 @@ def _print_fitting(forecasts: Forecasts, case: _Case, slow: StepForecast) -> Non
         "fits with spilling" if host_bytes <= _LASSEN_HOST_BYTES else "fits with spilling, on hosts with more memory"
     )
     print(
-        f"    {where}: {_named(fast.plan)}: {fast.step_s:.3g} s, {slow.step_s / fast.step_s:.2f} x; "
-        f"{_memory(forecasts, fast)}; {_moving(fast)}"
+        f"    {where}: {_plan_text(fast.plan)}: {fast.step_s:.3g} s, {slow.step_s / fast.step_s:.2f} x; "
+        f"{_memory_text(forecasts, fast)}; {_spill_text(fast)}"
     )
     print(
-        f"    assumed: messages between cells by MPI (NCCL has no tags); {_link(forecasts, LASSEN)}; a host has the "
-        f"{host_bytes / 1e9:.0f} GB that its {machine.devices_per_node} GPUs spill (of Lassen: "
+        f"    assumed: messages between cells by MPI (NCCL has no tags); {_link_text(forecasts, LASSEN)}; a host has "
+        f"the {host_bytes / 1e9:.0f} GB that its {machine.devices_per_node} GPUs spill (of Lassen: "
         f"{_LASSEN_HOST_BYTES / 1e9:.0f} GB)",
         flush=True,
     )
@@ -143,13 +143,15 @@ def _print_largest(forecasts: Forecasts) -> None:
     cells = ParallelPlan(grids=((1, 1),), cells=(8, 8), spill="memory", memory_bytes=machine.memory_bytes)
     for plan in (ParallelPlan(grids=((8, 8),)), cells):
         step = forecasts.step("ResNet-50", 22528, 1, plan, "h100")
-        spills = f"; {_moving(step)}" if plan.spill is not None else ""
+        spills = f"; {_spill_text(step)}" if plan.spill is not None else ""
         print(
-            f"  ResNet-50, 22528², {plan.ranks} H100, {_named(plan)}: {step.step_s:.3g} s an image; "
-            f"{_most(step, plan):.1f} GB a rank{spills}"
+            f"  ResNet-50, 22528², {plan.ranks} H100, {_plan_text(plan)}: {step.step_s:.3g} s an image; "
+            f"{_most_gb(step, plan):.1f} GB a rank{spills}"
         )
         host = (
-            f"; {_link(forecasts, 'h100')}, and a host with {step.moved_bytes / 2e9:.0f} GB for maps" if spills else ""
+            f"; {_link_text(forecasts, 'h100')}, and a host with {step.moved_bytes / 2e9:.0f} GB for maps"
+            if spills
+            else ""
         )
         print(f"    assumed: efficiencies of an H100, float32 as TF32{host}", flush=True)
 
@@ -162,26 +164,26 @@ def _fits(forecasts: Forecasts, step: StepForecast) -> bool:
     return max(step.memory_bytes) <= forecasts.machine(LASSEN).memory_bytes
 
 
-def _memory(forecasts: Forecasts, step: StepForecast) -> str:
+def _memory_text(forecasts: Forecasts, step: StepForecast) -> str:
     """Return the memory of a rank, and whether a V100 has it."""
     more = "" if _fits(forecasts, step) else f" (a V100 has {forecasts.machine(LASSEN).memory_bytes / 1e9:.0f})"
-    return f"{_most(step, step.plan):.1f} GB a rank{more}"
+    return f"{_most_gb(step, step.plan):.1f} GB a rank{more}"
 
 
-def _moving(step: StepForecast) -> str:
+def _spill_text(step: StepForecast) -> str:
     return (
         f"{step.moved_bytes / 1e9:.0f} GB of maps a rank to the host and back, {step.moving_s:.3g} s of moving, "
         f"{step.exposed_s['spill']:.3g} s of it not hidden"
     )
 
 
-def _link(forecasts: Forecasts, machine: str) -> str:
+def _link_text(forecasts: Forecasts, machine: str) -> str:
     rate = forecasts.machine(machine).host_bytes_per_s
     assert rate is not None
     return f"{rate / 1e9:.3g} GB/s between a GPU and its host, one direction at a time, while it computes"
 
 
-def _named(plan: ParallelPlan) -> str:
+def _plan_text(plan: ParallelPlan) -> str:
     """Return a plan in words."""
     grids = " - ".join(f"{rows}x{columns}" for rows, columns in plan.grids)
     words = [
@@ -193,8 +195,8 @@ def _named(plan: ParallelPlan) -> str:
     return ", ".join([grids, *words])
 
 
-def _most(forecast: StepForecast, plan: ParallelPlan) -> float:
-    """Return the GB of the rank that needs most; its limit if it spills, as it keeps all maps that fit."""
+def _most_gb(forecast: StepForecast, plan: ParallelPlan) -> float:
+    """Return the GB of the rank that needs most; with spill its limit, as it keeps as many maps as fit."""
     if plan.spill is not None and plan.memory_bytes is not None:
         return plan.memory_bytes / 1e9
     return max(forecast.memory_bytes) / 1e9

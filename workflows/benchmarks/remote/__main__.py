@@ -71,8 +71,8 @@ def report(rates: dict[str, list[tuple[float, float]]], latency_ms: float) -> No
         latency_ms: Milliseconds before each answer.
     """
     for side, own_rates in rates.items():
-        cold, again = (statistics.median(rate[number] for rate in own_rates) for number in range(len(PASSES)))
-        print(f"{side}: cold {cold:.1f} MP/s, open {again:.1f} MP/s")
+        cold, opened = (statistics.median(rate[number] for rate in own_rates) for number in range(len(PASSES)))
+        print(f"{side}: cold {cold:.1f} MP/s, open {opened:.1f} MP/s")
     for number, name in enumerate(PASSES):
         ratios = {
             side: statistics.median(

@@ -93,7 +93,7 @@ class FeatureInputs(BagInputs):
             "features": stated,
             "mpp": mpp,
             "size_px": [size_px, size_px],
-            "min_coverage": 0.0,  # the features decided which tissue tiles leave out
+            "min_coverage": 0.0,  # which tiles hold too little tissue was decided when the features were made
         }
 
     def warnings(self, engine: TrainingEngine) -> list[str]:
