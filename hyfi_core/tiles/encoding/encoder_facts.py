@@ -96,7 +96,7 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
         backward: whether a backward is tried, too.
 
     Raises:
-        RequestError: it cannot be computed chunk by chunk; the message says why.
+        RequestError: the encoder cannot be computed chunk by chunk; the message says why.
     """
     _check_norms(call)
     # Exact norms communicate, but a trial runs on this rank alone.

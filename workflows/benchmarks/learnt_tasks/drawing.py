@@ -47,14 +47,14 @@ class DrawnLabels:
 
     @classmethod
     def of(cls, areas: NDArray[np.float64], rng: np.random.Generator) -> DrawnLabels:
-        """Draw the labels of slides with these areas, (N, 2)."""
+        """Draw the labels of slides whose (blue, brown) discs have these areas, (N, 2)."""
         areas = (areas - areas.mean(0)) / areas.std(0)
         blue, brown = areas.T
         mean, slope, noise = NUMBER
         latent = blue + rng.logistic(0, 1 / SLOPE, len(blue))
         # The median of an exponential time is its mean · log 2.
         event = rng.exponential(MEDIAN_MONTHS / np.log(2) / np.exp(blue))
-        # The end of following does not depend on the areas: censoring carries no information.
+        # The end of the follow-up does not depend on the areas: censoring carries no information.
         end = rng.uniform(*FOLLOWED_MONTHS, len(blue))
         return cls(
             areas,
