@@ -26,7 +26,7 @@ from hyfi_core.models import amoebanet, resnet
 
 
 def main() -> None:
-    """Run the comparison."""
+    """Print, as a line of JSON, the times and halo messages of both ways, and the ratio of the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["amoebanet", "resnet18", "resnet50"], default="amoebanet")
     parser.add_argument("--size", type=int, default=128)

@@ -310,7 +310,7 @@ def in_child(check: Callable[[Make], str], make: Make, limit_s: float) -> str:
 
 
 def main() -> None:
-    """Print the outcome of each network."""
+    """Run each network at full size and small; print the outcomes, and how often each occurred."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="a pattern of package/name")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no network after this many seconds")

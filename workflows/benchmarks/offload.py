@@ -47,7 +47,7 @@ SMALL_PX, COMPUTE_BOUND_S = 128, 0.25
 
 
 def main() -> None:
-    """Measure and print the result."""
+    """Compare runs with and without ranks that load and validate; print the result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1024, help="height and width of an image in pixels")
     parser.add_argument("--steps", type=int, default=45, help=f"at least {WARM + 2 * EVERY_STEPS}")

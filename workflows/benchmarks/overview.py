@@ -22,7 +22,7 @@ SCALE = 2  # drawn at twice the size and reduced, which smooths lines
 
 
 def main() -> None:
-    """Write the figure."""
+    """Draw the panels of the figure side by side with their captions, and write it."""
     demo, target = Path(sys.argv[1]), Path(sys.argv[2])
     slide_id, path, share = _clearest(demo)
     panels = [

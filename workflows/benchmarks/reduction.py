@@ -252,7 +252,7 @@ def _step_s(link_s: float, overlapped: bool) -> float:
 
 
 def main() -> None:
-    """Run the variants in turns and print medians."""
+    """Run the variants in turns; print their median times, and the share of the reduction that is hidden, as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds

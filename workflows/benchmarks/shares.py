@@ -34,7 +34,7 @@ _THREAD = threading.local()
 
 
 def main() -> None:
-    """Run the variants one after the other and print the result."""
+    """Run each division of the batch; print the shares by speed, the times of steps and their ratios as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slower", type=float, default=3.0)
     parser.add_argument("--batch", type=int, default=8)

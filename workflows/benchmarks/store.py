@@ -57,7 +57,7 @@ class Timing:
 
 
 def main() -> None:
-    """Measure and print the results."""
+    """Measure writing and reading of the slide, by this project and by other libraries, and print the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("slide", type=Path)
     parser.add_argument("--runs", type=int, default=3)

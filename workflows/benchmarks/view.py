@@ -51,7 +51,7 @@ class Served:
 
 
 def main() -> None:
-    """Measure and print the results."""
+    """Print the times of tiles, and the peak memory of the viewer, for each given slide and for the synthetic one."""
     parser = argparse.ArgumentParser()
     parser.add_argument("paths", type=Path, nargs="*")
     parser.add_argument("--tiles", type=int, default=300)

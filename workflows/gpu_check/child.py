@@ -35,7 +35,7 @@ BODIES: dict[str, Callable[[Setting, str], Iterator[Row]]] = {
 
 
 def main() -> None:
-    """Run one part."""
+    """Run the part of the command line, and print each of its rows as JSON as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("body", choices=BODIES)
     parser.add_argument("argument", nargs="?", default="")

@@ -44,7 +44,7 @@ class Times:
 
 
 def main() -> None:
-    """Print the line."""
+    """Print, as a line of JSON, what saving costs in each way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--size", type=int, default=512)

@@ -56,7 +56,7 @@ def of_cc3d(mask: Mask) -> Mask:
 
 
 def main() -> None:
-    """Run the benchmark."""
+    """Print, for each mask, the milliseconds in which each way removes its small components."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=4096, help="height and width of the masks in pixels")
     parser.add_argument("--rounds", type=int, default=5)

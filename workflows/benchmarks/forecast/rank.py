@@ -34,7 +34,7 @@ _WARM = 3
 
 
 def main() -> None:
-    """Measure the plan of the command line."""
+    """Run the plan of the command line; rank 0 prints its seconds and the memory of each rank as JSON."""
     name, plan, size, steps = sys.argv[1], ParallelPlan.from_json(json.loads(sys.argv[2])), *map(int, sys.argv[3:5])
     autocast = torch.bfloat16 if sys.argv[5] == "bfloat16" else None
     comm = hyfi_core.init()
@@ -43,13 +43,13 @@ def main() -> None:
     forget_peak()
     before = resident_bytes()
     shape = (BATCH // plan.replicas, 3, size, size)
-    tensors = held_bytes()
+    held_before = held_bytes()
     engine = _engine(NETWORKS[name](), shape, plan, comm, autocast)
     step_s = _step_s(comm, engine, shape, steps)
     grown = comm.gather_objects(peak_bytes() - before)
     images, labels = _batch(shape)
     # What the engine holds between steps. Images and labels do not count: the forecast leaves them out.
-    tensors = held_bytes() - tensors - images.nbytes - labels.nbytes
+    tensors = held_bytes() - held_before - images.nbytes - labels.nbytes
     allocated = comm.gather_objects(tensors + peak_of(lambda: engine.train_step(images, labels)))
     if grown is not None:
         print(json.dumps({"step_s": step_s, "grown_bytes": grown, "allocated_bytes": allocated}), flush=True)

@@ -37,7 +37,7 @@ class _Row:
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print published and modelled figures with the errors, what is not modelled, and then the forecasts ahead."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="pattern of sources, as in 'torch*'; 'ahead' for the last table")
     parser.add_argument("--json", type=Path, help="file for the rows of the first table")

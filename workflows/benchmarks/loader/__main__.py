@@ -30,7 +30,7 @@ MB = 1e6
 
 
 def main() -> None:
-    """Measure and print the results."""
+    """Ingest the slide, let a worker on one core prepare images of it, and print the rates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slide", type=Path)
     parser.add_argument("--px", type=int, default=4096, help="side of a square")

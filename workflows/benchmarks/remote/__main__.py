@@ -37,7 +37,7 @@ PASSES = ("cold", "open")
 
 
 def main() -> None:
-    """Measure and print the results."""
+    """Read the same images from a folder, from object storage and from a network disk; print the rates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--latency-ms", type=float, default=5.0)
     parser.add_argument("--size", type=int, default=3072, help="height and width of a slide in pixels")

@@ -85,7 +85,7 @@ class _OneOfMany(AloneCommunicator):
 
 
 def main() -> None:
-    """Print the table."""
+    """Print what planning costs for each plan, what a step costs its ranks, and the parts of a start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model", default="resnet50", help="a function of hyfi_core.models.resnet, resnet1001 or amoebanet"

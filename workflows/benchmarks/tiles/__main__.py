@@ -161,7 +161,7 @@ def measured(run: TilesRun) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print seconds and memory of each way, and memory by number of tiles; or, as a child process, measure one run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("tiles", 64), ("width", 384), ("depth", 12), ("side", 224), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -46,7 +46,7 @@ def peak(config: Path, words: list[str]) -> int:
 
 
 def main() -> None:
-    """Print the lines."""
+    """Print, for each limit of memory, the forecast, the measured peak and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", type=Path)
     parser.add_argument("--limits", default="none,800,1300")

@@ -40,7 +40,7 @@ class TissueAndPen:
 
 
 def main() -> None:
-    """Print a line for each slide."""
+    """Print a line for each given and each drawn slide: tissue and pen at each resolution."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slides_given", type=Path, nargs="*", metavar="SLIDE")
     parser.add_argument("--mpp", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0])

@@ -31,7 +31,7 @@ _MB = 1e6
 
 
 def main() -> None:
-    """Compare each kind of work."""
+    """Print, for each kind of work, a line of JSON that compares the two checkouts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="the other checkout, such as a git worktree of an earlier commit")
     parser.add_argument("--this", type=Path, default=_HERE, help="instead of this checkout")

@@ -103,7 +103,7 @@ class FeatureInputs(BagInputs):
             warnings.append("some features have no positions (coords): predictions with them will have no heatmap")
         if self._features.encoder is None:
             warnings.append(
-                "the features do not state their encoder: a prediction with those of another is not noticed"
+                "the features do not state their encoder: a prediction with features of another encoder is not noticed"
             )
         return warnings
 
