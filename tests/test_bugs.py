@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyfi_core
+from hyfi_core.capture.verify import verify_capture
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
@@ -142,10 +143,20 @@ def test_a_shared_norm_folds_its_statistics_twice() -> None:
     assert state["norm.num_batches_tracked"] == 2
 
 
+def test_a_norm_that_is_registered_twice_trains_as_in_one_process() -> None:
+    """Its buffers have two names each; PyTorch makes no graph functional that changes a tensor with two names."""
+    norm = nn.BatchNorm2d(3)
+    model = nn.Sequential(norm, nn.Conv2d(3, 3, 3, padding=1), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert verify_capture(model.double(), (2, 3, 9, 11), torch.float64) is None
+    result = assert_equal_to_one_process(model, (2, 3, 9, 11), (1, 2), classes=3)
+    assert result.state["0.num_batches_tracked"] == result.state["2.num_batches_tracked"] == 2
+
+
 def test_narrow_strided_pointwise_convolutions_keep_to_their_memory() -> None:
     """oneDNN's weight gradient of a 1 x 1 convolution with stride 2 and 8 channels-last channels corrupts the heap."""
     code = """
 import torch, hyfi_core
+from hyfi_core.capture.verify import verify_capture
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.models.resnet import resnet10
 torch.manual_seed(0)

@@ -22,10 +22,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from hyfi_core.capture.functions.pointwise import function_of
+from hyfi_core.capture.functions.replaced_operators import REPLACED, copied
 from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
 from hyfi_core.capture.patching import PATCHING, patched, traced_here
 from hyfi_core.capture.places import explained, traced_line
-from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo, copying_returned_inputs
+from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo, copying_returned_inputs, with_first_names
 from hyfi_core.capture.released import device_of, stood_in
 from hyfi_core.capture.storing.created_attributes import created_attributes_allowed
 from hyfi_core.capture.storing.later_forwards import Stored, check_later_forwards
@@ -51,10 +52,12 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
     try:
         # A forward may store constants only if a second trace, which begins with them, gives the same program.
         assigned: list[Stored] = []
-        program = _parse(_exported(model, shape, dtype, stored, assigned))
-        check_later_forwards(
-            model, program, assigned, lambda noted: _parse(_exported(model, shape, dtype, stored, noted))
-        )
+
+        def traced(noted: list[Stored] | None) -> Program:
+            return with_first_names(_parse(_exported(model, shape, dtype, stored, noted)), model)
+
+        program = traced(assigned)
+        check_later_forwards(model, program, assigned, traced)
         return program
     except RequestError as error:
         raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from None
@@ -94,6 +97,7 @@ def _exported(
             # Not strict: the forward runs in Python, where the guards can watch it. With strict, Dynamo would not call
             # the patched functions.
             traced = torch.export.export(model, (image,), strict=False)
+        _separate_unread_names(traced)
         # Outside of the guards, which would take the code of decompositions for the model's.
         # These contexts only save time: the graph is the same without them.
         with _own_composites_only(traced), _without_metadata(), _traced_places_only(), traced_here():
@@ -101,45 +105,22 @@ def _exported(
         return exported
 
 
+def _separate_unread_names(traced: ExportedProgram) -> None:
+    """Give each name of a buffer that the graph reads by another name a tensor of its own.
+
+    A norm that is registered twice, as in ``Sequential(norm, conv, norm)``, has two names for each buffer, and the
+    graph reads one of them. PyTorch makes no graph functional that changes a tensor which is two of its inputs.
+    """
+    read = {node.name for node in traced.graph.nodes if node.op == "placeholder" and node.users}
+    for spec in traced.graph_signature.input_specs:
+        if spec.kind == InputKind.BUFFER and spec.arg.name not in read:
+            values: dict[str, Any] = traced.state_dict if spec.persistent else traced.constants
+            values[str(spec.target)] = torch.empty_like(values[str(spec.target)])  # never written: takes no memory
+
+
 def _no_autocast(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Return a context without the caller's autocast, whose conversions would be part of the program."""
     return torch.autocast(device_of(model).type, enabled=False)
-
-
-def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Return ``aten.copy``, the source with the dtype and shape of ``into``, by two operators with derivatives."""
-    return source.to(into.dtype).expand(into.shape)
-
-
-def _difference(
-    x: torch.Tensor, n: int = 1, dim: int = -1, prepend: torch.Tensor | None = None, append: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return ``torch.diff`` as slices and subtractions, which have rules."""
-    # As in PyTorch, without ``prepend`` and ``append``; a copy, since the result must not be the input itself.
-    if n == 0:
-        return x.clone()
-    ends = [part for part in (prepend, x, append) if part is not None]
-    result = torch.cat(ends, dim) if len(ends) > 1 else x
-    for _ in range(n):
-        above, below = result.narrow(dim, 1, result.shape[dim] - 1), result.narrow(dim, 0, result.shape[dim] - 1)
-        # PyTorch refuses ``-`` for bools; its ``diff`` of bools is this.
-        result = above ^ below if result.dtype == torch.bool else above - below
-    return result
-
-
-def _rotated(x: torch.Tensor, k: int = 1, dims: tuple[int, int] = (0, 1)) -> torch.Tensor:
-    """Return ``torch.rot90`` of ``k`` quarter turns as flips and a transposition, which have rules."""
-    first, second = dims
-    quarter_turns = k % 4
-    if quarter_turns == 0:
-        return x.clone()
-    if quarter_turns == 2:
-        return x.flip((second,)).flip((first,))
-    return x.flip((second if quarter_turns == 1 else first,)).transpose(first, second).clone()
-
-
-_DECOMPOSED: dict[Any, Any] = {torch.ops.aten.diff.default: _difference, torch.ops.aten.rot90.default: _rotated}
-"""Operator without a rule -> function that computes it by operators with rules."""
 
 
 def _decompositions(traced: ExportedProgram) -> dict[Any, Any]:
@@ -148,8 +129,8 @@ def _decompositions(traced: ExportedProgram) -> dict[Any, Any]:
     ``aten.copy``, which export creates, has no derivative. PyTorch refuses operators that are not in the graph.
     """
     own = _targets(traced)
-    replacements = {target: function for target, function in _DECOMPOSED.items() if target in own}
-    return {torch.ops.aten.copy.default: _copied, **replacements}
+    replacements = {target: function for target, function in REPLACED.items() if target in own}
+    return {torch.ops.aten.copy.default: copied, **replacements}
 
 
 def _targets(traced: ExportedProgram) -> set[Any]:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 # No Python identifier, so that no value of a graph has this name.
 KEY = "~key"
@@ -152,6 +153,22 @@ def copying_returned_inputs(program: Program) -> Program:
             operators.append(Operator(name, torch.ops.aten.clone.default, (leaf,), {}, (name,), ""))
             values[name], outputs[at] = values[leaf.name], Ref(name)
     return replace(program, operators=tuple(operators), values=values, outputs=tuple(outputs))
+
+
+def with_first_names(program: Program, model: nn.Module) -> Program:
+    """Return the program with each buffer that has several names under the first, as ``named_buffers`` lists it."""
+    first = {id(buffer): name for name, buffer in model.named_buffers()}
+    names = {name: first[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
+    if len(names) == len(first):
+        return program
+    read = {*refs_in(program.outputs), *(name for op in program.operators for name in op.inputs)}
+    # Values that nothing reads first, so that the one that is read, if any, is the buffer's.
+    values = {names[name]: value for value, name in sorted(program.buffers.items(), key=lambda item: item[0] in read)}
+    return replace(
+        program,
+        buffers={value: name for name, value in values.items()},
+        mutations={names[name]: value for name, value in program.mutations.items()},
+    )
 
 
 def refs_in(argument: Any) -> Iterator[str]:

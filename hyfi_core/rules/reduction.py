@@ -241,10 +241,11 @@ def variance(builder: Builder, op: Operator) -> None:
     name, dims, keepdim = _reduced_dims(builder, op, dims_at=1, keepdim_at=3)
     if _try_not_over_space(builder, op, dims, keepdim):
         return
-    count = math.prod(builder.shape(name)[dim] for dim in dims)
+    count, dtype = math.prod(builder.shape(name)[dim] for dim in dims), builder.values[name].dtype
+    if dtype.is_complex:
+        builder.refuse(op, "is of complex numbers", "the sum of the variances of real and imaginary part")
     if count <= correction:
         builder.refuse(op, f"has {count} value(s), too few for correction={correction}", "a smaller correction")
-    dtype = builder.values[name].dtype
 
     def finish(moments: torch.Tensor) -> Any:
         # The moments are biased, over all ranks. For equal values, ``std`` has gradient 0; that of sqrt would be NaN.

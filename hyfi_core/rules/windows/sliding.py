@@ -102,7 +102,9 @@ def conv2d(builder: Builder, op: Operator) -> None:
         return
     sliding = windows.conv2d(op, builder.shape)
     plan = _sliding(builder, op, sliding)
-    if try_overlapped_convolution(builder, op, sliding.window, plan.split, plan.need, plan.native):
+    # Complex numbers: PyTorch convolves their parts, the operator of an overlapped convolution does not.
+    is_complex = builder.values[x.name].dtype.is_complex
+    if not is_complex and try_overlapped_convolution(builder, op, sliding.window, plan.split, plan.need, plan.native):
         return
     canvas = builder.moved(x.name, plan.need)
 

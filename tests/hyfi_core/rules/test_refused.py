@@ -276,6 +276,12 @@ REFUSED: dict[str, Refused] = {
         "has different numbers of heads for queries and keys",
         "the same number of heads, or one",
     ),
+    "variance of complex numbers": Refused(
+        lambda y: (y * 1j).var((2, 3)),
+        "var.dim",
+        "is of complex numbers",
+        "the sum of the variances of real and imaginary part",
+    ),
     "pooling of channels along positions": Refused(
         lambda y: F.avg_pool1d(positions(y), 3, 1, 1),
         "avg_pool1d.default",

@@ -91,7 +91,7 @@ def test_a_refused_rule_leaves_nothing_behind() -> None:
 
 
 class Fourier(nn.Module):
-    """A filter of frequencies, which are complex."""
+    """A filter of frequencies, which are complex, and windows of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,11 +100,13 @@ class Fourier(nn.Module):
             nn.Parameter(torch.rand(4, 4, 3, 2)),
             nn.Linear(4, 2),
         )
+        self.mix = nn.Conv2d(4, 4, 3, padding=1, dtype=torch.complex128)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         frequencies = torch.fft.rfft2(self.stem(x), norm="ortho") * torch.view_as_complex(self.filter)
         filtered = torch.fft.irfft2(frequencies, s=(4, 5), norm="ortho")
-        return self.head(filtered.amax((2, 3)) + frequencies.abs().mean((2, 3)))
+        spread = self.mix(frequencies).var((2, 3))
+        return self.head(filtered.amax((2, 3)) + frequencies.abs().mean((2, 3)) + spread)
 
 
 @pytest.mark.parametrize("grid", [(1, 2), (2, 2)])
