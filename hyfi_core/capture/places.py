@@ -11,6 +11,8 @@ from types import CodeType, FrameType, TracebackType
 import torch
 from torch import nn
 
+from hyfi_core.memory_overlap import overlapping
+
 _CORE = Path(__file__).parent.parent
 _MODELS = f"{_CORE / 'models'}/"
 # Code without a file has a name such as ``<string>`` or ``<frozen importlib>``.
@@ -36,6 +38,13 @@ def traced_line(stack: str) -> str:
 
 def explained(error: Exception, model: nn.Module) -> str:
     """Return one line that says what failed during tracing, where, and what would help."""
+    # PyTorch's own words for a graph that changes one of two inputs in the same memory.
+    if isinstance(error, AssertionError) and "GraphModule" in str(error):
+        for first, second in overlapping({**dict(model.named_parameters()), **dict(model.named_buffers())}):
+            return (
+                f"{first!r} and {second!r} are different tensors in the same memory, and the forward changes "
+                f"one; register only one of them, and compute the other from it"
+            )
     line, path = _failing_place(error, model)
     module = dict(model.named_modules()).get(path or "")
     where_in_model = f"in {path} ({type(module).__name__}), " if path else ""

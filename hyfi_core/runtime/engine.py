@@ -45,6 +45,7 @@ from hyfi_core.runtime.mirror import Mirrors
 from hyfi_core.runtime.ownership import (
     ParameterOwnership,
     made_optimizer,
+    refuse_shared_memory,
     used_stages,
 )
 from hyfi_core.runtime.pipeline import Event, Step
@@ -105,6 +106,8 @@ class Engine(EngineState, EngineFacts):
         lowered = self._lowered()  # captures the model, or refuses it
         if settings.verify:
             agree(comm, lambda: self._subject.verify() if comm.rank == 0 else None)
+        if plan.stages > 1:
+            agree(comm, lambda: refuse_shared_memory(model, lowered, self._groups))
         # After the comparison, for which rank 0 needs values of all weights: ``share`` may release them.
         bindings.share(used_stages(model, lowered), self._groups, settings.release, settings.weights, self.device)
         self._ownership = ParameterOwnership(model, lowered, self._groups, self.device)

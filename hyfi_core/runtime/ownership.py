@@ -14,6 +14,7 @@ from hyfi_core.comm.agreement.agree import agree
 from hyfi_core.comm.agreement.same_weights import HeldWeights
 from hyfi_core.comm.base import Message
 from hyfi_core.errors import RequestError
+from hyfi_core.memory_overlap import overlapping
 from hyfi_core.runtime.calls.local_use import local_state
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.lowered_model import StageNames
@@ -170,6 +171,23 @@ def used_stages(model: nn.Module, lowered: StageNames) -> dict[str, set[int]]:
         for name in names:
             by_tensor.setdefault(id(named[name]), set()).add(stage)
     return {name: by_tensor[id(tensor)] for name, tensor in named.items() if id(tensor) in by_tensor}
+
+
+def refuse_shared_memory(model: nn.Module, lowered: StageNames, groups: Groups) -> None:
+    """Refuse different tensors in the same memory if ranks have only one of them: they would no longer be equal.
+
+    Raises:
+        RequestError: such as after ``p.data = q.data`` for weights of two stages.
+    """
+    stages = _stages_by_name(model, lowered)
+    for first, second in overlapping(named_tensors(model)):
+        first_ranks, second_ranks = ((groups.holders(stages[n]), groups.users(stages[n])) for n in (first, second))
+        if first_ranks != second_ranks:
+            raise RequestError(
+                f"{first!r} and {second!r} of the model are different tensors in the same memory, as after "
+                f"p.data = q.data, but ranks of different stages train them; tie them as one tensor "
+                f"(module.weight = other.weight), or choose cuts that keep both in one stage"
+            )
 
 
 def read_values(

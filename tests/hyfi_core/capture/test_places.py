@@ -53,6 +53,17 @@ class Unfolded(nn.Module):
         return x
 
 
+class Overlapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("means", torch.zeros(3))
+        self.register_buffer("last", self.means[2:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.means.lerp_(x.mean((0, 2, 3)), 0.1)
+        return x - self.last
+
+
 CASES = [
     (nn.Sequential(nn.Flatten(), nn.Linear(5, 2)), r"in 1 \(Linear\): .*"),
     (
@@ -66,6 +77,7 @@ CASES = [
     (nn.Sequential(nn.Conv2d(3, 3, 1), Scaled()), r"computes with it, .*test_places.py:\d+ \(return x \* x.mean"),
     (Seeded(), r"seeds torch's generator as it runs, at .*test_places.py:\d+ "),
     (Unfolded(), r"changes a view made by Tensor.unfold in place \(.*test_places.py:\d+ \(x.unfold"),
+    (Overlapping(), r"'means' and 'last' are different tensors in the same memory, and the forward changes one"),
     (Masked(), r"the forward requires arguments besides the image: 'mask'"),
     (nn.Sequential(nn.Conv2d(4, 3, 1)), r"in 0 \(Conv2d\): .*channels"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -101,3 +102,19 @@ def test_an_optimizer_of_nothing_at_all_is_refused() -> None:
     plan = hyfi_core.ParallelPlan(((1, 1),))
     with pytest.raises(RequestError, match="empty parameter list"):
         hyfi_core.parallelize(net, (4, 3, 9, 8), plan, AloneCommunicator(), optimizer=matrices_of_five_dims)
+
+
+@pytest.mark.parametrize(("cut", "is_refused"), [("2", True), ("1", False)])
+def test_weights_in_the_same_memory_are_refused_in_two_stages(cut: str, is_refused: bool) -> None:
+    plan = hyfi_core.ParallelPlan(((1, 1), (1, 1)), cuts=(cut,))
+    first = nn.Conv2d(3, 4, 1)
+
+    def body(comm: Any, first: nn.Module) -> None:
+        tied = [nn.Conv2d(4, 4, 1, bias=False) for _ in range(2)]
+        tied[1].weight.data = tied[0].weight.data  # a copy of the module would have memory for each
+        net = nn.Sequential(first, nn.Tanh(), *tied, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        hyfi_core.parallelize(net, (4, 3, 9, 8), plan, comm)
+
+    refusal = pytest.raises(RequestError, match=r"^'2.weight' and '3.weight' of the model are different tensors in the")
+    with refusal if is_refused else contextlib.nullcontext():
+        run_copies(first, 2, body)
