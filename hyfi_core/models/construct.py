@@ -33,13 +33,21 @@ def construct(
         defaults: Values of ``accepted_only`` that are not passed to a factory that takes them as ``**kwargs``.
 
     Raises:
-        RequestError: There is no such function, it does not accept these arguments, or it returns no module.
+        RequestError: There is no such function, it does not accept these arguments, it cannot read a file or reach a
+            server, or it returns no module.
     """
     factory, arguments = call_of(key, name, path, needed, options, accepted_only, defaults)
     try:
         module = factory(**arguments)
     except TypeError as error:
         raise RequestError(f"{key} {name} cannot be built from {arguments}: {error}") from error
+    except OSError as error:
+        # As on the machine where a checkpoint is used: weights are no longer there, or there is no network.
+        raise RequestError(
+            f"{key} {name}: the factory cannot read a file, or reach a server: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}. Checkpoints have all weights, so a factory need not load any: name "
+            f"the file of pretrained weights in the YAML"
+        ) from error
     if not isinstance(module, nn.Module):
         raise RequestError(f"{key} {name} returned {type(module).__name__}, not a torch.nn.Module")
     return module

@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.checkpoint import MODEL_FILE
 from workflows.console import listed
 from workflows.finetuning.weights_file import WeightsFile, read_weights
 
@@ -118,6 +120,22 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     unexpected = tuple(sorted(tensors.keys() - state.keys()))
     loaded = tuple(name for name in fitting if name not in counters)
     return WeightsReport(loaded, missing, unexpected, reshaped, f"{file}{prefix}")
+
+
+def other_classes(path: Path, classes: Sequence[str]) -> str | None:
+    """Return a line for the user if a file is part of a checkpoint for other classes, or for these in another order."""
+    try:
+        described = json.loads((path.parent / MODEL_FILE).read_text(encoding="utf-8"))
+        theirs = [str(name) for name in described.get("class_names", ())]
+    except (OSError, ValueError, AttributeError, TypeError):  # not a file of a checkpoint
+        return None
+    # Other numbers of classes are other shapes, which are reported and not loaded.
+    if len(theirs) != len(classes) or theirs == list(classes):
+        return None
+    return (
+        f"{path} is of a checkpoint with the classes {', '.join(theirs)}; in this run they are, in this order, "
+        f"{', '.join(classes)}: the last layer begins with weights of other classes"
+    )
 
 
 def _check_scale(path: Path, state: Mapping[str, torch.Tensor], fitting: Mapping[str, torch.Tensor]) -> None:

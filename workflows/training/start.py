@@ -36,7 +36,7 @@ from hyfi_core.runtime.saving.kept_checkpoints import step_folder
 from hyfi_core.runtime.saving.optimizer_state import check_groups, load_optimizer_state
 from hyfi_core.stored_state import StoredState
 from workflows.config.load import Config, load_config
-from workflows.console import say
+from workflows.console import say, warn
 from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
 from workflows.evaluation.models import (
     DTYPES,
@@ -48,7 +48,7 @@ from workflows.evaluation.models import (
 )
 from workflows.evaluation.programs import ModelPrograms
 from workflows.finetuning.freezing import Freezing, freeze
-from workflows.finetuning.weights import load_weights
+from workflows.finetuning.weights import load_weights, other_classes
 from workflows.launch.resumption import describe_way_out
 from workflows.tasks.task import loss_over, make_loss
 from workflows.training.checks.norm_batches import describe_norm_change
@@ -225,11 +225,15 @@ def make_model(
     """
     # Directly before building: initial weights depend on the seed alone, not on random numbers drawn earlier.
     torch.manual_seed(job.config.run.seed)
-    described = job.model_json()["model"]
+    recorded = job.model_json()
+    described = recorded["model"]
     model = build_model(described) if drawn is None else drawn.model
     path = job.config.model.weights
     if path is not None and loads:
         say(f"weights from {path}: {load_weights(model, path)}")
+        others = other_classes(path, recorded.get("class_names", ()))
+        if others is not None:
+            warn(others)
     run = job.config.run
     modes, freezing = set_training(model), freeze(model, job.config.model)
     for line in (unused_settings(described), other_normalisation(model, job.config.model), modes, freezing):

@@ -37,6 +37,16 @@ def test_keywords_get_no_argument_that_nobody_set() -> None:
     assert unused_keys(model | {"norm": "group"}) == []
 
 
+def downloads(classes: int) -> nn.Module:
+    raise ConnectionError("no route\nto pretrained.example")
+
+
+def test_a_factory_that_cannot_read_its_weights_is_named() -> None:
+    """The message of a checkpoint used on another machine named a file, but neither model nor factory."""
+    with pytest.raises(RequestError, match=r"model .*:downloads: the factory cannot .*Error: no route to pre"):
+        build_model({"name": f"{HERE}:downloads", "classes": 2})
+
+
 def test_named_parameters_always_get_theirs() -> None:
     model: dict[str, Any] = {"name": f"{HERE}:pool_only", "classes": 2, "norm": "train", "pool": "avg"}
     assert build_model(model | {"pool": "max"}).arguments == {"pool": "max", "width": 8}

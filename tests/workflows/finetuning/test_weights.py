@@ -18,7 +18,7 @@ from torch import nn
 
 from hyfi_core.errors import RequestError
 from hyfi_core.models import resnet
-from workflows.finetuning.weights import load_weights
+from workflows.finetuning.weights import load_weights, other_classes
 
 
 def other_values(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -148,6 +148,21 @@ def test_content_in_place_of_weights_is_named(name: str, content: bytes, message
     assert "weights_only" not in str(refused.value)
     with pytest.raises(RequestError, match=f"is a folder; name one of its files: {name}"):
         load_weights(nn.Linear(1, 1), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("classes", "said"), [(["cat", "dog"], False), (["dog", "cat"], True), (["hen", "cow"], True), (["dog"], False)]
+)
+def test_weights_of_a_checkpoint_with_its_classes_in_another_order_are_mentioned(
+    classes: list[str], said: bool, tmp_path: Path
+) -> None:
+    """The head fitted, so it was loaded without a word, and began with its classes swapped."""
+    (tmp_path / "model.json").write_text('{"class_names": ["cat", "dog"]}')
+    line = other_classes(tmp_path / "model.safetensors", classes)
+    assert (line is not None) == said
+    assert line is None or f"the classes cat, dog; in this run they are, in this order, {', '.join(classes)}" in line
+    (tmp_path / "model.json").write_text("[]")
+    assert other_classes(tmp_path / "model.safetensors", classes) is None
 
 
 def test_an_entry_that_is_no_tensor_is_named(tmp_path: Path) -> None:
