@@ -157,8 +157,13 @@ def _of_entries(
 
 
 def _refuse_constant(table: Table, names: tuple[str, ...], labelled: Sequence[States]) -> None:
-    """Refuse labels that are the same for every slide."""
+    """Refuse labels that are the same for every slide, or known for none."""
     states = [{target[k] for target in labelled} - {UNKNOWN} for k in range(len(names))]
+    empty = [name for name, values in zip(names, states, strict=True) if not values]
+    if empty:
+        raise RequestError(
+            f"{table.name}: {', '.join(empty)}: no slide has a value: there is nothing to learn; leave it out"
+        )
     same = [name for name, values in zip(names, states, strict=True) if len(values) < 2]
     if same:
         raise RequestError(

@@ -45,6 +45,7 @@ def test_names_in_one_cell(tmp_path: Path) -> None:
     [
         ("x,y", ["1,0", "0,maybe", "1,1"], "y: 'maybe' .line 3.*write 1 or 0"),
         ("x,y", ["1,0", "1,1"], "x: the same for every slide"),
+        ("x,y", ["1,", "0,NA"], "y: no slide has a value"),
         ("x,y", [",", ","], "no slide has a label"),
         ("x", ["a", "b"], "no cell has several labels.*data.task: multiclass"),
         ("x", ["1", "0"], "no cell has several labels.*name all columns of yes and no"),
