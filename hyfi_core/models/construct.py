@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from hyfi_core.errors import RequestError
@@ -40,7 +41,10 @@ def construct(
     try:
         module = factory(**arguments)
     except TypeError as error:
-        raise RequestError(f"{key} {name} cannot be built from {arguments}: {error}") from error
+        # Networks of libraries call it num_classes.
+        unknown = any(f"unexpected keyword argument '{argument}'" in str(error) for argument in needed)
+        advice = f"; name a function of your own that takes {' and '.join(needed)} and calls it" if unknown else ""
+        raise RequestError(f"{key} {name} cannot be built from {arguments}: {error}{advice}") from error
     except OSError as error:
         # As on the machine where a checkpoint is used: weights are no longer there, or there is no network.
         raise RequestError(
@@ -50,6 +54,11 @@ def construct(
         ) from error
     if not isinstance(module, nn.Module):
         raise RequestError(f"{key} {name} returned {type(module).__name__}, not a torch.nn.Module")
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise RequestError(
+            f"{key} {name} returned a program of TorchScript, which cannot be captured; return the module from which "
+            f"it was made, with the weights of its state_dict()"
+        )
     return module
 
 

@@ -18,6 +18,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.
 """Dtype of weights and images for each ``run.precision``; with bfloat16, autocast computes in that dtype."""
 _NAMED = 5
 """Largest number of modules that a message names."""
+_PREFIXES = ("", "pixel_", "image_")
+"""Of names of means and standard deviations of pixels."""
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
@@ -70,9 +72,17 @@ def unused_settings(model: Mapping[str, Any]) -> str | None:
 
 
 def other_normalisation(model: nn.Module, config: ModelConfig) -> str | None:
-    """Return a line for the user if a network of timm states other means than the default, and none are set."""
+    """Return a line for the user if no means are set, and a network of timm states others, or normalises by itself."""
     if config.mean is not None or config.std is not None:
         return None
+    for name, module in model.named_modules():
+        # As a module Normalize in front of a network, or its buffers.
+        if all(any(_channels(module, prefix + key) for prefix in _PREFIXES) for key in ("mean", "std")):
+            return (
+                f"the model gets pixels that are normalised with ImageNet's mean and std, and {name or 'it'} "
+                f"({type(module).__name__}) has a mean and a std of its own: if its forward normalises, set "
+                f"model.mean: [0, 0, 0] and model.std: [1, 1, 1]"
+            )
     # The factory may have put the network into a module of its own.
     stated = next(filter(None, map(normalisation_of, model.modules())), None)
     if stated is None or stated == Normalisation():
@@ -80,6 +90,14 @@ def other_normalisation(model: nn.Module, config: ModelConfig) -> str | None:
     return (
         f"model.mean and model.std are not set, so pixels are normalised with ImageNet's; timm's configuration of the "
         f"network states others: set model.mean: {list(stated.mean)} and model.std: {list(stated.std)} for its weights"
+    )
+
+
+def _channels(module: nn.Module, key: str) -> bool:
+    """Whether an attribute of a module is a number for each of red, green and blue."""
+    value = getattr(module, key, None)
+    return (
+        value.numel() == 3 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple) and len(value) == 3
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from hyfi_core.errors import RequestError
@@ -45,6 +46,24 @@ def test_a_factory_that_cannot_read_its_weights_is_named() -> None:
     """The message of a checkpoint used on another machine named a file, but neither model nor factory."""
     with pytest.raises(RequestError, match=r"model .*:downloads: the factory cannot .*Error: no route to pre"):
         build_model({"name": f"{HERE}:downloads", "classes": 2})
+
+
+def of_a_library(num_classes: int) -> nn.Module:
+    return nn.Linear(3, num_classes)
+
+
+def test_a_factory_without_the_parameter_classes_is_refused_with_advice() -> None:
+    with pytest.raises(RequestError, match="argument 'classes'; name a function of your own that takes classes"):
+        build_model({"name": f"{HERE}:of_a_library", "classes": 2})
+
+
+def scripted(classes: int) -> nn.Module:
+    return torch.jit.script(nn.Linear(3, classes))
+
+
+def test_a_program_of_torchscript_is_refused_with_advice() -> None:
+    with pytest.raises(RequestError, match=r"scripted returned a program of TorchScript.*return the module from which"):
+        build_model({"name": f"{HERE}:scripted", "classes": 2})
 
 
 def test_named_parameters_always_get_theirs() -> None:

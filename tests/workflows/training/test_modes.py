@@ -166,3 +166,10 @@ def test_a_setting_that_the_factory_does_not_take_is_named_and_another_normalisa
     assert said.count("states others: set model.mean: [0.5, 0.5, 0.5] and model.std: [0.5, 0.5, 0.5]") == 1
     assert other_normalisation(bare(2), ModelConfig(mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))) is None
     assert other_normalisation(tiny(2), ModelConfig()) is None
+    normalises = tiny(2)
+    normalises.register_buffer("pixel_mean", torch.zeros(1, 3, 1, 1))
+    normalises.register_buffer("pixel_std", torch.ones(1, 3, 1, 1))
+    assert "1 (Network) has a mean and a std of its own" in str(
+        other_normalisation(nn.Sequential(nn.Identity(), normalises), ModelConfig())
+    ).replace(type(normalises).__name__, "Network")
+    assert other_normalisation(normalises, ModelConfig(mean=(0, 0, 0), std=(1, 1, 1))) is None
