@@ -38,7 +38,7 @@ def error_grid(events: Iterable[TraceEvent], current: Sequence[str], blamed: Col
 
 
 def list_grid(rows: Sequence[Sequence[object]], places: Mapping[int, int]) -> str:
-    """Return the last actions of each list up to a fault, and a mark on it.
+    """Return the last actions of each list up to its faulty action, which gets a mark.
 
     Args:
         rows: the list of each rank.
