@@ -28,7 +28,7 @@ def parse_bytes(text: str) -> int:
 
 
 def worker_count(requested: int, memory_bytes: int | None, sharing: int = 1) -> int:
-    """Return the number of workers, at least 1: those requested, or fewer if memory does not suffice for these.
+    """Return the number of workers: the requested number, or as many as fit into memory, but at least 1.
 
     Args:
         requested: Number requested; 0 for as many as cores.
@@ -43,6 +43,6 @@ def worker_count(requested: int, memory_bytes: int | None, sharing: int = 1) -> 
         raise RequestError(
             f"--memory {memory_bytes / 1e9:.2g} GB: one worker needs up to {WORKER_BYTES / 1e9:g} GB; give more"
         )
-    # A given amount is for this process's workers; free memory is what all that share the machine see.
+    # A given amount is for this process's workers alone; free memory is shared by all ``sharing`` processes.
     budget = memory_bytes if memory_bytes is not None else int(_USABLE_FRACTION * available_bytes()) // sharing
     return max(1, min(workers, budget // WORKER_BYTES))

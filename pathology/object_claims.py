@@ -17,7 +17,7 @@ from typing import Self
 from data.object_path import ObjectPath
 from pathology.process_token import has_ended, this_process
 
-# Six beats; longer than on disks, as a request may be repeated for a minute.
+# Six beats; longer than on disks, because a request may be repeated for a minute.
 STALE_AFTER_S = 180.0
 BEAT_S = 30.0
 
@@ -35,8 +35,8 @@ class ObjectClaim:
     A thread writes its object again every 30 seconds.
 
     Args:
-        path: Its object, which exists.
-        token: The object's content, to which a number is added when it is written again.
+        path: The claim's object, which exists.
+        token: The object's content; each time it is written again, a number is added.
         version: The object's version on the server.
     """
 
@@ -91,10 +91,10 @@ class ObjectClaim:
     def release(self) -> None:
         """Release the claim; if the server does not answer, it becomes stale."""
         self._stop.set()
-        # Else a beat could write the claim again after it was removed.
+        # Otherwise a beat could write the claim again after it was removed.
         self._beat.join()
         with contextlib.suppress(OSError):
-            # Not one request: a moment remains in which another could take over between the look and the removal.
+            # Two requests: between them, another process could still take over a stale claim.
             if not self._lost and self._path.revision() == self._version:
                 self._path.unlink(missing_ok=True)
 
@@ -104,8 +104,8 @@ class ObjectClaim:
             self._beats += 1
             with self._lock:
                 try:
-                    # A tag may be a hash of the content. With the number each beat has another one, so that nobody who
-                    # read the version before can replace this one.
+                    # The version may be a hash of the content: with the number, each beat has another version, so a
+                    # process that has read an earlier one cannot replace this object.
                     content = f"{self._token} {self._beats}".encode()
                     self._version = self._path.replace_revision(content, self._version)
                 except (FileExistsError, FileNotFoundError):
@@ -130,13 +130,13 @@ def names_of(folder: ObjectPath) -> set[str]:
 
 
 def _stale_version(path: ObjectPath) -> str | None:
-    """Return the version of a claim that nobody renews; None if somebody does, or it was just released."""
+    """Return the version of a claim if it is stale; None if a process renews it, or it was just released."""
     try:
         version, renewed_at_s = path.revision(), path.stat().st_mtime
         # The first four words are the token of the holder's process; the fifth counts how often it renewed its claim.
         token = " ".join(path.read_bytes().decode(errors="replace").split()[:4])
         if has_ended(token) or _server_time_s(path) - renewed_at_s > STALE_AFTER_S:
-            # Read once more: time, content and version are three requests, and a beat may lie between them.
+            # Read the version again: a beat may have come between the requests for version, time and content.
             return version if path.revision() == version else None
     except FileNotFoundError:
         pass
@@ -144,7 +144,7 @@ def _stale_version(path: ObjectPath) -> str | None:
 
 
 def _server_time_s(path: ObjectPath) -> float:
-    """Return the time of the server's clock, by which its objects are dated: that of an object written now."""
+    """Return the time of the server's clock, from the date of an object that is written now."""
     probe = path.with_name(f".now-{secrets.token_hex(8)}")
     try:
         probe.write_bytes(b"")

@@ -1,4 +1,4 @@
-"""An identifier of this process, by which other processes on the same machine see whether it has ended."""
+"""An identifier of a process, from which other processes on the same machine can tell whether it has ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _machine() -> str:
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     with contextlib.suppress(OSError):
-        # Two containers of one machine may have the same host name and process ids; their namespaces differ.
+        # Two containers on one machine may have equal host names and process ids, but their namespaces differ.
         parts.append(re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink())))
     return "/".join(parts).replace(" ", "_")
 
@@ -48,7 +48,7 @@ def has_ended(token: str) -> bool:
         return True
     except OSError:
         return False
-    # Another start time: the id was given to a new process. A zombie has ended; only its parent has not noticed.
+    # With another start time, it is a new process with the same id. A zombie has ended, but its parent has not waited.
     return parts[2] != _started(pid) or _is_zombie(pid)
 
 

@@ -69,25 +69,25 @@ def predict_slides(
 
     Args:
         members: the model, or the models of an ensemble; the same on every rank.
-        inputs: from :func:`pathology.predict.inputs.find_inputs`; the same on every rank.
-        out: created if it does not exist; on a shared file system.
+        inputs: slides from :func:`pathology.predict.inputs.find_inputs`; the same on every rank.
+        out: folder of the results, created if it does not exist; on a file system that all ranks share.
         comm: ranks that predict; ``options.ranks_per_slide`` of them share a slide.
         options: see `PredictOptions`.
-        begin: called on rank 0, before the first slide, with how many are finished already.
-        progress: called on rank 0 with how many slides all groups have finished since the last call, and a text.
-        stop_wanted: called on every rank between slides.
+        begin: called on rank 0, before the first slide, with the number of slides that are already finished.
+        progress: called on rank 0 with (number of slides that all groups have finished since the last call, text).
+        stop_wanted: called on every rank between slides; if it returns True on any rank, the run stops.
         say: called on rank 0 with sentences about slow steps on a slide of its group.
 
     Raises:
-        RequestError: checkpoints are not compatible or cannot give the evidence, ``out`` has other contents, or groups
-            of ``ranks_per_slide`` would leave ranks over; nothing is written.
+        RequestError: checkpoints are not compatible or cannot give the evidence, ``out`` has other contents, or the
+            number of ranks is not a multiple of ``ranks_per_slide``; nothing is written.
     """
     options, spec = options or PredictOptions(), common_input_spec(members)
     check_evidence(options.evidence, spec, members[0].path)
     flags = ("mpp_changed",) if options.mpp is not None and options.mpp != spec.mpp else ()
     spec = replace(spec, mpp=options.mpp if options.mpp is not None else spec.mpp)
     folder = OutFolder(out, members, spec, options=options)
-    ingest_options(members[0].config, spec.mpp, options)  # refuses a wrong mpp while nothing is written
+    ingest_options(members[0].config, spec.mpp, options)  # refuses a wrong mpp before anything is written
     options.check_tissue([slide.slide_id for slide in inputs])
     inputs = with_case_slides(inputs) if spec.bag == "case" else inputs
     set_arithmetic(all(member.config.get("tf32", False) for member in members))  # as in training
@@ -101,7 +101,7 @@ def predict_slides(
     ensemble = _ensemble_of(members, spec, group, options) if any(not inputs[k].reason for k in to_predict) else None
     with _scratch(folder, comm, is_needed=bool(to_predict)) as scratch:
         if group.rank == 0 and comm.rank != 0:
-            folder.open(inputs)  # rank 0 has done it above; the first rank of every group writes there
+            folder.open(inputs)  # on rank 0 done above; the first rank of each group writes results
         caller = _Caller(say, progress, stop_wanted) if comm.rank == 0 else _Caller(stop_wanted=stop_wanted)
         run = _Run(folder, members, spec, options, group, scratch, flags, caller)
         queue = SlideQueue(to_predict, scratch, group, alone=group.size == comm.size)
@@ -166,9 +166,9 @@ class _Run:
     def predict_all(
         self, queue: SlideQueue, inputs: Sequence[SlideInput], ensemble: Ensemble | TileEnsemble | None
     ) -> tuple[dict[int, Prediction], bool]:
-        """Predict the slides that this group takes; return them by index, and whether it was stopped. Collective."""
+        """Predict the slides that this group takes; return (index -> prediction, whether it stopped). Collective."""
         predicted: dict[int, Prediction] = {}
-        # Asked together before a slide is taken: a rank that left alone would leave the others in its slide's messages.
+        # All ranks stop together: after a rank that stopped alone, the others would wait for its messages for ever.
         while not (stopped := self._stops()):
             index = queue.take()
             if index is None:
@@ -178,7 +178,7 @@ class _Run:
             except OcclusionStoppedError:  # nothing of this slide was written: the next run predicts it
                 return predicted, True
             if self._comm.rank == 0:
-                # Row before queue: a slide counts as finished only with its results in the table.
+                # The row first: a slide counts as finished only if it is in the table.
                 self._folder.note(outcome)
                 queue.finish(index)
                 note = f"{outcome.slide_id}: {outcome.prediction or outcome.status}"
@@ -196,7 +196,7 @@ class _Run:
             return replace(prediction, reason=slide.reason)
         try:
             with self._prepared(slide) as (store, flags):
-                # `together`: what one rank alone cannot read fails the slide on all ranks; they would else wait for it.
+                # `together`: if one rank cannot read something, the slide fails on all ranks, and none waits for it.
                 given_tissue = together(self._comm, lambda: self._options.tissue_given(slide.slide_id))
                 prediction = replace(
                     prediction, flags=_merged(flags, self._flags, ("tissue_given",) * (given_tissue is not None))
@@ -220,7 +220,7 @@ class _Run:
                 result = self._result(slide, prediction, dataset, sight, ensemble.heatmaps(dataset, sight))
                 result = self._with_evidence(result, ensemble, dataset, sight)
                 self._on_rank_0(lambda: self._folder.write(slide, result))
-        # Of this slide only: the next ones are predicted.
+        # Only this slide fails; the run goes on.
         except SlideError as error:
             return replace(prediction, status=FAILED, reason=str(error))
         if result.withheld:
@@ -254,7 +254,7 @@ class _Run:
         return replace(result, blocks=blocks, flags=_merged(result.flags, (kind,)))
 
     def _with_coverage(self, prediction: Prediction, sight: Sight) -> Prediction:
-        """Return the prediction with coverage, flags and status from what was seen."""
+        """Return the prediction with coverage and flags of ``sight``, and the status that follows from the coverage."""
         coverage, flags = sight.coverage, _merged(prediction.flags, sight.flags)
         if coverage >= self._min_coverage:
             return replace(prediction, status=DONE, coverage=coverage, flags=flags)
@@ -267,9 +267,11 @@ class _Run:
 
     @contextmanager
     def _prepared(self, slide: SlideInput) -> Iterator[tuple[Path, tuple[str, ...]]]:
-        """Context that yields the folder of a store with the slide, and its flags; temporary stores are removed."""
+        """Context that yields (folder of a store with the slide, flags of the slide).
+
+        A slide file is ingested into the temporary store, and removed from it at the end.
+        """
         if slide.stored:
-            # A stored slide is read where it is.
             yield slide.path.parent, _flags_of(slide.row.get("flags", ""))
             return
         try:
@@ -277,7 +279,7 @@ class _Run:
             yield self._scratch, tuple(self._comm.broadcast_object(list(record.flags) if record else []))
         finally:
             if self._comm.rank == 0:
-                # Also after a failure: a cohort's temporary slides would fill the disk.
+                # Also after a failure: otherwise temporary slides would fill the disk.
                 shutil.rmtree(slide_path(self._scratch, slide.slide_id), ignore_errors=True)
 
     def _ingested(self, slide: SlideInput) -> SlideRecord:
@@ -297,7 +299,7 @@ class _Run:
         """Return a dataset of one slide.
 
         Raises:
-            SlideError: The slide is in a store of another program, which does not say where its pixels are in the file.
+            SlideError: The store was written by another program: it does not state where its pixels are in the file.
         """
         spec = self._spec
         dataset = SlideDataset(
@@ -310,7 +312,7 @@ class _Run:
             stain=spec.stain,
             opener=self._options.opened,
         )
-        attributes = getattr(dataset.slide(0), "attributes", {})  # opened here, where a failure is this slide's
+        attributes = getattr(dataset.slide(0), "attributes", {})  # opens the slide: an error here fails only this slide
         missing = [name for name in _PROVENANCE if name not in attributes]
         if missing:
             raise SlideError(
@@ -332,7 +334,7 @@ class _Run:
         assert isinstance(slide, SlideStore)
         readouts = [member.readout for member in self._members]
         logits = [np.array(heatmap.logits, np.float64) for heatmap in heatmaps]
-        # Each member's numbers are read with its own calibration, and averaged later.
+        # Each member's outputs become values by its own calibration, and are averaged later.
         members = list(zip(readouts, logits, strict=True))
         heatmap = average(heatmaps) if len(heatmaps) > 1 else heatmaps[0]
         return SlideResult(
@@ -384,14 +386,14 @@ def _merged(*groups: Sequence[str]) -> tuple[str, ...]:
 
 @contextmanager
 def _scratch(folder: OutFolder, comm: Communicator, is_needed: bool) -> Iterator[Path]:
-    """Context that yields a temporary store in the results' folder, which is created; the same on every rank.
+    """Context that yields a temporary store inside the folder of results, the same on every rank. Collective.
 
-    If none is needed, it yields the results' folder, and nothing is created. Collective.
+    If none is needed, it yields the folder of results, and creates nothing.
     """
     if not is_needed:
         yield folder.path
         return
     on_first_rank(comm, folder.begin)
-    # In the results' folder, which all ranks see; a node's temporary folder they would not.
+    # Inside the folder of results, because all ranks see it, unlike a node's temporary folder.
     with shared_folder(folder.path / "ingest", comm) as path:
         yield path

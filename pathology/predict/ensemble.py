@@ -37,7 +37,7 @@ READ_ERRORS = (RequestError, SlideError, OSError, ValueError)
 def together(comm: Communicator, action: Callable[[], T]) -> T:
     """Run ``action`` on every rank and return its value; if it fails on one rank, the slide fails on all. Collective.
 
-    ``action`` must not be collective: a failing rank would leave the others waiting.
+    ``action`` must not be collective: if it failed on one rank, the others would wait in it.
 
     Raises:
         SlideError: with the reason of the first failing rank.
@@ -73,12 +73,12 @@ class Attribution:
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """What the models see of a slide.
+    """The part of a slide that the models see.
 
     Attributes:
-        views: The images; of tiles one without pieces; empty: no tissue was found.
-        coverage: Share of the slide's tissue that they show, 0 to 1.
-        flags: Warnings about them.
+        views: The images; for models of tiles, one view without pieces; empty: no tissue was found.
+        coverage: Share of the slide's tissue that the images or tiles show, 0 to 1.
+        flags: Warnings about the images.
         level: Index of the store's level that is read.
         tiles: The tiles, for models with an encoder of tiles.
         case_slides: All slides of the case, if they are one bag.
@@ -100,9 +100,9 @@ class Ensemble:
 
     Args:
         members: the models.
-        spec: common to all members.
+        spec: the input that all members have in common.
         comm: the ranks among which each slide is divided.
-        options: ``cells``, ``memory_bytes`` and ``spill``, by which ranks compute in less memory; None: no cells.
+        options: has ``cells``, ``memory_bytes`` and ``spill``, which limit the memory of ranks; None: no cells.
 
     Raises:
         RequestError: a model cannot be distributed over the ranks, or their messages have no tags, which cells need.
@@ -128,7 +128,7 @@ class Ensemble:
         ]
 
     def look(self, dataset: SlideDataset, all_tissue: bool) -> Sight:
-        """Return the images of the dataset's slide; ``all_tissue``: with all of its tissue.
+        """Return the images of the dataset's slide: one of the trained size, or as many as show ``all_tissue``.
 
         Raises:
             SlideError: the slide cannot be read.
@@ -203,7 +203,7 @@ class Ensemble:
     def _of_member(
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, views: Sequence[View]
     ) -> Attribution:
-        """Return what one member says of a slide, from all of its images."""
+        """Return one member's result for a slide, combined over all of its images."""
         results = [self._of_image(member, engines, dataset, index, view) for view in views]
         logits = np.stack([result.logits for result in results])
         weights = image_weights(logits, views, member.pooling)
@@ -246,7 +246,7 @@ def _engine_of(engines: SizedEngines, view: View) -> Engine:
 
 
 class SlideImage:
-    """One image of a slide for one member's engine: each rank reads what its part of the network needs. Collective.
+    """One image of a slide for one member's engine; each rank reads only the pixels that it needs. Collective.
 
     Args:
         engine: The member's engine for images of the view's size.
@@ -255,7 +255,7 @@ class SlideImage:
         index: Index of the slide.
         view: The composition of the image.
         comm: The engine's ranks.
-        keep: Whether to keep this rank's pixels, uint8, for further runs; with cells they are read in each run.
+        keep: Whether to keep this rank's pixels (uint8) for further runs; with cells, each run reads them again.
 
     Attributes:
         engine: The engine.
@@ -281,7 +281,7 @@ class SlideImage:
         self._kept_pixels = together(comm, lambda: self._read(engine.input_box)) if keeps else None
 
     def run(self, call: Callable[[Callable[[Box], torch.Tensor]], T], covered: Sequence[Box] = ()) -> T:
-        """Return ``call(images)``, where the boxes ``covered`` of the image have the background's colour.
+        """Return ``call(images)``; ``images`` returns normalised pixels of a box, white inside the boxes ``covered``.
 
         Raises:
             SlideError: The pixels cannot be read.
@@ -293,7 +293,7 @@ class SlideImage:
             else:
                 part = together(self._comm, lambda: self._normalised(self._read(box), box, covered))
             return call(_boxes_of(part, box))
-        late = LateErrors(self._comm.size > 1)  # ranks wait for each other's borders
+        late = LateErrors(self._comm.size > 1)  # other ranks wait for the borders that this one computes
         result = call(
             lambda box: late.read_or(
                 lambda: torch.zeros((1, 3, *box.shape)), lambda: self._normalised(self._read(box), box, covered)
@@ -314,7 +314,7 @@ class SlideImage:
         return self._dataset.read_view(self._index, self._view, box)
 
     def _normalised(self, pixels: NDArray[np.uint8], box: Box, covered: Sequence[Box]) -> torch.Tensor:
-        """Return ``pixels`` of ``box`` as the member takes them, the ``covered`` boxes white, in new memory."""
+        """Return ``pixels`` of ``box``, normalised for the member, white inside ``covered`` boxes; in new memory."""
         hidden = [inside for cover in covered if not (inside := cover.intersect(box)).empty]
         if hidden:
             pixels = pixels.copy()
@@ -342,7 +342,7 @@ def _explained(engine: Engine, images: Callable[[Box], torch.Tensor]) -> Explana
 
 
 class LateErrors:
-    """Reads while other ranks wait for what this one computes: an error is raised when all have finished.
+    """Postpones read errors of this rank until all ranks have finished, because others wait for its results.
 
     Args:
         shared: Whether there are other ranks.
@@ -356,7 +356,7 @@ class LateErrors:
         """Return the result of ``read``, or of ``instead`` once ``read`` has failed.
 
         Raises:
-            SlideError: It failed, and there are no other ranks.
+            SlideError: ``read`` failed, and there are no other ranks.
         """
         try:
             if self._error is None:
@@ -374,10 +374,10 @@ class LateErrors:
 
 
 def position_scores(explanation: Explanation, readout: Readout) -> torch.Tensor:
-    """Return (classes, h, w) float32: the scores of the head's logits at each position, as ``readout`` makes them.
+    """Return (classes, h, w) float32: the score of each class at each position, which ``readout`` makes of logits.
 
-    A head that cannot be evaluated at single positions is treated as the mean over positions: the logits of a position
-    are its contributions times the number of positions, plus the bias.
+    If the head cannot be evaluated at single positions, the logits of a position are its contributions times the number
+    of positions, plus the bias, as for a mean over positions.
     """
     logits = explanation.positions
     if logits is None:
@@ -388,7 +388,7 @@ def position_scores(explanation: Explanation, readout: Readout) -> torch.Tensor:
 
 
 def _boxes_of(part: torch.Tensor, box: Box) -> Callable[[Box], torch.Tensor]:
-    """Return a function that serves boxes of a part that was read in advance."""
+    """Return a function that returns the pixels of a box inside ``box``, from the tensor ``part`` of that box."""
 
     def images(requested: Box) -> torch.Tensor:
         if not box.contains(requested):

@@ -36,9 +36,9 @@ class Heatmap:
     """Scores and contributions on the slide's grid of squares.
 
     Attributes:
-        scores: (classes, rows, columns) float32: output of the head at each position before pooling, smoothed, 0 to 1,
-            and 1 in total over exclusive classes; NaN where not seen.
-        values: (classes, rows, columns) float32: contributions to the logits; NaN likewise. Square (i, j) covers
+        scores: (classes, rows, columns) float32: output of the head at each position before pooling, smoothed, 0 to 1;
+            scores of exclusive classes sum to 1; NaN where not seen.
+        values: (classes, rows, columns) float32: contributions to the logits; NaN where not seen. Square (i, j) covers
             ``[i * square_px, (i + 1) * square_px) x [j * square_px, (j + 1) * square_px)`` of the slide at the model's
             resolution; the last row and column may extend beyond the slide.
         square_px: side of a square in pixels of the slide at the model's resolution.
@@ -47,11 +47,11 @@ class Heatmap:
         class_names: names of the channels.
         logits: one for each class.
         bias: for each class, ``logit - sum of the contributions``: the bias of a linear head.
-        shared: for each class, the part of the background's contribution that every seen square got; included in
+        shared: for each class, the part of the background's contribution that was added to each seen square of
             ``values``.
         exact: whether squares were mapped one to one; otherwise by their centres.
         exclusive: whether scores of a position sum to 1 over classes.
-        of_tiles: whether squares are tiles, or parts of them, whose scores are those of a slide with this tile only.
+        of_tiles: whether squares are tiles or parts of tiles; a score is then that of a slide with only this tile.
         mapped: whether the model has a map whose positions contribute; if not, scores are NaN and contributions 0.
         attention: (rows, columns) float32: weights of tiles in the aggregator, relative to the average tile; NaN where
             not seen; None if there are none.
@@ -102,10 +102,10 @@ class Heatmap:
 
     @property
     def color_weights(self) -> NDArray[np.float32]:
-        """(classes, rows, columns): parts of the classes' colours in that of a square; 0 where not seen.
+        """(classes, rows, columns): the part of each class's colour in the colour of a square; 0 where not seen.
 
-        They sum to 1, as scores of exclusive classes do. So of other classes the colour says which, and ``certainty``
-        how high, also where several have a high score.
+        Parts of a square sum to 1, also for classes that are not exclusive: their colour shows which classes have high
+        scores, and ``certainty`` shows how high these are.
         """
         weights: NDArray[np.float32] = np.nan_to_num(self.scores)
         if not self.exclusive:
@@ -133,7 +133,7 @@ def place(
 ) -> Heatmap:
     """Map a model's contributions to the slide.
 
-    The contribution of the background (squares in no piece) is divided equally among the seen squares.
+    The contribution of the background (squares outside of all pieces) is divided equally among the seen squares.
 
     Args:
         contributions: for each image, (classes, h, w); the sum over (h, w) and all images + bias = logit.
@@ -185,7 +185,7 @@ def place(
 def _squares_of(
     size_px: tuple[int, int], squares: tuple[int, ...], pieces: Sequence[Piece], align_px: int
 ) -> tuple[int, bool]:
-    """Return the side of a square in pixels, and whether squares map one to one."""
+    """Return (side of a square in pixels, whether squares of the model's map and of the slide map one to one)."""
     stride = network_stride(size_px, squares, align_px)
     if stride is not None and all(_aligned(piece, stride) for piece in pieces):
         return stride, True
@@ -193,9 +193,9 @@ def _squares_of(
 
 
 def network_stride(size_px: tuple[int, int], squares: tuple[int, ...], align_px: int) -> int | None:
-    """Return the number of pixels of one square, if it divides ``align_px``, else None.
+    """Return the side of a square in pixels: the smallest divisor of ``align_px`` that fits; None if there is none.
 
-    A map has ceil(size / stride) squares along each axis. If several divisors fit, the smallest is returned.
+    A stride fits if the map has ceil(size / stride) squares along each axis.
     """
     for stride in range(1, align_px + 1):
         if align_px % stride == 0 and all(math.ceil(s / stride) == c for s, c in zip(size_px, squares, strict=True)):
@@ -243,7 +243,7 @@ def _scatter_centres(
         to_x = ((centre_x[in_x] - piece.target.x0 + piece.source.x0) // square_px).astype(int)
         indices = (to_y[:, None] * canvas.shape[2] + to_x).ravel()
         values = maps[:, in_y[:, None], in_x].reshape(len(maps), -1)
-        # Several squares may have one position; with += the last one alone would count.
+        # `np.add.at`: several squares may have the same position; `+=` would count only the last of them.
         np.add.at(canvas.reshape(len(canvas), -1).T, indices, values.T)
         is_seen[np.ix_(to_y, to_x)] = True
         used[np.ix_(in_y, in_x)] = True
@@ -268,12 +268,12 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
     first = heatmaps[0]
     shape = tuple(math.ceil(side / square_px) for side in first.slide_size_px)
     total, scores = np.zeros((len(first.values), *shape)), np.zeros((len(first.values), *shape))
-    members = np.zeros(shape)  # how many have a score of each square
+    members = np.zeros(shape)  # number of members with a score for the square
     shared = np.zeros(len(first.values))
     is_seen = np.zeros(shape, dtype=bool)
     for heatmap in heatmaps:
         values = _refine(heatmap, square_px, shape)
-        # Per small square: a large one of this member has (heatmap.square_px / square_px)² of them.
+        # For each small square: a square of this member is divided into (heatmap.square_px / square_px)² small ones.
         shared += np.array(heatmap.shared) * (square_px / heatmap.square_px) ** 2 / len(heatmaps)
         is_seen |= ~np.isnan(values[0])
         total += np.nan_to_num(values)
@@ -304,7 +304,7 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
 
 
 def _mean_attention(heatmaps: Sequence[Heatmap], square_px: int, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
-    """Return the mean of the attention of all heatmaps; None if one has none."""
+    """Return the mean of the attention of all heatmaps, on squares of ``square_px``; None if one has no attention."""
     attentions = [
         (heatmap.attention, heatmap.square_px // square_px) for heatmap in heatmaps if heatmap.attention is not None
     ]
@@ -352,8 +352,8 @@ def smoothed(scores: NDArray[np.floating], sigma: float = SMOOTH_SQUARES) -> NDA
 def pyramid(values: NDArray[np.float32], smallest_px: int = 256) -> list[NDArray[np.float32]]:
     """Return the levels of a pyramid: ``values`` and its halvings, until both sides are at most ``smallest_px``.
 
-    There is at least one halving, unless ``values`` is a single pixel. A coarser pixel is the mean of its four pixels
-    without NaN (NaN if all are); odd sizes round up.
+    There is at least one halving, unless ``values`` is a single pixel. A coarser pixel is the mean of those of its four
+    pixels that are not NaN (NaN if all are NaN); odd sizes round up.
 
     Args:
         values: (channels, rows, columns).
@@ -368,7 +368,7 @@ def pyramid(values: NDArray[np.float32], smallest_px: int = 256) -> list[NDArray
 def _halve(values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return maps ``(classes, h, w)`` of half the size: means of blocks of 2 × 2, without NaN."""
     classes, height, width = values.shape
-    # With NaN, so that the mean of a border square is that of the pixels that exist.
+    # Pad with NaN, so that the mean at the border is that of the existing pixels.
     padded = np.pad(values, ((0, 0), (0, height % 2), (0, width % 2)), constant_values=np.nan)
     blocks = padded.reshape(classes, (height + 1) // 2, 2, (width + 1) // 2, 2).astype(np.float64)
     counts = (~np.isnan(blocks)).sum(axis=(2, 4))

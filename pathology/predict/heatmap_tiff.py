@@ -84,7 +84,7 @@ def write_channels(
         "photometric": "minisblack",
         "software": "hyfi",
         "tile": (TILE_PX, TILE_PX),
-        "compression": "adobe_deflate",  # without a predictor: Bio-Formats, and so QuPath, knows none for floats
+        "compression": "adobe_deflate",  # no predictor, because Bio-Formats (QuPath) supports none for floats
     }
     with replacing(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=True, ome=True) as file:
         for k, level in enumerate(levels):
@@ -92,7 +92,7 @@ def write_channels(
             if k == 0:
                 file.write(level, subifds=len(levels) - 1, metadata=metadata, **resolution, **options)
             else:
-                # SubIFDs must follow their page at once, in order: tifffile counts them.
+                # tifffile takes the next pages as SubIFDs: write them immediately, in order.
                 file.write(level, subfiletype=1, metadata=None, **resolution, **options)
 
 
@@ -131,8 +131,8 @@ def channel_metadata(
 
     Args:
         name: name of the image.
-        explanation: what the channels are.
-        channels: their names.
+        explanation: text that explains the channels.
+        channels: names of the channels.
         square_um: (y, x) micrometres per pixel.
         facts: the map annotation; values are written as JSON unless they are text.
         origin_um: (y, x) of the upper left corner, from the slide's, in micrometres.

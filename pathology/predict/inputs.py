@@ -29,7 +29,7 @@ class SlideInput:
         stored: Whether it is in a store already.
         row: Its row of the user's or the store's manifest.
         reason: Why it cannot be predicted, if this is known in advance; else empty.
-        label: Its label as text, empty: none; None: that of its row.
+        label: Its label as text; empty: it has none; None: the label is in ``row``.
         case_slides: All slides of its case, for models that take cases as bags; else empty.
     """
 
@@ -46,23 +46,23 @@ class SlideInput:
 def find_inputs(
     paths: Sequence[Path], files_by_name: Mapping[str, str] | None = None, missing: Iterable[str] = MISSING
 ) -> list[SlideInput]:
-    """Return all slides: those of stores first, then files, folders and manifests in the given order.
+    """Return all slides of ``paths``: first those of stores, then files, folders and manifests in their order.
 
-    Slide files get the same names as in an ingest. ``files_by_name`` has those that have a name already, as for
-    `find_jobs`. A case that is one of the words ``missing`` is unknown: such slides do not belong together.
+    Slide files get the same names as in an ingest; ``files_by_name`` is that of `find_jobs`. A case that is one of the
+    words ``missing`` is unknown: slides with this word do not belong together.
 
     Raises:
         RequestError: a path is missing, a folder has no slide, a manifest is invalid, or two slides have the same name.
     """
     paths = [location(path) for path in paths]
-    # os.path returns False for inaccessible paths, where Path raises; they are reported with the other files.
+    # `os.path`: unlike `Path`, it does not raise for inaccessible paths, which `find_jobs` reports.
     folders = [path for path in paths if is_remote(path) or os.path.isdir(path)]  # noqa: PTH112
     stored = [slide for path in folders for slide in _stored(path)]
     jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], files_by_name or {})
     files = [
         SlideInput(job.slide_id, job.row.get("case_id", ""), job.source, stored=False, row=job.row) for job in jobs
     ]
-    # By name, as results lie in folders of these names; a slide that was given twice is one.
+    # Names must be unique, because results are in folders with these names; a slide given twice counts once.
     by_name: dict[str, SlideInput] = {}
     for slide in (*stored, *files):
         namesake = by_name.setdefault(slide.slide_id, slide)
@@ -76,7 +76,7 @@ def find_inputs(
 
 
 def _is_stored(folder: Path) -> bool:
-    """Whether a folder is a store of `hyfi ingest`, or one slide of it, and no other OME-Zarr or folder of slides."""
+    """Whether a folder is a store of `hyfi ingest` or one of its slides, not another OME-Zarr or a folder of files."""
     if is_own_slide(folder):
         return True
     if is_ome_zarr(folder):
@@ -97,7 +97,7 @@ def _has_ome_zarr(folder: Path) -> bool:
 
 
 def _stored(folder: Path) -> list[SlideInput]:
-    """Return the slides of a store, or the one slide; failed ones with the reason."""
+    """Return the slides of a store, or the single stored slide; failed slides have a reason; empty: not a store."""
     if not _is_stored(folder):
         return []
     if folder.name.endswith(".zarr"):

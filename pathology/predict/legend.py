@@ -72,7 +72,7 @@ def add_legend(image: Image.Image, items: list[LegendItem]) -> Image.Image:
     unit = max(13, min(28, round(image.width / 68)))
     longest = max((_width(item, unit, image.width) for item in items), default=0)
     width = max(image.width, longest + 2 * unit)
-    # By the width of the picture, not of the wider strip: the white space on the right stays free.
+    # Rows are as wide as the picture, not as the wider strip: the white space on its right stays free.
     rows = _rows(items, image.width, unit)
     row_px = round(unit * 2.1)
     result = Image.new("RGB", (width, image.height + row_px * len(rows) + unit), STRIP_RGB)

@@ -30,10 +30,10 @@ _EXAMPLE = (
 
 
 def check_complete(config: Mapping[str, Any], checkpoint: Path, builds: bool = True) -> None:
-    """Check that a checkpoint's ``model.json`` says how to build its images and, if ``builds``, its model.
+    """Check that ``model.json`` has all keys from which images and, if ``builds``, the model are built.
 
     Raises:
-        RequestError: It does not; the message names what is missing, and what would work.
+        RequestError: Keys are missing; the message names them, and what would work.
     """
     model = config.get("model")
     fields_of_model: list[str] = []
@@ -66,8 +66,8 @@ class Member:
         path: The checkpoint's folder, as given by the user.
         model: The module with the checkpoint's weights, in evaluation mode.
         config: Content of the checkpoint's ``model.json``.
-        averaged: Whether the weights are the average of those trained.
-        own_readout: How its outputs are read; None: as those of classes.
+        averaged: Whether the weights are the average that training has kept.
+        own_readout: Readout of its outputs; None: that of classes.
     """
 
     path: str
@@ -86,8 +86,8 @@ class Member:
         """Return a checkpoint's model, with the average of its weights if it has one.
 
         Args:
-            checkpoint: Its folder.
-            model: A module of its architecture, whose weights are replaced; None: build it by the checkpoint's name.
+            checkpoint: The checkpoint's folder.
+            model: A module of its architecture, whose weights are replaced; None: build the model of ``model.json``.
             readout_of: Returns the readout for a ``model.json``; None: the task must be multiclass.
 
         Raises:
@@ -135,10 +135,10 @@ class Member:
 
     @property
     def readout(self) -> Readout:
-        """How its outputs are read.
+        """The readout of its outputs.
 
         Raises:
-            RequestError: Its task is not one of classes, and it was loaded without a readout.
+            RequestError: The task is not ``multiclass``, and the model was loaded without a readout.
         """
         if self.own_readout is not None:
             return self.own_readout
@@ -223,7 +223,7 @@ def common_input_spec(members: Sequence[Member]) -> InputSpec:
     first = InputSpec.of(members[0].config)
     for member in members[1:]:
         spec = InputSpec.of(member.config)
-        # All fields: what one member is trained on must be what the others see.
+        # All fields must be equal: every member must see the input that it was trained on.
         for item in fields(InputSpec):
             mine, theirs = getattr(first, item.name), getattr(spec, item.name)
             if mine != theirs:

@@ -33,10 +33,11 @@ class PredictOptions:
         force_mpp: Whether ``slide_mpp`` and the manifest override even a plausible value of the file.
         mpp_from_magnification: Whether slides that state only a magnification get its usual microns per pixel.
         overwrite: Predict finished slides again, and replace results of other checkpoints.
-        cells: Rows and columns of cells in which each process computes its part of every image; ``auto``: as many as
+        cells: (rows, columns) of cells into which each process divides its part of an image; ``auto``: as many as
             ``memory_bytes`` requires; None: only large images have cells.
-        memory_bytes: Memory limit of a process, with ``cells`` and ``spill``; None: half of the free memory.
-        spill: Where maps go that no cell currently needs: a folder, or ``memory`` of a GPU's host; None: nowhere.
+        memory_bytes: Memory limit of a process, for ``cells`` and ``spill``; None: half of the free memory.
+        spill: Where maps are spilled that no cell currently needs: a folder, or ``memory`` of a GPU's host; None: they
+            stay.
         image: ``whole``: images show all tissue of a slide; ``trained``: one image of the trained size.
         tissue: Tissue mask: ``off``: the whole slide; a GeoJSON of one slide, or a folder with
             ``<slide_id>.geojson``; None: the detected one.
@@ -44,7 +45,7 @@ class PredictOptions:
         ranks_per_slide: Ranks that share a slide; the others predict other slides at the same time. ``auto``: as few
             as keep all ranks busy; None: all ranks.
         features: Folder of the slides' features, for models that were trained on features; None: not given.
-        allow_partial: Predict slides also where less tissue was seen than the checkpoint requires.
+        allow_partial: Whether to predict slides with less seen tissue than the checkpoint requires.
         evidence: ``map``: the heatmap of the model's own map, if it pools one; ``occlusion``: also by how much the
             outputs drop without each block of tissue, for models of images; ``gradient``: also the estimate of that
             by gradient × input.
@@ -121,7 +122,7 @@ class PredictOptions:
                 f"--evidence-blocks {self.evidence_blocks}: give the most forwards for each slide, 1 or more, together "
                 f"with --evidence occlusion"
             )
-        # Only for its checks: it refuses cells, memory and spill that are wrong or do not fit together.
+        # Create a plan only for its checks of cells, memory and spill.
         ParallelPlan(((1, 1),), cells=self.cells, memory_bytes=self.memory_bytes, spill=self.spill)
 
 

@@ -1,4 +1,4 @@
-"""The output folder of a prediction: existing results, and what may be replaced."""
+"""The output folder of a prediction: which results exist, and which may be replaced."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class OutFolder:
         calibrations = [member.config.get("calibration") for member in members]
         if spec.task != "multiclass":
             self._made_by["calibrations"] = calibrations
-        # Listed once: an archive may have a million files.
+        # List the folder once: an archive may have a million files.
         self._feature_files = None if options.features is None else feature_files(options.features)
         self._table: PredictionTable | None = None
 
     def open(self, inputs: Sequence[SlideInput]) -> list[int]:
-        """Return the indices of the slides to predict, without writing.
+        """Return the indices of the slides to predict; write nothing.
 
         Raises:
-            RequestError: the folder has predictions of other checkpoints, or of another slide under the name of one of
-                these, or a slide's folder was not written by a prediction.
+            RequestError: the folder has predictions of other checkpoints, or of another slide with the same name, or a
+                slide's folder was not written by a prediction.
         """
         difference = self._made_by_others()
         if difference is not None and not self._overwrite:
@@ -95,7 +95,7 @@ class OutFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             restore_replaced(self.path)
             with Claim.wait(self.path, CLAIM):
-                # Asked again: another process of this run may have been first.
+                # Check again under the claim: another process of this run may have been faster.
                 if self._made_by_others() is not None:
                     (self.path / FILE_NAME).unlink(missing_ok=True)
                 write_json_atomically(self.path / RUN_FILE, self._made_by)
@@ -112,7 +112,7 @@ class OutFolder:
         self._table.put(prediction)
 
     def _made_by_others(self) -> str | None:
-        """Return how the folder's predictions differ in checkpoints or settings; None if not."""
+        """Return how checkpoints or settings of the folder's predictions differ from this run's; None if they agree."""
         path = self.path / RUN_FILE
         if not path.exists():
             if (self.path / FILE_NAME).exists():
@@ -133,9 +133,10 @@ class OutFolder:
             raise RequestError(f"{folder} exists and was not written by hyfi predict; choose another --out")
 
     def _refuse_another(self, slide: SlideInput) -> None:
-        """Refuse a slide in whose place the folder has the results of another one of the same name.
+        """Refuse a slide if the folder has results of another slide with the same name.
 
-        A file of the same size is a copy; of a store only the time tells, since its metadata may have equal sizes.
+        A file at another path with the same size counts as a copy. Of stored slides, the time must be equal, too,
+        because sizes of their metadata repeat.
         """
         assert self._table is not None, "open comes first"
         row = self._table.row(slide.slide_id)
@@ -196,10 +197,10 @@ class OutFolder:
 
 
 def _identity(slide: SlideInput) -> dict[str, int]:
-    """Return size and time by which a change of a slide is noticed; empty if they cannot be read.
+    """Return the size and time of a slide, which show whether it has changed; empty if they cannot be read.
 
-    They are those of its file; of a stored slide's ``zarr.json``, which lists the digests of all its files; of all
-    files of another OME-Zarr store together, see `SourceStamp`.
+    Of a slide file, its own; of a stored slide, those of ``zarr.json``, which lists the digests of all its files; of an
+    OME-Zarr store of another program, those of all its files together, see `SourceStamp`.
     """
     try:
         if not slide.stored and is_ome_zarr(slide.path):

@@ -53,7 +53,7 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
     extent = slide_extent(overlay.tissue_mpp, overlay.heatmap)
     tissue = _resize(overlay.tissue.astype(np.float32), shape, extent)
     seen_share = _resize(overlay.heatmap.seen_squares.astype(np.float32), shape, _squares_extent(overlay.heatmap))
-    # Interpolated masks are 0.5 at their edge: only what is surely tissue is marked as not seen.
+    # Interpolated masks are 0.5 at their edge; mark only the inside of tissue as not seen.
     unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen_share, 0, 1))
     # (colour, opacity) of each layer, the lowest first.
     paints: list[tuple[Plane, Plane]] = [(np.full(3, 255, np.float32), 0.65 * unseen * _hatching(shape))]
@@ -72,9 +72,9 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
 
 
 def _visible_classes(heatmap: Heatmap, opacity: Plane) -> list[int]:
-    """Return the classes that a picture with this opacity of colours, (h, w), visibly shows somewhere.
+    """Return the classes whose colour is visible somewhere in a picture with this opacity (h, w) of colours.
 
-    Of exclusive classes, a position shows the one with the highest score, though its colour is mixed with others.
+    For exclusive classes, a position counts for the class with the highest score, although its colour is a mixture.
     """
     extent = _squares_extent(heatmap)
 
@@ -82,7 +82,7 @@ def _visible_classes(heatmap: Heatmap, opacity: Plane) -> list[int]:
         return _resize(np.nan_to_num(heatmap.scores[index]).astype(np.float32), opacity.shape, extent)
 
     classes = range(len(heatmap.scores))
-    # Of classes that are not exclusive, each is shown wherever it has a score: 0 is the highest that counts.
+    # Classes that are not exclusive count wherever they have a score: a limit of 0.
     highest = np.zeros_like(opacity)
     if heatmap.exclusive:
         for index in classes:
@@ -143,13 +143,13 @@ def tissue_squares(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], h
     rows, columns = heatmap.values.shape[1:]
     # Squares for each pixel of the mask.
     scale_y, scale_x = (fine / coarse for fine, coarse in zip(tissue_mpp, heatmap.square_um, strict=True))
-    # First the squares whose centre lies in the tissue: a small one may contain no centre of the mask's pixels.
+    # First squares whose centre is in tissue: a small square may contain no centre of a mask pixel.
     i, j = (((np.arange(n) + 0.5) / scale).astype(int) for n, scale in ((rows, scale_y), (columns, scale_x)))
     inside = (i < tissue.shape[0])[:, None] & (j < tissue.shape[1])
     squares: NDArray[np.bool_] = (
         inside & tissue[np.minimum(i, tissue.shape[0] - 1)[:, None], np.minimum(j, tissue.shape[1] - 1)]
     )
-    # Then those that contain the centre of a pixel of tissue: a large one may have its own centre on glass.
+    # Then squares that contain the centre of a tissue pixel: the centre of a large square may be on glass.
     y, x = np.nonzero(tissue)
     squares[
         np.minimum(((y + 0.5) * scale_y).astype(int), rows - 1),
@@ -175,9 +175,10 @@ def _resize(values: NDArray[np.float32], shape: Sequence[int], extent: tuple[flo
 
 
 def _painted(thumbnail: NDArray[np.uint8], paints: Sequence[tuple[Plane, Plane]]) -> NDArray[np.uint8]:
-    """Return the greyed slide with colours, (3,) or (h, w, 3), blended in with their opacity, (h, w), one by one.
+    """Return the greyed slide with layers blended in: (colour, opacity) of each, the lowest first.
 
-    Band by band, as pictures in floating point take many times the memory of the result.
+    A colour is (3,) or (h, w, 3), an opacity (h, w). Band by band, because pictures in floating point take many times
+    the memory of the result.
     """
     result = np.empty_like(thumbnail)
     for top in range(0, len(thumbnail), _BAND_PX):
@@ -226,7 +227,7 @@ def _draw_regions(image: Image.Image, overlay: Overlay) -> int:
     listed = overlay.regions.listed
     rings = [outline(region.squares) for region in listed]
     holes = [hole for ring, *inner in rings for hole in inner]
-    # Rings are lists, which cannot be keys. The area of a hole is negative: it runs the other way round.
+    # By `id`, because rings are lists. The area of a hole is negative, because its points run the other way round.
     sizes = {id(hole): -signed_area(hole) * scale**2 for hole in holes}
     large = sorted((hole for hole in holes if sizes[id(hole)] >= LEAST_HOLE_PX), key=lambda hole: -sizes[id(hole)])
     drawn = [ring for ring, *_ in rings] + large[: MOST_OUTLINES - len(listed)]
@@ -249,7 +250,7 @@ def _draw_regions(image: Image.Image, overlay: Overlay) -> int:
 def _legend(
     overlay: Overlay, classes: Sequence[int], holes_left_out: int, *, outlined: bool, some_unseen: bool
 ) -> list[LegendItem]:
-    """Return the legend of what is drawn, with the number of outlines that are not."""
+    """Return the items of the legend: what is drawn, and how many regions and holes are not outlined."""
     regions, names = overlay.regions, overlay.heatmap.class_names
     items: list[LegendItem] = [Key("class", names[index], class_color(index)) for index in classes]
     if outlined:

@@ -1,6 +1,6 @@
-"""How the outputs of a model are read: numbers of a slide's row, its prediction, what a channel of the heatmap means.
+"""Readouts: from the outputs of a model to the numbers and prediction of a slide, and the scores of a heatmap.
 
-Prediction knows the interface `Readout`; `ClassReadout` reads classes. Other tasks bring readouts of their own.
+Code of predictions uses the interface `Readout`; `ClassReadout` is that of classes, other tasks have their own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ReadBar:
-    """A line of a slide's report.
+    """A line with a bar in a slide's report.
 
     Attributes:
-        name: What the number is.
+        name: Name of the number.
         share: Length of the bar, 0 to 1.
         text: The number as text.
-        channel: Index of the channel that colours the bar, or `NO_CHANNEL`.
-        column: Index of the column of the readout that has the number; None: the bar's own place.
+        channel: Index of the channel whose colour the bar has, or `NO_CHANNEL`.
+        column: Index of the readout's column with the number; None: the index of the bar.
     """
 
     name: str

@@ -92,10 +92,10 @@ def find_regions(
 ) -> RankedRegions:
     """Return the regions where a class scores highest, by mean score in descending order; ties by contribution.
 
-    Regions are connected squares in which the score is at least 0.5, or, if there are none, at least half of the
-    highest score. Those with less than `LEAST_SHARE` of the evidence are only counted. A region that is too small to be
-    visible is outlined by a block around its highest score; a small region in the block of one that comes before it
-    is neither listed nor counted, as that outline shows it.
+    Regions are connected squares with a score of at least 0.5, or, if there are none, of at least half of the highest
+    score. Regions with less than `LEAST_SHARE` of the evidence are only counted. A region that is too small to be
+    visible is outlined by a block around its highest score; a small region inside the block of an earlier region is
+    neither listed nor counted, because that outline shows it.
 
     Args:
         heatmap: Heatmap of the slide.
@@ -137,10 +137,10 @@ def find_regions(
 def _groups_by_score(
     score: NDArray[np.float64], evidence: NDArray[np.float64], square_um: tuple[float, float]
 ) -> list[Region]:
-    """Return connected squares with a high score as regions, by mean score; all have rank 0 and their own squares."""
+    """Return regions of connected squares with a high score, by falling mean score; ranks are 0, to be set later."""
     groups = label(score >= (0.5 if score.max() >= 0.5 else score.max() / 2)).ravel()
     ends = np.cumsum(np.bincount(groups))
-    # One sort for all groups, stable, so that squares of a group stay in the order of the map. Group 0 is the rest.
+    # One stable sort for all groups: squares of a group stay in the order of the map. Drop group 0, the background.
     by_group = np.split(np.argsort(groups, kind="stable"), ends[:-1])[1:]
     total = float(evidence.sum())
     regions = []
@@ -159,7 +159,7 @@ def _groups_by_score(
                 peak=(int(squares[0][strongest]), int(squares[1][strongest])),
             )
         )
-    # Means are rounded, so that equal ones tie whatever the order in which their squares were added up.
+    # Round means: equal ones must tie, whatever the rounding of their sums.
     return sorted(regions, key=lambda region: (-round(region.score, 9), -region.contribution))
 
 
@@ -181,7 +181,7 @@ def to_geojson(
         regions: Regions of ``heatmap``.
         heatmap: Heatmap of the slide.
         class_index: Class of the regions; gives their name and colour.
-        slide_id: Name of the slide. Features have the same id whenever they are written.
+        slide_id: Name of the slide, from which ids of features are made: they are the same in each run.
         level0: Map to the coordinates of QuPath.
     """
     name = heatmap.class_names[class_index]
@@ -220,7 +220,7 @@ def tissue_features(
     from skimage.measure import block_reduce
 
     step = max(1, round(TISSUE_UM / max(mpp)))
-    # The maximum: thin tissue must not vanish.
+    # The maximum, so that thin tissue does not vanish.
     coarse = np.asarray(block_reduce(tissue, (step, step), np.max))  # type: ignore[no-untyped-call]
     groups = label(coarse)
     scale = [step * um / square_um for um, square_um in zip(mpp, heatmap.square_um, strict=True)]
@@ -269,13 +269,13 @@ def contour_features(
     name, color = heatmap.class_names[class_index], list(class_color(class_index))
     features = []
     for level in CONTOUR_LEVELS:
-        # 2.0 is above every density, which is at most 1.
-        # Of each area, the points of all its rings, and where each ring begins in them: the outer one, then the holes.
+        # Densities are at most 1, so 2.0 is no upper limit. For each area: (points of all rings, starts of rings in
+        # them), first the outer ring, then holes.
         areas = list(zip(*lines.filled(level, 2.0), strict=True))
         by_size = sorted(areas, key=lambda area: -_area_of_outer_ring(*area))
         for number, (points, offsets) in enumerate(by_size[:MOST_CONTOURS], start=1):
             rings = [
-                # Clipped: the border of zeros begins half a square outside of the slide.
+                # `max`, because the border of zeros begins half a square outside of the slide.
                 [level0.point(max(0.0, x), max(0.0, y), heatmap) for x, y in points[start:stop].tolist()]
                 for start, stop in pairwise(offsets.tolist())
             ]

@@ -75,7 +75,7 @@ def write_results(
     temporary.mkdir()
     try:
         _write_files(temporary, result, members, spec, key)
-        # The files, then the folder that names them, before it gets the name under which others look for it.
+        # Sync the files, then their folder, before the folder gets its final name.
         for path in (*temporary.iterdir(), temporary):
             sync_file(path)
         publish_directory(temporary, folder)
@@ -103,7 +103,7 @@ def _write_files(
     with_position = metadata | {"cell_to_level0": heatmap_to_level0(result)}
     mask, mask_mpp = result.slide.tissue()
     squares = tissue_squares(mask, mask_mpp, heatmap)
-    # A head scores glass, too. These scores mean nothing, and every viewer would draw them as colours on the glass.
+    # Remove scores of glass, which mean nothing: viewers would show them as colours.
     on_tissue = replace(heatmap, scores=np.where(squares, heatmap.scores, np.float32(np.nan)))
     if heatmap.mapped:
         write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))
@@ -127,7 +127,7 @@ def _write_files(
     pictures = Pictures(Image.fromarray(thumb), overlay, squares, covered)
     report = fill_report(result, members, spec, pictures, regions, level0)
     (folder / "report.html").write_text(render_report(report), encoding="utf-8", errors="backslashreplace")
-    # By which a viewer sees that a slide of this name is the one that was predicted.
+    # A viewer compares these to see whether a slide with this name is the predicted one.
     file = {name: result.slide.attributes.get(name) for name in SOURCE_FILE}
     named = {"key": dict(key), "slide_id": result.slide_id, "label": result.label, "source_file": file}
     text = json.dumps({**named, **metadata}, ensure_ascii=False, indent=1)

@@ -130,7 +130,7 @@ def _spread(result: SlideResult, bar: ReadBar, place: int) -> str:
 
 
 def _facts(result: SlideResult, spec: InputSpec) -> FactRows:
-    """Return the facts about what was seen of a slide."""
+    """Return rows (label, value) about the part of a slide that the model has seen."""
     height, width = spec.size_px
     mpp_y, mpp_x = result.heatmap.mpp
     stains = [] if spec.stain is None else [("Stains", f"normalised: {spec.stain.method}")]
@@ -189,15 +189,15 @@ def _crop(result: SlideResult, region: Region) -> str:
     """Return a picture, as a data URI, of ``CROP_UM`` around the region's peak, at the store's finest level."""
     finest, model_mpp = result.slide.levels[0], result.heatmap.mpp
     square_px = result.heatmap.square_px
-    # At least 32 pixels: a coarse store would give a picture of a few.
+    # At least 32 pixels, even if the store is coarse.
     sides = [max(32, round(CROP_UM / mpp)) for mpp in finest.mpp]
     centre = [
-        # From squares to pixels of the model, and on to those of the store's finest level.
+        # From squares to pixels at the model's resolution, then to pixels of the store's finest level.
         round((peak + 0.5) * square_px * coarse / fine)
         for peak, coarse, fine in zip(region.peak, model_mpp, finest.mpp, strict=True)
     ]
     y0, x0 = (
-        # Moved inside at the border, so that pictures have one size.
+        # At the border, move the box inside the slide, so that all pictures have the same size.
         max(0, min(middle - side // 2, length - side))
         for middle, side, length in zip(centre, sides, (finest.height_px, finest.width_px), strict=True)
     )

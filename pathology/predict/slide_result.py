@@ -30,14 +30,14 @@ class SlideResult:
         withheld: Why there is no prediction, as text; empty if there is one.
         label: True label from the user's or the store's manifest; empty if unknown.
         heatmap: Scores, contributions, logits and biases; means over an ensemble.
-        readout: How outputs are read; of an ensemble, all members together.
-        outputs: (members, channels) of the models.
-        values: (members, columns of the readout).
-        uncalibrated: (members, columns), without calibration.
+        readout: The readout of the model, or of the whole ensemble.
+        outputs: (members, channels): outputs of each model.
+        values: (members, columns): numbers of the readout for each model.
+        uncalibrated: (members, columns): the same without calibration.
         flags: Warnings about the slide.
-        outside: How it is far from all training slides, as text; empty if it is not.
+        outside: In which figures the slide is far from all training slides, as text; empty if in none.
         tiles: The tiles, if the model has an encoder of tiles.
-        blocks: How much outputs drop without each block; None: not requested.
+        blocks: Drops of the outputs without each block; None: not requested.
     """
 
     slide_id: str
@@ -97,7 +97,7 @@ def evidence_of(result: SlideResult) -> list[str]:
 def level0_of(result: SlideResult) -> Level0:
     """Return the map from pixels of the model's resolution to level 0 of the file, in the coordinates of QuPath."""
     used, finest = result.heatmap.mpp, result.slide.levels[0].mpp
-    # The affine is of the store's finest level; its last column, a shift, does not scale.
+    # The affine is that of the store's finest level: scale its columns, except the last, which is a shift.
     factors = (used[0] / finest[0], used[1] / finest[1], 1.0)
     rows = [tuple(float(v) * f for v, f in zip(row, factors, strict=True)) for row in result.slide.attributes["affine"]]
     bounds = result.slide.attributes["source"]["bounds"]

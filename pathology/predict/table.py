@@ -1,4 +1,4 @@
-"""The outcome of each slide, and the table of them: one row for each slide, replaced atomically after each."""
+"""The outcome of a slide, and the table ``predictions.csv`` of all, which is replaced atomically after each slide."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathology.claims import Claim
 
 FILE_NAME = "predictions.csv"
 PREDICTION_FILE = "prediction.json"
-SOURCE_FILE = ("sha256", "size_bytes")
-"""Attributes of a stored slide, and keys of ``source_file`` in `PREDICTION_FILE`, that tell its file from others."""
 """File with all facts of one prediction, in the folder of its slide."""
+SOURCE_FILE = ("sha256", "size_bytes")
+"""Attributes of a stored slide, and keys of ``source_file`` in `PREDICTION_FILE`, that identify its file."""
 CLAIM = f".{FILE_NAME}.claim"
 """Name of the claim that a process holds while it writes the table."""
 DONE, INCOMPLETE, FAILED = "done", "incomplete", "failed"
@@ -34,8 +34,8 @@ class Prediction:
         status: ``done``; ``incomplete``: less tissue was seen than the checkpoint requires; ``failed``.
         prediction: The class with the highest probability, or what else is predicted; empty if failed, or if
             incomplete without ``allow_partial``.
-        values: Numbers of the readout, such as the probability of each class; NaN: none. Empty if ``prediction`` is.
-        spread: Standard deviation of the main one of them over an ensemble; None for one model.
+        values: Numbers of the readout, such as the probability of each class; NaN: none. Empty without a prediction.
+        spread: Standard deviation, over an ensemble, of the main number of ``values``; None for one model.
         coverage: Fraction of the tissue that the model has seen; None if the slide failed before it was known.
         flags: Warnings about the slide, such as ``cropped``.
         reason: Why it failed or is incomplete.
@@ -128,13 +128,13 @@ class PredictionTable:
         return self._rows.get(slide_id)
 
     def put(self, prediction: Prediction) -> None:
-        """Set the row of a slide and write the table, with the rows that other processes have written meanwhile.
+        """Set the row of a slide and write the table, including rows that other processes have written meanwhile.
 
         Raises:
             OSError: The table cannot be written.
         """
         with Claim.wait(self.path.parent, CLAIM):
-            # Under the claim: between reading and writing no other process may add a row.
+            # Under the claim, so that no other process adds a row between reading and writing.
             self._rows = self._load()
             self._rows[prediction.slide_id] = prediction.row(self._names, self._with_spread)
             write_table(self.path, self.columns, [self._rows[slide_id] for slide_id in sorted(self._rows)])
@@ -157,7 +157,7 @@ class PredictionTable:
 
 
 def predicted_files(folder: Path) -> dict[str, str]:
-    """Return the slide files of a folder of predictions by slide_id, without slides of stores; empty if it has none.
+    """Return slide_id -> slide file, from the table in a folder of predictions; without slides of stores.
 
     Raises:
         RequestError: The table cannot be read.

@@ -28,8 +28,8 @@ from hyfi_core.process_memory import return_what_is_freed
 from hyfi_core.runtime.engine import Engine
 
 CELL_PX = 2048
-"""Side of the cells in which a rank computes its part of a larger image, unless its part of the trained size is larger:
-then that is the side."""
+"""Side of the cells in which a rank computes its part of a larger image. Cells are larger if a rank's part of an image
+of the trained size is larger."""
 
 Pooling = Literal["mean", "max"]
 ImageSize = tuple[int, int]
@@ -38,9 +38,9 @@ ImageSize = tuple[int, int]
 class SizedEngines:
     """The engines of one network for images of any size. Collective.
 
-    The engine of the trained size and the last other one are kept. Memory of a rank: its part of an image of the
-    trained size and its activations; of a larger image, which it computes in cells, those of one cell and the maps that
-    cells exchange.
+    It keeps the engine of the trained size, and the last engine of another size. Memory of a rank: its part of an image
+    of the trained size, with activations; of a larger image, computed in cells, one cell with activations, and the maps
+    that cells exchange.
 
     Args:
         module: The network, in evaluation mode; the engines share its weights.
@@ -53,7 +53,7 @@ class SizedEngines:
         grid: Rows and columns of ranks; None: as square as possible.
         verify: Whether the capture at the trained size is verified; those at other sizes are not verified again.
         memory_bytes: Memory limit of a rank, with ``spill``; None: half of the free memory.
-        spill: Where maps go that no cell currently needs; None: nowhere.
+        spill: Where maps are spilled that no cell currently needs; None: they stay in memory.
 
     Raises:
         RequestError: The network cannot be evaluated at its trained size, or ``cells`` are used with several ranks
@@ -99,7 +99,7 @@ class SizedEngines:
             if self._any_size is False:
                 return None
             try:
-                # One other engine stays: slides of one size follow each other often, and each engine has its own maps.
+                # Keep only one other engine, because each has its own maps; slides of equal size often come together.
                 self._latest = (size_px, self._make(size_px))
             except MemoryLimitError:
                 raise  # the network takes this size
@@ -120,9 +120,9 @@ class SizedEngines:
         return hyfi_core.parallelize(self._module, shape, plan, self._comm, autocast=self._autocast, verify=verify)
 
     def _cells_of(self, size_px: ImageSize) -> tuple[int, int] | None:
-        """Return the cells of each rank's part of an image of another size; None if the part is no larger than one.
+        """Return (rows, columns) of cells of each rank's part of an image of another size; None if one cell is enough.
 
-        Without tags of messages, which cells need, it is None, too.
+        Also None if messages have no tags, which cells need.
         """
         if self._comm.size > 1 and self._comm.in_order:
             return None
@@ -147,7 +147,7 @@ def views_of(
         engines: Engines of all networks.
         agree: Calls its argument on all ranks, and raises on all if it raises on one.
     """
-    # One larger image first: it is what the network would have seen, without borders between images.
+    # Prefer one larger image, which has no borders between images.
     larger = agree(lambda: dataset.whole_views(index, several=False))
     sizes = {view.size_px for view in larger}
     if all(engines_of.at(size) is not None for engines_of in engines for size in sizes):
@@ -156,7 +156,7 @@ def views_of(
 
 
 def image_weights(logits: NDArray[np.float64], views: Sequence[View], pooling: Pooling) -> NDArray[np.float64]:
-    """Return the weights by which the logits of images are added to those of the slide, (images, classes).
+    """Return the weights (images, classes) with which the logits of images are summed to those of the slide.
 
     The weights of each class sum to 1.
 
@@ -170,7 +170,7 @@ def image_weights(logits: NDArray[np.float64], views: Sequence[View], pooling: P
         # argmax takes the first of equals, so weights sum to 1.
         largest: NDArray[np.float64] = (np.arange(len(logits))[:, None] == logits.argmax(axis=0)).astype(np.float64)
         return largest
-    # Mean pooling over the whole slide weighs each position alike, so images by their tissue.
+    # Mean pooling over a whole slide weighs all positions alike, so an image counts by its tissue.
     shown = np.array([view.coverage for view in views])
     fractions = shown / shown.sum() if shown.sum() > 0 else np.full(len(views), 1 / len(views))
     weights: NDArray[np.float64] = np.repeat(fractions[:, None], logits.shape[1], axis=1)

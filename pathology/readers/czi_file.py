@@ -110,7 +110,7 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
         SlideError: The file is damaged, its pixels are not 8-bit colour, or their compression is not supported.
     """
     try:
-        # Each segment begins with 32 bytes (`_HEAD`); the header has these two positions after 52 bytes of its content.
+        # Each segment begins with 32 bytes (`_HEAD`); in the header, both positions follow after 52 bytes of content.
         directory, metadata = struct.unpack("<qq", file.read(32 + 52, 16))
         all_blocks = _blocks(_segment(file, directory, b"ZISRAWDIRECTORY"))
         blocks = _picked(all_blocks, pick)
@@ -130,7 +130,7 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
         coarsest_of_scene[block.scene] = max(block.downsample, coarsest_of_scene.get(block.scene, 1))
     common = min(coarsest_of_scene.values())
     downsamples = sorted({block.downsample for block in blocks if block.downsample <= common})
-    # Stable: blocks of one order stay as the file lists them.
+    # A stable sort: blocks with equal order stay as in the file.
     ordered = sorted(blocks, key=lambda block: block.order)
     return CziFile(
         tuple(tuple(block for block in ordered if block.downsample == downsample) for downsample in downsamples),
@@ -144,7 +144,7 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
 
 
 def scenes_of_czi(path: Path) -> tuple[tuple[int, int], ...]:
-    """Return (height, width) of every scene of a CZI file; none if it is damaged, which `read_czi` reports."""
+    """Return (height, width) of every scene of a CZI file; empty if it is damaged, which `read_czi` reports."""
     file = None
     try:
         file = SlideFile(path)
@@ -208,12 +208,12 @@ def _picked(blocks: list[CziBlock], pick: Pick) -> list[CziBlock]:
 
 
 def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
-    """Parse the entry at an offset; return it and the offset of the next one."""
+    """Parse the entry of a directory at offset ``at``; return (block, offset of the next entry)."""
     schema, pixel_type, position, _, compression, _, count = _ENTRY.unpack_from(directory, at)
     if schema != b"DV":
         raise SlideError("the file is damaged: its directory has an entry of unknown type")
     end = at + _ENTRY.size + count * _DIMENSION.size
-    # By the name of an axis: first position and extent on the slide, in level-0 pixels, and number of stored pixels.
+    # Axis -> (first position on the slide, extent on the slide, both in level-0 pixels; number of stored pixels).
     dimensions = {}
     for k in range(at + _ENTRY.size, end, _DIMENSION.size):
         name, start, size, _, stored = _DIMENSION.unpack_from(directory, k)
@@ -221,18 +221,18 @@ def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
     _check(dimensions, pixel_type, compression)
     (x0, width, columns), (y0, height, rows) = dimensions["X"], dimensions["Y"]
     scene, order, depth = (dimensions.get(name, (0, 0, 0))[0] for name in "SMZ")
-    # Rounded: blocks at the border cover a few level-0 pixels more or less than a multiple.
+    # Rounded, because blocks at the border cover a few level-0 pixels more or less than a multiple.
     downsample = max(1, (width + columns // 2) // columns)
     if downsample == 1 and (height, width) != (rows, columns):
         stated = f"{height} × {width} px (rows × columns) is stored as {rows} × {columns} px"
         raise SlideError(f"the file is damaged: a block of the finest level of {stated}")
-    # At least 256 bytes (specification, SUBBLOCK segment): 16 of its own, then a copy of this entry.
+    # The header of a block has 16 bytes and a copy of this entry, but at least 256 bytes (SUBBLOCK segment).
     header_bytes = max(256, 16 + end - at)
     return CziBlock(scene, depth, y0, x0, downsample, rows, columns, order, compression, position, header_bytes), end
 
 
 def _check(dimensions: dict[str, tuple[int, int, int]], pixel_type: int, compression: int) -> None:
-    """Refuse a block without a size, of one of several channels or times, or of pixels that cannot be read."""
+    """Refuse a block without a size, a block of several channels or times, and pixels that cannot be read."""
     if not {"X", "Y"} <= dimensions.keys() or min(dimensions["X"][1:] + dimensions["Y"][1:]) < 1:
         raise SlideError("the file is damaged: its directory has an entry without a size")
     more_axes = [name for name, (start, _, _) in dimensions.items() if start and name not in ("X", "Y", "S", "M", "Z")]

@@ -52,7 +52,7 @@ class CziSource:
         try:
             self._describe(read_czi(self._file, pick))
         except BaseException:
-            # Nobody else can: an archive may have more files that are refused than a process may have open.
+            # Close it here, because the caller gets no object: an archive may have many refused files.
             self._file.close()
             raise
 
@@ -68,16 +68,16 @@ class CziSource:
         self.levels = tuple(map(self._level, czi.downsamples, czi.blocks))
         self.bounds = Box.of_size(*czi.size_px)
         self.to_file_px = translation((0, 0))
-        # Rounded once here, so that reading in parts places a block at the same pixels as reading it whole.
+        # Round once: reading in parts must place a block at the same pixels as reading the whole.
         self._areas = [[self._area(block) for block in blocks] for blocks in czi.blocks]
         largest = max(level.tile_px[0] * level.tile_px[1] * 3 for level in self.levels)
         self._cache: OrderedDict[int, RGB] = OrderedDict()  # by position in the file, least recently used first
         self._cached_blocks = max(2, _CACHE_BYTES // largest)
-        # Last: it reads pixels, for which everything else must be set.
+        # Last, because it reads pixels, which needs all other attributes.
         self._check_levels()
 
     def _check_levels(self) -> None:
-        """Leave out the levels that show something else than the finest one; note them."""
+        """Leave out levels that show another picture than the finest one, with a note."""
         stated = [StatedLevel((level.height_px, level.width_px), level.tile_px) for level in self.levels]
         believed = believed_levels(stated, self.levels, self.read)
         blocks = tuple(self._czi.blocks[k] for k in believed.kept)
@@ -116,7 +116,7 @@ class CziSource:
         areas = self._areas[level]
         overlapping = [k for k, area in enumerate(areas) if not area.intersect(box).empty]
         at_a_time = decode_threads()
-        # As many as there are threads: decoded blocks that wait to be placed take up to 15 MB each.
+        # One block for each thread at a time, because each decoded block takes up to 15 MB.
         for start in range(0, len(overlapping), at_a_time):
             group = overlapping[start : start + at_a_time]
             decoded = run_in_pool(lambda k: self._decoded(level, k), group)
@@ -133,11 +133,10 @@ class CziSource:
     def _decoded(self, level: int, index: int) -> RGB | TileError:
         """Return a block's pixels, or the error if it cannot be decoded.
 
-        There is no lock: each operation on the cache is atomic, for other threads and for a fork. Two threads may
-        decode the same block.
+        No lock is needed: each operation on the cache is atomic. Two threads may decode the same block.
         """
         block = self._czi.blocks[level][index]
-        # By position in the file: the same block whatever level list it is in after levels were left out.
+        # The key is the block's position in the file, because indices change when levels are left out.
         cached = self._cache.get(block.position)
         if cached is not None:
             with suppress(KeyError):

@@ -1,4 +1,4 @@
-"""Which files of a folder form one DICOM slide: those of one series (DICOM PS3.3 A.32.8, PS3.10 section 7).
+"""The files of a folder that form one DICOM slide: those of one series (DICOM PS3.3 A.32.8, PS3.10 section 7).
 
 ```
 SLIDE/1.dcm   level 0  \
@@ -56,7 +56,7 @@ class DicomHeader:
     Attributes:
         whole_slide: Whether the file is part of a whole-slide image; True also if it is too damaged to tell.
         series: UID of its series; empty if the file has none or it cannot be read.
-        number: Number of its series in the study; empty likewise.
+        number: Number of its series in the study; empty if the file has none or it cannot be read.
     """
 
     whole_slide: bool
@@ -95,7 +95,7 @@ def series_files(path: Path) -> list[Path]:
         return [path]
     with os.scandir(path.parent) as entries:
         other_names = sorted(entry.name for entry in entries if entry.is_file() and entry.name != path.name)
-    # `path` first: it is the file that OpenSlide is given.
+    # `path` first, because OpenSlide opens the first file.
     return [path, *(file for name in other_names if _belongs_to(own, file := path.parent / name))]
 
 
@@ -140,7 +140,7 @@ def frame_contradiction(path: Path) -> str:
 
 
 def _first_frame(file: BinaryIO) -> tuple[str, bytes]:
-    """Return PhotometricInterpretation, and the first fragment of encapsulated pixels (DICOM PS3.5, A.4); else b""."""
+    """Return (PhotometricInterpretation, first fragment of encapsulated pixels, b"" if there is none); PS3.5, A.4."""
     from pydicom.filereader import read_partial
 
     dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=[_PHOTOMETRIC])
@@ -148,7 +148,7 @@ def _first_frame(file: BinaryIO) -> tuple[str, bytes]:
     file.seek(file.tell() + 12)  # the element's tag, type and length
     # Items have a tag and a length of four bytes each: first the table of offsets, then the fragments.
     item = file.read(8)
-    if item[:4] != _ITEM:  # uncompressed pixels, which have no items: the length would be any number
+    if item[:4] != _ITEM:  # uncompressed pixels have no items
         return photometric, b""
     file.seek(int.from_bytes(item[4:], "little"), os.SEEK_CUR)
     return photometric, file.read(int.from_bytes(file.read(8)[4:], "little"))
@@ -157,9 +157,8 @@ def _first_frame(file: BinaryIO) -> tuple[str, bytes]:
 def position_contradiction(path: Path) -> str:
     """Return how the stated positions of a level's frames contradict its header; empty if they do not.
 
-    OpenSlide trusts them: it shows frames without a position nowhere, all frames after an item without one in the place
-    of the frame before, and of two frames at one place the last; without any it crashes. Files that are no level, or
-    are too damaged to tell, are left to the reader.
+    OpenSlide trusts the positions. If they are wrong, it omits frames or shows them at wrong places; if there are none,
+    it crashes. Files that are not a level, or too damaged to tell, are left to the reader.
     """
     with suppress(Exception), path.open("rb") as file:
         from pydicom.filereader import read_partial
@@ -170,18 +169,18 @@ def position_contradiction(path: Path) -> str:
             return ""
         positions = _positions(file)
         if not positions and organisation != "TILED_SPARSE":
-            return ""  # then frames are in the order of their places
+            return ""  # without positions, frames are in row-major order
         columns, rows = (int(dataset[tag].value) for tag in _OF_FRAMES[3:])
         return _wrong_positions(positions, int(count or 1), (columns, rows))
     return ""
 
 
 def _positions(file: BinaryIO) -> list[tuple[int, int]]:
-    """Return the (column, row) of each frame, as PerFrameFunctionalGroupsSequence states them, if it is there."""
+    """Return the (column, row) of each frame from PerFrameFunctionalGroupsSequence; empty without this sequence."""
     if file.read(4) != _PER_FRAME_TAG:
         return []
     data = b""
-    # Found by their tags: a slide has up to a million frames, and pydicom takes 0.1 ms for each.
+    # Search for the tags: a slide has up to a million frames, and pydicom takes 0.1 ms for each.
     while _PIXELS_TAG not in data and len(data) < _LARGEST_SEQUENCE_BYTES and (part := file.read(_PART_BYTES)):
         data += part
     groups = data.partition(_PIXELS_TAG)[0]
@@ -218,7 +217,7 @@ def _belongs_to(series: DicomHeader, file: Path) -> bool:
 
 @lru_cache(maxsize=2**17)
 def _cached_header(path: str, size: int, mtime_ns: int) -> DicomHeader | None:
-    """Return `read_header`'s result; size and time are only keys of the cache, so that a changed file is read again."""
+    """Return the result of `read_header`; size and time only make the cache read a changed file again."""
     with Path(path).open("rb") as file:
         # A preamble of 128 bytes with any content, then the prefix (PS3.10, 7.1).
         if file.read(132)[128:] != b"DICM":

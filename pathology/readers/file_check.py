@@ -1,4 +1,4 @@
-"""Checks of a file before a reader opens it, for clear messages about files that none can open."""
+"""Checks of a file before a reader opens it, for clear messages about files that no reader can open."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def check_file(path: Path) -> None:
     """Check a file's type, size and first bytes.
 
     Raises:
-        SlideError: The file is of a format that is not read, missing, unreadable, empty, a PNG, JPEG or PDF with the
-            extension of a slide, an MRXS without its folder or a file in it, a TIFF that is truncated before its
-            directory or lists more tiles than a slide has, or a DICOM slide whose frames have wrong positions.
+        SlideError: The file has an unsupported format, is missing, unreadable or empty; is a PNG, JPEG or PDF with the
+            extension of a slide; an MRXS without its folder or a file in it; a TIFF that is truncated before its
+            directory or lists more tiles than a slide has; or a DICOM slide whose frames have wrong positions.
     """
     if is_ome_zarr(path):
         return
@@ -105,7 +105,7 @@ def _folder_problem(path: Path) -> str:
 
 
 def _check_mrxs_folder(path: Path) -> None:
-    """Check that the files named in an MRXS's Slidedat.ini exist; OpenSlide opens them only when it reads a tile."""
+    """Check that the files named in an MRXS's Slidedat.ini exist, which OpenSlide notices only when it reads a tile."""
     if path.suffix != ".mrxs":
         raise SlideError(f"OpenSlide needs the extension .mrxs, not {path.suffix}; rename the file")
     folder = path.with_suffix("")

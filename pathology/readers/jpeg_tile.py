@@ -51,7 +51,7 @@ class JpegDecoder:
         segments = _split_segments(data)
         if data.rfind(_EOI) < segments.scan_start:
             raise ValueError("its JPEG is cut off: it has no end marker")
-        # With a buffer of the tile's size, a damaged header that states gigabytes is an error instead of an allocation.
+        # Decode into a buffer of the tile's size: a damaged header that states gigabytes then allocates no memory.
         buffer: RGB = np.empty((self.height_px, self.width_px, 3), np.uint8)
         pixels: RGB = simplejpeg.decode_jpeg(
             self.prefix + segments.others + data[segments.scan_start :], "RGB", buffer=buffer, strict=True
@@ -79,7 +79,7 @@ class RestartDecoder:
         Raises:
             ValueError: The block is damaged or has no marker at its end.
         """
-        # The restart marker ends the interval; a JPEG of its own ends with EOI.
+        # Replace the restart marker at the end of the interval by EOI, the end of a JPEG.
         end = len(data) - 2 if data[-2:-1] == b"\xff" and data[-1] in _RESTARTS else data.rfind(_EOI)
         if end < 0:
             raise ValueError("its JPEG is cut off: it has no marker at its end")
@@ -89,7 +89,7 @@ class RestartDecoder:
 
 
 def stored_jpeg(data: bytes) -> RGB:
-    """Decode a whole JPEG of three components to these components, ``(h, w, 3)``, whatever its markers say.
+    """Decode a JPEG of three components; return these components ``(h, w, 3)``, without any colour conversion.
 
     Raises:
         ValueError: It is damaged.
@@ -110,7 +110,7 @@ def jpeg_prefix(tables: bytes | None, ycbcr: bool) -> bytes:
     Returns:
         The start marker, the Adobe marker with the colour space, and the tables.
     """
-    # Without start and end of the tables' own stream: a JPEG has one of each.
+    # Remove the start and end markers of the tables' stream, because a JPEG has only one of each.
     segments = b"" if not tables else tables.removeprefix(_SOI).removesuffix(_EOI)
     return _SOI + _ADOBE + bytes([1 if ycbcr else 0]) + segments
 
@@ -124,7 +124,7 @@ class _Segments:
 
 
 def _split_segments(data: bytes) -> _Segments:
-    """Find the scan of a JPEG and the segments before it.
+    """Return the offset of a JPEG's scan, and the segments before it without those about colours.
 
     Raises:
         ValueError: The header is damaged.

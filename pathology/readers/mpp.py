@@ -35,12 +35,12 @@ class SourceMpp:
 
 
 def parse_number(text: str) -> float:
-    """Parse a number that may have a decimal comma, and then points between thousands, as in ``1.000,5``.
+    """Parse a number with a decimal point or comma; with a comma, points may separate thousands: ``1.000,5``.
 
     Raises:
         ValueError: The text is not a finite number.
     """
-    # Only with a comma are points between thousands: "1.000" alone is one.
+    # Points separate thousands only if there is a comma: "1.000" is 1.
     digits, comma, part = text.strip().rpartition(",")
     points = comma and re.fullmatch(r"\d{1,3}(\.\d{3})+", digits)
     value = float(f"{digits.replace('.', '')}.{part}" if points else text.strip().replace(",", "."))
@@ -90,11 +90,11 @@ def resolve_mpp(
     """Choose a slide's microns per pixel: those of the file, else of the manifest, the flag, the magnification.
 
     Args:
-        file_mpp: (y, x) as the file states them; None if it does not.
+        file_mpp: (y, x) that the file states; None if it states none.
         manifest_mpp: The cell ``source_mpp`` of the slide's manifest row; may be empty.
         flag_mpp: ``--slide-mpp``: used if neither file nor manifest states a plausible value.
         force: ``--force-mpp``: manifest and flag take precedence over the file.
-        doubt: Why none of the file's values is believed; empty if one is, or there is none.
+        doubt: Why no value of the file is believed; empty if one is, or the file has none.
         power: Magnification that the file states; None if it does not.
         objective: The cell ``objective`` of the manifest row, as in ``20x``; may be empty.
         from_magnification: ``--mpp-from-magnification``: if nothing else is known, take the usual value of the
@@ -120,7 +120,7 @@ def resolve_mpp(
     magnification = _magnification(power, objective)
     if magnification is None:
         raise SlideError(f"{problem}; {HOW_TO_GIVE}")
-    # Only on request: it is usual, not known.
+    # Only on request, because it is a usual value, not that of this scanner.
     usual = UM_TIMES_POWER / magnification
     if from_magnification:
         return SourceMpp((usual, usual), "magnification")
@@ -134,7 +134,7 @@ def _magnification(power: float | None, objective: str) -> float | None:
     """Return the magnification of the file, else of the manifest.
 
     Raises:
-        SlideError: They differ, or the manifest's is none.
+        SlideError: They differ, or the manifest's cell is not a magnification.
     """
     if not objective.strip():
         stated = None
@@ -156,7 +156,7 @@ def not_used_note(flag_mpp: float | None, used: Mapping[str, float | None]) -> s
 
     Args:
         flag_mpp: ``--slide-mpp``, given without ``--force-mpp``.
-        used: Microns per pixel that are used for each slide; None: unknown.
+        used: Slide -> its microns per pixel; None: unknown.
     """
     if flag_mpp is None:
         return ""
@@ -185,7 +185,7 @@ def _manifest_value(text: str) -> float | None:
 
 
 def _what_the_file_says(file_mpp: tuple[float, float] | None) -> str:
-    """Return the part of the message about a file without a plausible mpp that says what it states."""
+    """Return the part of a message that says which implausible mpp a file states, or that it states none."""
     if file_mpp is None:
         return "the file does not state its microns per pixel"
     y, x = file_mpp

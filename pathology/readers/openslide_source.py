@@ -51,13 +51,12 @@ def open_handle(path: Path) -> openslide.OpenSlide:
 class OpenSlideSource:
     """A slide read with OpenSlide; see `SlideSource`.
 
-    Each thread has its own handle, so that blocks of a box are decoded in parallel. After an error a handle cannot be
-    used any more and is replaced. Memory: the result, one block for each thread, and for each thread a cache of 16 MiB
-    of decoded tiles.
+    Each thread has its own handle, so blocks of a box are decoded in parallel. After an error, a handle is unusable and
+    is replaced. Memory: the result, and for each thread one block and a cache of 16 MiB of decoded tiles.
 
     Args:
         path: The file.
-        checked: Whether the levels are compared with the finest one; those that do not fit are left out and noted.
+        checked: Whether to compare the levels with the finest one, and leave out those that do not fit, with a note.
 
     Raises:
         UnsupportedFormatError: OpenSlide does not support the format or its compression.
@@ -86,7 +85,7 @@ class OpenSlideSource:
             self.check_levels()
 
     def check_levels(self) -> None:
-        """Leave out the levels whose size does not fit the finest one, or that show something else; note them.
+        """Leave out levels whose size does not fit the finest one, or that show another picture, with a note.
 
         Formats that state the downsample of a level (MRXS, Philips, Ventana) round its size to whole tiles.
         """
@@ -112,8 +111,8 @@ class OpenSlideSource:
             raise UnsupportedFormatError("OpenSlide does not know the format") from error
         except openslide.OpenSlideError as error:
             reason = f"OpenSlide cannot open it: {_reason(error, self._path, 'Slidedat.ini or Index.dat')}"
-            # The scanner is supported, but not the file's compression, or a tag is left out that TIFF does not require.
-            # Only the text tells: OpenSlide has one class for all such errors.
+            # Unsupported: a compression, or a TIFF without a tag that TIFF does not require. OpenSlide has one class
+            # for all errors, so only the text shows this.
             is_unsupported = "compression" in str(error) or "required TIFF tag" in str(error)
             raise (UnsupportedFormatError if is_unsupported else SlideError)(reason) from error
 
@@ -126,7 +125,7 @@ class OpenSlideSource:
         return OpenSlideSource, (self._path, self._checked)
 
     def _described(self, slide: openslide.OpenSlide, index: int, level: SourceLevel) -> SourceLevel:
-        """Return a level with the size of what is shown of it, and with the size of its tiles."""
+        """Return a level with its size inside the bounds, and the size of its tiles."""
         (fy, fx) = level.downsample
         names = [f"openslide.level[{index}].tile-{side}" for side in ("height", "width")]
         stated = [int(slide.properties.get(name, 0)) for name in names]
@@ -134,8 +133,7 @@ class OpenSlideSource:
         tile = (stated[0], stated[1]) if all(16 <= v <= 4096 for v in stated) else level.tile_px
         return replace(
             level,
-            # Levels are of the whole file; of them the bounds are shown. The small number makes up for rounded
-            # downsamples.
+            # OpenSlide's levels are of the whole file: reduce them to the bounds. 1e-3: downsamples are rounded.
             height_px=min(level.height_px, max(1, math.ceil(self.bounds.height / fy - 1e-3))),
             width_px=min(level.width_px, max(1, math.ceil(self.bounds.width / fx - 1e-3))),
             tile_px=tile,
@@ -170,7 +168,7 @@ class OpenSlideSource:
         try:
             rgba = np.asarray(self._handle().read_region(corner, stored, (block.width, block.height)))
         except openslide.OpenSlideError as error:
-            # OpenSlide's errors are final: a handle that had one repeats it for every later read.
+            # After an error, a handle of OpenSlide repeats it for every later read.
             self._handles.drop()
             where = f"rows {block.y0}–{block.y1}, columns {block.x0}–{block.x1} of level {level}"
             raise TileError(f"OpenSlide cannot decode {where}: {_reason(error, self._path, 'a data file')}") from error
@@ -223,19 +221,19 @@ def _whole_levels(slide: openslide.OpenSlide) -> tuple[SourceLevel, ...]:
 
 
 def _as_stated(level: SourceLevel, finest: SourceLevel, factor: float) -> SourceLevel:
-    """Return the level with ``factor``, its downsample by OpenSlide, if that is a whole number that the format states.
+    """Return the level with OpenSlide's downsample ``factor`` if the format states it, else the level unchanged.
 
-    MRXS, Philips and Ventana files state theirs (2, 4, 8 …). It cannot be computed from the sizes of coarse levels,
-    which are rounded down or padded to whole tiles: 2047 / 31 px is 66 where the downsample is 64.
+    MRXS, Philips and Ventana files state downsamples (2, 4, 8 …). These cannot be computed from the sizes of coarse
+    levels, which are rounded down or padded to whole tiles: 2047 / 31 px is 66, but the downsample is 64.
     """
-    # For formats that state none, OpenSlide returns this value.
+    # OpenSlide's value for formats that state no downsample.
     by_size = (finest.height_px / level.height_px + finest.width_px / level.width_px) / 2
     is_stated = factor == round(factor) and abs(factor - by_size) > 1e-6 * factor
     return replace(level, downsample=(factor, factor)) if is_stated else level
 
 
 def _stated_mpp(properties: Mapping[str, str]) -> tuple[StatedMpp, ...]:
-    """Return what OpenSlide's value, Aperio's text (which may have a decimal comma) and the resolution tags state."""
+    """Return the statements of OpenSlide's property, Aperio's text (perhaps with a decimal comma) and the tags."""
     vendor = properties.get(openslide.PROPERTY_NAME_VENDOR, "")
     unit = properties.get("tiff.ResolutionUnit", "")
     tag_y, tag_x = (_mpp_of_tag(_number(properties.get(f"tiff.{axis}Resolution")), unit) for axis in "YX")
@@ -265,7 +263,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _bounds(slide: openslide.OpenSlide) -> Box:
-    """Return the part of level 0 that is not empty, as the file states it; all if it does not."""
+    """Return the box of level 0 that is not empty, which some files state; else the whole level."""
     width, height = slide.dimensions
     names = (
         openslide.PROPERTY_NAME_BOUNDS_Y,

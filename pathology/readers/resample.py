@@ -25,7 +25,7 @@ _ROUNDING = 0.5 + 1e-4
 _STRIP_PX = 16
 """Target rows computed at a time, so that their source rows stay in the processor's cache."""
 _HALVED_STRIP_PX = 32
-"""Source rows halved at a time, likewise."""
+"""Source rows halved at a time, so that they stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
             one that lies beyond it equals the last source pixel.
     """
     edges = np.minimum(np.arange(start, stop + 1, dtype=np.float64) * ratio, source_px)
-    # index · ratio is off by a few ulp: 49 · (1 / 49) must be an edge, not leave a sliver of the pixel before.
+    # index · ratio may differ from a whole number by rounding: 49 · (1 / 49) must be exactly 1, the edge of a pixel.
     nearest = np.rint(edges)
     edges = np.where(np.abs(edges - nearest) < 1e-6, nearest, edges)
     # Target pixel i covers [starts[i], ends[i]) of the source; the first source pixel in that is low[i].
     starts, ends = edges[:-1], edges[1:]
     low = np.minimum(np.floor(starts), source_px - 1).astype(np.intp)
-    # As many taps for all target pixels as the widest needs; of the others, some cover nothing.
+    # All target pixels have as many taps as the widest needs; some taps of the others cover nothing.
     count = max(1, int(np.max(np.ceil(ends) - low)))
     pixels = low + np.arange(count)[:, None]
     index = np.minimum(pixels, source_px - 1)
@@ -72,7 +72,7 @@ def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
     # A target pixel beyond the source covers nothing, and repeats the last pixel.
     covered[0, covered.sum(0) == 0] = 1
     first, end = int(index.min()), int(index.max()) + 1
-    # The second condition fails if the last target pixel lies beyond the source and repeats its last pixel.
+    # The second condition is false if the last target pixel is beyond the source and repeats its last pixel.
     whole_pixels = count if bool(np.all(covered == 1)) and end - first == count * (stop - start) else 0
     return Taps(first, end, index - first, (covered / covered.sum(0)).astype(np.float32), whole_pixels)
 
@@ -104,8 +104,15 @@ def resample(source: Planes, rows: Taps, columns: Taps) -> Planes:
 def _strip(
     source: Planes, index: npt.NDArray[np.intp], weight: npt.NDArray[np.float32], columns: Taps
 ) -> npt.NDArray[np.float32]:
-    """Return target rows with these taps as floats whose truncation rounds half up."""
-    # Rows first: they are contiguous, and fewer are left for the columns.
+    """Return target rows as floats; truncating these rounds halves up.
+
+    Args:
+        source: ``(c, y, x)`` source pixels.
+        index: Source rows of the target rows, as ``Taps.index``.
+        weight: Weights of the source rows, as ``Taps.weight``.
+        columns: Taps of the target columns.
+    """
+    # Rows first, because they are contiguous, and leave less work for the columns.
     tall: npt.NDArray[np.float32] = source[:, index[0]] * weight[0][:, None]
     for k in range(1, len(index)):
         tall += source[:, index[k]] * weight[k][:, None]
@@ -143,12 +150,12 @@ def mean_of_2x2(block: Planes) -> Planes:
     out: Planes = np.empty((channels, height // 2, width // 2), np.uint8)
     for plane, target in zip(block, out, strict=True):
         for y in range(0, height, _HALVED_STRIP_PX):
-            # A view of two bytes as one number needs contiguous memory.
+            # Contiguous, for the view of two bytes as one number.
             pairs = np.ascontiguousarray(plane[y : y + _HALVED_STRIP_PX]).view(np.uint16)
             across = pairs & np.uint16(0xFF)
             across += pairs >> np.uint16(8)
             total = across[0::2] + across[1::2]
-            # Half of four, so that shifting rounds half up.
+            # Add half of four: shifting then rounds halves up.
             total += np.uint16(2)
             total >>= np.uint16(2)
             target[y // 2 : (y + _HALVED_STRIP_PX) // 2] = total
@@ -167,7 +174,7 @@ def _mean_of_whole(source: Planes, rows: int, columns: int) -> Planes:
         total += tall[:, :, k::columns]
     area = rows * columns
     total += dtype(area // 2)
-    # A power of two: a shift instead of a division.
+    # If it is a power of two, shift instead of dividing.
     if area & (area - 1) == 0:
         total >>= dtype(area.bit_length() - 1)
     else:

@@ -121,7 +121,7 @@ def coalesced(
         if members and (first > end + gap or last - start > largest):
             spans.append(Span(start, end - start, tuple(members)))
             members = []
-            # The new read has this part alone.
+            # The new read starts with this part alone.
             last = offsets[index] + lengths[index]
         if not members:
             start = first

@@ -14,7 +14,7 @@ class SlideSource(Protocol):
 
     Attributes:
         levels: Finest first. If the file states bounds, pixels are counted from their corner.
-        mpp: Microns per pixel (y, x) of the finest level; None if the file does not state them, or is not believed.
+        mpp: Microns per pixel (y, x) of the finest level; None if the file states none, or an implausible number.
         bounds: The box of the file's finest level that ``levels`` cover.
         to_file_px: Maps (y, x) of ``levels[0]`` to (y, x) of the file's finest level as stored: adds the corner of the
             bounds, reverts the tag Orientation. For results in the file's coordinates, such as heatmaps and outlines.

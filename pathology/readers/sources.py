@@ -52,17 +52,17 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
 
     Args:
         path: The file or folder; a store may be on object storage.
-        pick: Which picture of the file is the slide.
+        pick: Which of the file's pictures to open, if it has several.
 
     Raises:
         SlideError: No reader supports the file, or it is damaged, or it has several planes; the message says why.
     """
     if is_ome_zarr(path):
         return OmeZarrSource(path, pick)
-    # Before the checks: they are of the file that will be opened.
+    # First, so that the checks are made on the file that will be opened.
     path = file_of_slide(path)
     check_file(path)
-    # By content, as files are renamed; before OpenSlide, which crashes on damaged ones.
+    # Formats are recognised by content, because files are renamed; CZI first, as OpenSlide crashes on damaged ones.
     if is_czi(path):
         return CziSource(path, pick)
     if is_ome_tiff(path):
@@ -77,7 +77,7 @@ def open_source(path: Path, pick: Pick = WHOLE) -> SlideSource:
         if not is_truncated(path):
             raise
         return _upright(_tiff(path, pick))  # the levels before the end of the file may be enough
-    # Where it is closed below, its attributes still describe the slide.
+    # `by_openslide` may be closed below; its attributes still describe the slide.
     if by_openslide.vendor not in _TILED_TIFF_VENDORS:
         try:
             check_plane(pick, 1)
@@ -117,7 +117,7 @@ def largest_scene(path: Path) -> int:
     if len(sizes) < 2:
         return 0
     areas_px = [height * width for height, width in sizes]
-    # Of equal ones the first. Scenes are numbered from 1.
+    # If several are equally large, the first. Scenes are numbered from 1.
     return 1 + areas_px.index(max(areas_px))
 
 
@@ -148,13 +148,14 @@ def _upright(stored: TiffSource) -> SlideSource:
 
 
 def _tiff_with_same_pixels(path: Path, by_openslide: OpenSlideSource, pick: Pick) -> TiffSource | None:
-    """Return a `TiffSource`, which is faster, if it has the same pixels as OpenSlide; None if not.
+    """Return a `TiffSource`, which is faster, if it has the same pixels as OpenSlide.
 
-    None also if it cannot read the file. If it is returned, ``by_openslide`` is closed.
+    Returns:
+        The `TiffSource`; ``by_openslide`` is then closed. None if its pixels differ, or if it cannot read the file.
 
     Raises:
         PlanesError: The file has several planes.
-        ColourError: Nothing tells its colours.
+        ColourError: Nothing in the file says whether its pixels are RGB or YCbCr.
     """
     all_levels = list(range(len(by_openslide.levels)))
     stored = _stored_levels(path, by_openslide) if by_openslide.vendor == "hamamatsu" else all_levels
@@ -172,7 +173,7 @@ def _tiff_with_same_pixels(path: Path, by_openslide: OpenSlideSource, pick: Pick
         raise
     except SlideError:
         return None
-    # OpenSlide shows its own focal plane, and believes the tag of colours: then nothing can be compared.
+    # Not comparable: of several focal planes OpenSlide shows one of its own choice, and it believes wrong colour tags.
     is_comparable = not tiff.is_one_of_planes and not any(note.flag == COLOUR_FLAG for note in tiff.facts.notes)
     # `kept`: for each level of the TIFF, its place in `stored`.
     pairs = [(k, stored[index]) for k, index in enumerate(tiff.kept)]
@@ -201,9 +202,9 @@ def _has_same_pixels(tiff: TiffSource, k: int, by_openslide: OpenSlideSource, le
 
     Args:
         tiff: The slide by tifffile.
-        k: Index of the level in it.
+        k: Index of the level in ``tiff``.
         by_openslide: The slide by OpenSlide.
-        level: Index of the same level in that.
+        level: Index of the same level in ``by_openslide``.
     """
     size = tiff.levels[k]
     height, width = size.tile_px

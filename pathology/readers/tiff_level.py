@@ -30,7 +30,7 @@ class TiffLevel:
         height_px: Rows of the level.
         width_px: Columns of the level.
         tile_height_px: Rows of a tile; the last row of tiles may extend beyond the level.
-        tile_width_px: Columns of a tile; likewise.
+        tile_width_px: Columns of a tile; the last column of tiles may extend beyond the level.
         offsets: First byte of each tile.
         lengths: Bytes of each tile; 0 if the scanner left it out.
         decode: Decoder of the tiles.
@@ -154,16 +154,19 @@ def _split_strips(
 ) -> tuple[tuple[int, int], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Split large uncompressed strips, which can be read in part, into strips of about 1 MiB.
 
+    Returns:
+        (height, width) of the new strips, their offsets, and their lengths in bytes.
+
     Raises:
-        SlideError: Strips are missing for the height, or there would be too many: it may be a damaged number, and rows
-            are not listed up to it.
+        SlideError: There are fewer strips than the height needs, or there would be more than `MOST_TILES`, as with a
+            damaged height.
     """
     if len(offsets) < -(-height // strip[0]):
         raise SlideError(f"the TIFF lists {len(offsets)} strips; expected {-(-height // strip[0])}")
     step = max(1, min(strip[0], _STRIP_BYTES // row_bytes))
     while strip[0] % step:  # all new strips but the last must have the same height
         step -= 1
-    # One of a prime height is split into its rows.
+    # A strip of a prime height can only be split into single rows, which may be too many.
     if height // step > MOST_TILES:
         raise SlideError(
             f"{height:,} rows in strips of {strip[0]:,} would be read in {height // step:,} parts; up to "

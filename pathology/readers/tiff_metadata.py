@@ -83,12 +83,13 @@ def _ends(file: BinaryIO, order: str, big: bool) -> Iterator[int]:
     file.seek(word)
     visited: set[int] = set()
     (at,) = struct.unpack(f"{order}{wide}", file.read(word))
-    # A chain of directories may be a circle in a damaged file.
+    # In a damaged file the chain of directories may lead back to its start.
     while at and at not in visited and len(visited) < _MAX_DIRECTORIES:
         visited.add(at)
         file.seek(at)
         (count,) = struct.unpack(f"{order}{count_format}", file.read(struct.calcsize(count_format)))
-        # Its entries and the next offset; also keeps `read` from a damaged number, for which it would take memory.
+        # The end of the entries and of the next offset. The caller stops if it lies beyond the file: `read` would take
+        # memory for a damaged count.
         yield at + count * entry_bytes + word
         entries, following = file.read(count * entry_bytes), file.read(word)
         values = {}

@@ -56,7 +56,7 @@ class TiffSource:
         fill_missing: Fills in tiles that the scanner left out; by default they show the next finer level or, at the
             finest one, white. Not called for a file of several focal planes: it would show another plane.
         stored: Indices of the levels of ``by_openslide`` that are stored in the file; default: all.
-        pick: Which picture of the file is the slide.
+        pick: Which of the file's pictures to open, if it has several.
         reopen: Opens the file again when the source is unpickled; default: this class, without the other arguments.
 
     Raises:
@@ -105,14 +105,14 @@ class TiffSource:
         self.levels = tuple(map(_described, levels_of_sizes(sizes), self._levels))
         self._file = SlideFile(path)
         try:
-            # Last: it reads pixels, for which the file must be open and the levels described.
+            # At the end, because it reads pixels: the file must be open and the levels described.
             self._check_levels()
         except BaseException:
-            self._file.close()  # nobody else can
+            self._file.close()  # the caller gets no source that it could close
             raise
 
     def _check_levels(self) -> None:
-        """Keep the levels that fit the finest one and show the same, without padding; note the others."""
+        """Keep the levels that fit the finest one and show the same picture, cut off their padding, note the others."""
         stated = [StatedLevel((v.height_px, v.width_px), (v.tile_height_px, v.tile_width_px)) for v in self._levels]
         believed = believed_levels(stated, fitted_levels(stated), self._read_stored)
         self._kept = list(believed.kept)
@@ -166,9 +166,9 @@ class TiffSource:
             bad += failed
 
     def _fill_missing_tile(self, index: int, level: int, box: Box, out: RGB) -> list[BadTile]:
-        """Fill the pixels of a tile that the file does not have; return the tile if that fails: it is then white.
+        """Fill the pixels of a tile that the file does not have; return the tile if this fails and it is left white.
 
-        Without `fill_missing` it shows what the next finer level does, in which it is glass if that has no tile either.
+        Without `fill_missing` they are taken from the next finer level; they are white where that has no tile either.
         """
         tile_box = self._levels[level].tile_box(index)
         common = tile_box.intersect(box)
@@ -314,7 +314,7 @@ def _pages_of_series(tiff: tifffile.TiffFile, pick: Pick) -> list[Any]:
             raise
         return pages
     largest = max(tiff.series, key=lambda s: int(np.prod(s.shape, dtype=np.int64)))
-    # For each level, its pages: one, or several planes of one size.
+    # A list of pages for each level: one page, or several planes of the same size.
     finest, *coarser = [[keyframe(page) for page in level.pages if page is not None] for level in largest.levels]
     size = _size(finest[0])
     if tiff.is_imagej and len(finest) == 1 and (count := _images_of_imagej(finest[0])) > 1:
@@ -356,9 +356,9 @@ def _pages_before_the_damage(tiff: tifffile.TiffFile) -> list[Any]:
 def _pages_known(
     tiff: tifffile.TiffFile, by_openslide: SlideSource, stored: Sequence[int] | None, pick: Pick
 ) -> list[Any]:
-    """Return the tiled page with the size of each stored level of ``by_openslide``; of several planes the picked one.
+    """Return for each stored level of ``by_openslide`` the tiled page of its size; of several planes the picked one.
 
-    Levels after the first that lacks planes are left out: indices of pages are those of ``stored``.
+    Pages have the same indices as ``stored``, so a level that lacks planes is left out with all coarser ones.
     """
     level_pages, pages = [], _tiled_pages(tiff)
     levels = by_openslide.levels if stored is None else [by_openslide.levels[k] for k in stored]

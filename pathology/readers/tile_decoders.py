@@ -41,7 +41,7 @@ def make_decoder(page: Any, height_px: int, width_px: int, colour: str | None = 
         page: A page of tifffile.
         height_px: Rows of a tile.
         width_px: Columns of a tile.
-        colour: ``rgb`` or ``ycbcr``; default: as its tags say.
+        colour: ``rgb`` or ``ycbcr``; default: what the page's tags say.
 
     Raises:
         SlideError: The page is not 8-bit RGB (with or without alpha) or grey, or its compression is not supported.
@@ -258,7 +258,7 @@ class Jpeg2000Decoder:
         pixels = imagecodecs.jpeg2k_decode(without_colour(data), numthreads=1)
         if pixels.ndim != 3 or pixels.shape[2] not in (3, 4) or pixels.dtype != np.uint8:
             raise ValueError(f"its JPEG 2000 has shape {pixels.shape} {pixels.dtype}; only 8-bit RGB is supported")
-        if self.ycbcr and not is_subsampled(stream):  # the library has converted those
+        if self.ycbcr and not is_subsampled(stream):  # subsampled ones were converted by the library
             return _rgb_of_ycbcr(pixels[..., :3])
         return _over_white(pixels, self.alpha if pixels.shape[2] == 4 else 0)
 
@@ -268,8 +268,8 @@ def _check_codestream(data: bytes) -> None:
     if data.rfind(b"\xff\xd9") < 0:
         raise ValueError("its JPEG 2000 is cut off: it has no end marker")
     packets = data.find(b"\xff\x93")  # SOD, the start of data
-    # Another SOT, the start of a tile-part.
-    several_parts = data.find(b"\xff\x90", packets) >= 0  # headers of further tile-parts may have any bytes
+    # A further SOT marker starts another tile-part, whose header may contain any bytes.
+    several_parts = data.find(b"\xff\x90", packets) >= 0
     if packets >= 0 and not several_parts and _NOT_IN_PACKETS.search(data, packets):
         raise ValueError("its JPEG 2000 packets have invalid bytes")
 
@@ -297,7 +297,7 @@ def _over_white(pixels: npt.NDArray[np.uint8], alpha: int) -> RGB:
     colours = pixels[..., :3]
     if alpha not in (_ASSOCIATED, _UNASSOCIATED):
         return colours
-    # 32 bits: colours that are called associated may be brighter than their opacity; sums then exceed 16 bits.
+    # 32 bits: in a file that wrongly declares associated alpha, colours may exceed their opacity, and sums 16 bits.
     opacity = pixels[..., 3:].astype(np.uint32)
     over = colours.astype(np.uint32) * (opacity if alpha == _UNASSOCIATED else 255) + (255 - opacity) * 255
     blended: RGB = np.minimum((over + 127) // 255, 255).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""What each block of a slide does to the outputs of a model: measured by occlusion, or estimated by gradients."""
+"""The effect of each block of a slide on the outputs of a model: measured by occlusion, or estimated by gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class BlockEvidence:
         block_px: Side of a block in pixels of the slide at the model's resolution.
         mpp: (y, x) micrometres per pixel of the slide at the model's resolution.
         names: Names of the outputs.
-        forwards: Forwards of each model: with a block covered, or by ``gradient`` one of each image, with backwards.
+        forwards: Number of forwards of each model: with ``occlusion`` those with a covered block; with ``gradient`` one
+            for each image.
     """
 
     kind: BlockKind

@@ -1,6 +1,6 @@
-"""Blocks of a slide that are covered one after the other, so large that a number of forwards is enough for all tissue.
+"""Blocks of a slide that are covered one after the other; their size depends on the largest number of forwards.
 
-Blocks are squares on the slide's grid. One covers whatever images show of it, which may be several pieces:
+Blocks are squares on the slide's grid. To cover a block is to cover all boxes of images that show a part of it:
 
     slide                         image (view)
     +-----+-----+-----+           +--+-----+
@@ -28,12 +28,12 @@ _MOST_SIDES = 4096
 
 @dataclass(frozen=True)
 class CoveredBlock:
-    """A block with tissue that images show.
+    """A block with tissue that an image shows.
 
     Attributes:
-        row, column: Its place on the grid of blocks of the slide.
+        row, column: Position of the block on the slide's grid of blocks.
         image: Index of the image.
-        boxes: Boxes of the image that show it.
+        boxes: Boxes of the image that show the block.
     """
 
     row: int
@@ -49,7 +49,7 @@ class OcclusionBlocks:
     Attributes:
         block_px: Side of a block in pixels of the slide at the model's resolution.
         shape: (rows, columns) of the grid of blocks.
-        covered: Each block with tissue, once for each image that shows it; sorted by image. Each is one forward.
+        covered: Each block with tissue, once for each image that shows it, sorted by image; each needs one forward.
     """
 
     block_px: int
@@ -58,24 +58,24 @@ class OcclusionBlocks:
 
     @classmethod
     def of(cls, tissue: TissueGrid, views: Sequence[View], align_px: int, most: int) -> OcclusionBlocks:
-        """Return the smallest blocks that need at most ``most`` forwards, or one block of the slide for each image.
+        """Return the smallest blocks that need at most ``most`` forwards; at worst one block as large as the slide.
 
-        Their sides are multiples of ``align_px``, so that they end where squares of the heatmap do.
+        Sides of blocks are multiples of ``align_px``, so that blocks end at ends of the heatmap's squares.
 
         Args:
             tissue: Tissue of the slide at the model's resolution.
             views: The images of the slide.
             align_px: Alignment of the views' pieces.
-            most: Most forwards.
+            most: Largest number of forwards.
         """
         size = tissue.size_px
-        # So coarse that tissue is counted on a grid of at most 4096 × 4096.
+        # Side of a square: a multiple of ``align_px`` with which the grid of squares is at most 4096 × 4096.
         step = align_px * math.ceil(max(size) / align_px / _MOST_SIDES)
         shown = _shown_tissue(tissue, views, step)
-        # A block is times × times squares. Where to begin: joined, n squares are at least n / times² blocks.
+        # A block has times × times squares. Begin at a lower bound: n squares are in at least n / times² blocks.
         times = max(1, math.isqrt(max(0, sum(int(squares.sum()) for squares in shown) - 1) // most))
         while sum(int(_joined(squares, times).sum()) for squares in shown) > most and times * step < max(size):
-            # By a sixteenth, at least one: a slide may need hundreds of steps of one.
+            # Add a sixteenth, but at least 1: with steps of 1, a slide may need hundreds of steps.
             times += max(1, times // 16)
         block_px = times * step
         covered = [
@@ -87,7 +87,7 @@ class OcclusionBlocks:
 
 
 def _shown_tissue(tissue: TissueGrid, views: Sequence[View], step: int) -> list[Mask]:
-    """Return for each image which squares of ``step`` pixels of the slide have tissue and are in one of its pieces."""
+    """Return, for each image, a mask of the slide's squares of ``step`` pixels: with tissue that the image shows."""
     ends = [np.append(np.arange(0, side, step), side) for side in tissue.size_px]
     has_tissue = tissue.counts(ends[0], ends[1]) > 0
     shown = []
@@ -116,6 +116,6 @@ def _boxes_of(view: View, row: int, column: int, block_px: int) -> tuple[Box, ..
         part = piece.source.intersect(block)
         if not part.empty:
             dy, dx = piece.offset
-            # `offset` leads from the image to the slide.
+            # `offset` is from the image to the slide.
             boxes.append(part.shift(-dy, -dx))
     return tuple(boxes)

@@ -27,7 +27,7 @@ def write_evidence(
     provenance: Mapping[str, Any],
     origin_um: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """Write the evidence as `write_heatmap` does a heatmap: one pixel is one block, one channel each output.
+    """Write the evidence as a pyramidal OME-TIFF: one pixel for each block, one channel for each output.
 
     Args:
         path: The file; an existing one is replaced atomically.

@@ -1,8 +1,9 @@
-"""Gradient × input: by how much each output would drop without each block, as its gradient says.
+"""Gradient × input: an estimate, from gradients, of how much each output drops when a block is covered.
 
-For each block Σ gradient · (pixels − white), over its pixels and colours. After Shrikumar et al., Not just a black box:
-learning important features through propagating activation differences (2016, arXiv:1605.01713), who use zero for white.
-It is the first-order estimate of occlusion, exact for linear models, by one forward and a backward for each output:
+The estimate for a block is Σ gradient · (pixels − white), over its pixels and colours. After Shrikumar et al., Not just
+a black box: learning important features through propagating activation differences (2016, arXiv:1605.01713), who use
+zero for white. It is the first-order estimate of occlusion, exact for linear models, from one forward and a backward
+for each output:
 
 ::
 
@@ -34,7 +35,7 @@ from pathology.predict.evidence.blocks import OcclusionBlocks
 from pathology.predict.whole_tissue import image_weights
 
 _ALL = 2**62
-"""Most forwards for `OcclusionBlocks.of`: no limit, so that blocks are as small as they can be."""
+"""No limit of forwards for `OcclusionBlocks.of`, so that it returns the smallest blocks."""
 
 
 def gradient_evidence(ensemble: Ensemble, dataset: SlideDataset, sight: Sight, align_px: int) -> BlockEvidence:
@@ -46,8 +47,8 @@ def gradient_evidence(ensemble: Ensemble, dataset: SlideDataset, sight: Sight, a
     Args:
         ensemble: The models.
         dataset: Dataset of the slide.
-        sight: What they see of it.
-        align_px: Alignment of the images' pieces: side of a block, unless the slide has more than 4096 in a row.
+        sight: The images of the slide.
+        align_px: Alignment of the images' pieces: the side of a block, unless a row would have more than 4096 blocks.
 
     Raises:
         SlideError: Pixels cannot be read, memory does not suffice, or an output is not finite.
@@ -75,7 +76,7 @@ def _of_member(
 ) -> NDArray[np.float64]:
     """Return one model's estimates, (outputs, rows, columns)."""
     model = ensemble.members[member]
-    # As the model takes it: the products are of normalised pixels.
+    # Normalised, because the products are those of normalised pixels.
     white = model.normalisation(torch.full((1, 3, 1, 1), BACKGROUND, dtype=torch.uint8))
     logits, sums = [], []
     for view in views:
@@ -86,7 +87,7 @@ def _of_member(
         if not bool(outputs.isfinite().all()):
             raise SlideError(f"the network's output is not finite: {outputs[0].tolist()}")
         if ensemble.comm.size > 1:
-            # In float64: each rank has the sums of its part of the image, and a block may lie in several.
+            # Each rank has sums over its part of the image; a block may lie in the parts of several ranks.
             ensemble.comm.all_reduce(of_blocks.sums)
         logits.append(outputs[0].double().cpu().numpy())
         sums.append(of_blocks.sums.numpy())
@@ -96,7 +97,7 @@ def _of_member(
 
 
 def _check_room(ensemble: Ensemble, engine: Engine) -> None:
-    """Check that the maps of an image that backward needs fit into memory, unless they may leave it. Collective.
+    """Check that the maps that backward needs fit into memory, unless they may be spilled. Collective.
 
     Raises:
         SlideError: They do not fit on a rank.
@@ -133,8 +134,8 @@ class _BlockSums:
         self.sums = torch.zeros(outputs, *blocks.shape, dtype=torch.float64)
 
     def add(self, gradient: InputGradient) -> None:
-        """Add the products of one part of the image."""
-        # Where the pixels are; only the sum over channels moves to the host.
+        """Add the products of one part of the image to ``sums``."""
+        # Multiply on the device of the pixels; only the sum over channels is copied to the host.
         differences = gradient.pixels - self._white.to(gradient.pixels)
         products = (differences * gradient.values)[0].double().sum(0).cpu()
         height = self.sums.shape[1]
@@ -146,6 +147,6 @@ class _BlockSums:
             rows = torch.arange(inside.y0 + dy, inside.y1 + dy) // self._block_px
             columns = torch.arange(inside.x0 + dx, inside.x1 + dx) // self._block_px
             part = products[inside.relative_to(gradient.box).slices()]
-            # First along rows, then along columns: so no index of every pixel is needed.
+            # Add along rows, then along columns: this needs no index for each pixel.
             of_rows = torch.zeros(height, part.shape[1], dtype=torch.float64).index_add_(0, rows, part)
             self.sums[gradient.output].index_add_(1, columns, of_rows)

@@ -4,8 +4,7 @@ After Zeiler and Fergus, Visualizing and Understanding Convolutional Networks (2
 photographs by a grey square. Here blocks become white, 255: in all images of training this is what surrounds tissue,
 whereas a square of the mean colour looks like stained tissue.
 
-If several images make the output of a slide, a covered block changes those images that show it, and their outputs are
-combined anew.
+If the output of a slide is combined from several images, only the images that show a covered block are evaluated again.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def check_evidence(evidence: Evidence, spec: InputSpec, checkpoint: str) -> None
     """Check that a checkpoint's slides can have the evidence.
 
     Raises:
-        RequestError: ``occlusion`` or ``gradient`` of a model of tiles, or of their features.
+        RequestError: ``occlusion`` or ``gradient`` is requested of a model of tiles or features.
     """
     if evidence != "map" and (spec.features is not None or spec.tiles is not None):
         what = "an aggregator of features" if spec.features is not None else "an encoder of tiles"
@@ -65,15 +64,15 @@ def occlude(
     Args:
         ensemble: The models.
         dataset: Dataset of the slide.
-        sight: What they see of it.
+        sight: The images of the slide.
         align_px: Alignment of the images' pieces.
-        most: Most forwards of each model; see `OcclusionBlocks.of`.
-        say: Called on every rank after the first forward: how many follow, and how long they will take.
-        stops: Called on every rank before each forward with a covered block, with the number of those before it and
-            of all; whether to stop, the same on all ranks.
+        most: Largest number of forwards of each model; see `OcclusionBlocks.of`.
+        say: Called on every rank after the first forward, with the number of forwards and their estimated time.
+        stops: Called on every rank before each forward with a covered block, with (number of such forwards before it,
+            number of all); returns whether to stop, the same on all ranks.
 
     Raises:
-        OcclusionStoppedError: ``stops`` said so.
+        OcclusionStoppedError: ``stops`` returned True.
         SlideError: Pixels cannot be read, or an output is not finite.
     """
     level = dataset.slide(0).levels[sight.level]
@@ -122,7 +121,7 @@ def _of_member(
 ) -> Outputs:
     """Return one model's drops, (outputs, rows, columns); NaN for blocks that were not covered."""
     whole: list[Outputs] = []
-    # For each block, by the index of an image that shows it, the outputs of that image without the block.
+    # (row, column) of a block -> index of an image that shows it -> outputs of this image with the block covered.
     without: dict[tuple[int, int], dict[int, Outputs]] = {}
     for k, view in enumerate(views):
         image = ensemble.image(member, dataset, view)

@@ -17,7 +17,7 @@ CONTRAST = 0.6  # of the slide under the colours
 def draw_evidence(
     thumbnail: NDArray[np.uint8], evidence: BlockEvidence, channel: int, slide_size_px: tuple[int, int]
 ) -> Image.Image:
-    """Return the pale slide with its blocks: in the colour of an output where it drops, grey where it rises.
+    """Return a pale picture of the slide with its blocks: coloured if an output drops without them, grey if it rises.
 
     Args:
         thumbnail: (h, w, 3), the whole slide.

@@ -12,10 +12,10 @@ _NAMED = 5
 
 
 def with_case_slides(inputs: Sequence[SlideInput]) -> list[SlideInput]:
-    """Return slides with all slides of their case, case by case, in the order of the first slide of each.
+    """Return the slides with ``case_slides`` set, sorted by case; cases are in the order of their first slides.
 
-    A slide of a case with several gets a reason why it cannot be predicted if one of them cannot be read, or is not in
-    a store: a part of a case is another bag. If all slides have the slides of their case already, they are returned.
+    If a slide of a case cannot be read or is not in a store, all slides of the case get this as ``reason``, because a
+    part of a case would be another bag. If all slides have ``case_slides`` already, they are returned unchanged.
     """
     if all(slide.case_slides for slide in inputs):
         return list(inputs)
@@ -24,7 +24,7 @@ def with_case_slides(inputs: Sequence[SlideInput]) -> list[SlideInput]:
         cases.setdefault(slide.case_id or slide.slide_id, []).append(slide)
     result = []
     for slides in cases.values():
-        # In the order of training, see `Grouping.of`.
+        # Sorted as in training, see `Grouping.of`.
         paths = tuple(slide.path for slide in sorted(slides, key=lambda slide: slide.slide_id))
         why = "" if len(slides) == 1 else _reason(slides)
         result += [replace(slide, case_slides=paths, reason=slide.reason or why) for slide in slides]

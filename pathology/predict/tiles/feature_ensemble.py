@@ -23,7 +23,7 @@ from pathology.predict.tiles.tile_ensemble import TileEnsemble
 
 
 class FeatureEnsemble(TileEnsemble):
-    """As `TileEnsemble`, of models that take the vectors of ``options.features`` in place of pixels."""
+    """A `TileEnsemble` whose models take the vectors of ``options.features`` in place of pixels."""
 
     chunk = 4096
     needs_tissue = False
@@ -38,7 +38,7 @@ class FeatureEnsemble(TileEnsemble):
         """Return the tiles of a slide's features.
 
         Raises:
-            RequestError: It has none, they are of another slide or resolution, or have no positions.
+            RequestError: The slide has no features, or these have another slide, another resolution or no positions.
         """
         stored = self._stored(slide)
         check_slide(stored, slide)

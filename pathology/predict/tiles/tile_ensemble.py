@@ -39,9 +39,9 @@ class _OpenCase:
     """The case whose slides are predicted one after the other.
 
     Attributes:
-        paths: Its slides.
-        bags: These, and the tiles of each.
-        explained: What each member says of all tiles together, by its index.
+        paths: Paths of its slides.
+        bags: (slide, its tiles) of each.
+        explained: Index of a member -> its explanation of all tiles of the case.
     """
 
     paths: tuple[Path, ...]
@@ -122,8 +122,8 @@ class TileEnsemble:
         return [self._of_case(k, slide, tiles, sight.case_slides) for k in range(len(self._members))]
 
     def _of_case(self, member: int, slide: SlideStore, tiles: TissueTiles, paths: tuple[Path, ...]) -> Heatmap:
-        """Return a member's heatmap of one slide of a case, whose slides are one bag; computed once for each case."""
-        # Slides are dealt case by case, so one case is kept: its tiles are encoded once for all of its slides.
+        """Return a member's heatmap of one slide of a case, all of whose slides are one bag."""
+        # Slides come case by case, so keep the last case: its tiles are encoded once for all of its slides.
         if self._case is None or self._case.paths != paths:
             slides = together(self._comm, lambda: [self._open(path) for path in paths])
             bags_of_case = together(self._comm, lambda: [(opened, self.tiles_of(opened)) for opened in slides])
@@ -148,7 +148,7 @@ class TileEnsemble:
             for slide, tiles in bags
         ]
         explanation = engine.explain(parts[0] if len(parts) == 1 else JoinedTiles("the case", parts))
-        # After the collective call: an error that is raised earlier leaves the other ranks waiting.
+        # After the collective call: if a rank raised an error earlier, the others would wait for it.
         together(self._comm, late.raise_error)
         if not bool(torch.isfinite(explanation.logits).all()):
             raise SlideError(f"the network's output is not finite: {explanation.logits.tolist()}")
@@ -163,14 +163,14 @@ def place_explanation(
     Args:
         member: The model.
         tiles: The slide's tiles.
-        explanation: What all tiles of its bag say.
-        own: Which of them are the slide's; contributions of the others then count as bias.
+        explanation: The member's explanation of all tiles of the bag.
+        own: The slide's tiles among those of the bag; contributions of the other tiles count as bias.
     """
     readout = member.readout
-    # Readouts take maps, (channels, h, w): here one of a single column.
+    # Readouts take maps (channels, h, w): give them a map with a single column.
     scores = readout.position_scores(explanation.alone[own].T[:, :, None].float())[:, :, 0]
     attention = None if explanation.attention is None else explanation.attention.double().cpu().numpy()
-    # `place_tiles` multiplies attention by the number of the slide's tiles; the mean is that of all tiles of the bag.
+    # `place_tiles` multiplies attention by the number of the slide's tiles, but 1 shall be the mean of the whole bag.
     values = TileValues(
         explanation.logits.double().cpu().numpy(),
         scores.cpu().numpy(),

@@ -1,4 +1,4 @@
-"""Heatmaps of tiles: what each tile says, on the slide's grid of squares.
+"""Heatmaps of tiles: scores, contributions and attention of tiles, on the slide's grid of squares.
 
 tiles of 4 px, stride 4        a square is a tile
 tiles of 4 px, stride 2        squares of 2 px: scores and attention are means of the tiles over a square,
@@ -22,13 +22,13 @@ from pathology.predict.heatmap import Heatmap
 
 @dataclass(frozen=True, eq=False)
 class TileValues:
-    """What a model says of the N tiles of a slide and its K outputs.
+    """Results of a model with K outputs for the N tiles of a slide.
 
     Attributes:
-        logits: (K,) of the slide.
-        scores: (K, N), 0 to 1.
-        contributions: (K, N), to the logits.
-        attention: (N,), with sum 1 over a bag of these tiles only; None if the aggregator has none.
+        logits: (K,): outputs of the slide.
+        scores: (K, N): scores of the tiles, 0 to 1.
+        contributions: (K, N): contributions of the tiles to the logits.
+        attention: (N,): attention of the tiles, with sum 1 if they are the whole bag; None if the aggregator has none.
     """
 
     logits: NDArray[np.float64]
@@ -65,7 +65,7 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
     covers = canvas[2 * count]
     is_seen = covers > 0
     canvas[:, ~is_seen] = np.nan
-    # All but contributions are means over tiles. By a copy: `covers` is itself a row that is divided.
+    # All but contributions are means over tiles. Divide by a copy, because `covers` is itself one of the rows.
     canvas[count:, is_seen] /= covers[is_seen].copy()
     bias = values.logits - values.contributions.sum(1)
     return Heatmap(
@@ -101,7 +101,7 @@ def at_tiles(tiles: TissueTiles, values: NDArray[np.floating], square_px: int) -
 def contributions_of(tiles: TissueTiles, values: NDArray[np.floating], square_px: int) -> NDArray[np.float64]:
     """Return the contribution of each tile to a logit, (N,), whose sum is that of the map.
 
-    A square that several tiles cover counts in equal parts for each, as the map does not tell their parts apart.
+    A square that several tiles cover counts in equal parts for each of them, because the map has only their sum.
 
     Args:
         tiles: The slide's tiles.
@@ -127,7 +127,7 @@ def _sums_of_squares(
 def _squares(
     tiles: TissueTiles, square_px: int, shape: tuple[int, int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return row and column of each square of each tile, (N, squares of a tile), and whether it is on the slide."""
+    """Return (rows, columns, whether it is on the slide) of each square of each tile; each (N, squares of a tile)."""
     side = np.arange(tiles.size_px // square_px)
     down, across = (part.ravel() for part in np.meshgrid(side, side, indexing="ij"))
     corners = (tiles.corners + square_px // 2) // square_px  # rounded: tiles of other tools may lie between squares

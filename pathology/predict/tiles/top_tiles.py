@@ -19,7 +19,7 @@ _PICTURE_PX = 256
 
 
 def top_tiles(result: SlideResult) -> list[TilePicture]:
-    """Return the tiles with most attention, or without attention those that contribute most; [] without tiles.
+    """Return the tiles with the most attention, or if there is none, with the largest contribution; [] without tiles.
 
     Raises:
         StoreError: The store is damaged.

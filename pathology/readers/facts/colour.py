@@ -1,4 +1,4 @@
-"""Whether encoded tiles hold RGB or YCbCr: what the tag says against what the tiles say, and against the pixels.
+"""Whether encoded tiles contain RGB or YCbCr, decided from the tag, the headers of the tiles, and their pixels.
 
 ```
 the tag   the tile                        the pixels                      believed
@@ -33,9 +33,9 @@ _PALE = 200
 _NEUTRAL = 12
 _GLASS_SHARE = 0.02
 _DECIDES = 0.2
-"""Smallest difference between the correlations of both readings that decides."""
+"""Least difference between the correlations, as RGB and as YCbCr, that decides."""
 _TO_RGB = np.array([[1, 1, 1], [0, -0.34414, 1.772], [1.402, -0.71414, 0]], np.float32)
-"""(Y, Cb, Cr) times this is (red, green, blue) apart from constants."""
+"""(Y, Cb, Cr) @ this matrix is (red, green, blue), apart from constants."""
 
 
 class ColourError(SlideError):
@@ -43,7 +43,7 @@ class ColourError(SlideError):
 
 
 def jpeg_says(tile: bytes) -> str:
-    """Return ``ycbcr`` or ``rgb`` as a JPEG's markers say; empty if they say nothing or are damaged."""
+    """Return ``ycbcr`` or ``rgb``, the colour space that a JPEG's markers state; empty if they state none."""
     try:
         segments = [(marker, tile[start + 4 : end]) for marker, start, end in header_segments(tile)]
     except ValueError:
@@ -62,16 +62,16 @@ def jpeg_says(tile: bytes) -> str:
 
 
 def pixels_say(stored: Sequence[RGB]) -> str:
-    """Return ``ycbcr`` or ``rgb`` as the stored components of some tiles say; empty if they do not decide.
+    """Return ``ycbcr`` or ``rgb``, judged by the stored components of some tiles; empty if they do not decide.
 
-    White glass has three equal components in RGB, and (white, 128, 128) in YCbCr. In stained tissue red, green and blue
-    get darker together. Luma and chroma do not, nor do RGB colours that were converted as if they were YCbCr.
+    White glass has three equal components in RGB, but (white, 128, 128) in YCbCr. In stained tissue, red, green and
+    blue get darker together; luma and chroma do not, nor do RGB colours after a conversion from YCbCr.
     """
     if not stored:
         return ""
     values: npt.NDArray[np.float32] = np.concatenate([tile.reshape(-1, 3) for tile in stored]).astype(np.float32)
     first, second_and_third = values[:, 0], values[:, 1:]
-    # Luma of white is white, so the first component is bright in both readings.
+    # In RGB and in YCbCr, the first component of white is bright.
     pale = first > _PALE
     as_rgb = (pale & (np.abs(second_and_third - first[:, None]).max(1) < 2 * _NEUTRAL)).mean()
     as_ycbcr = (pale & (np.abs(second_and_third - 128).max(1) < _NEUTRAL)).mean()
@@ -92,15 +92,15 @@ def _agreement(values: npt.NDArray[np.float32]) -> float:
 
 
 def believed_jpeg(declared: str, tiles: Sequence[bytes], decode: Callable[[bytes], RGB]) -> tuple[str, Note | None]:
-    """Return ``ycbcr`` or ``rgb`` for the JPEG tiles of a page, and a note if that is not what its tag says.
+    """Return (``ycbcr`` or ``rgb`` of the JPEG tiles of a page, note if its tag states the other one, else None).
 
     Args:
-        declared: What the tag says.
+        declared: The colour space that the tag states.
         tiles: Some encoded tiles.
         decode: Decodes a tile to its stored components; raises any exception if it is damaged.
     """
     claims = {jpeg_says(tile) for tile in tiles} - {""}
-    # Tiles that contradict each other say nothing.
+    # Tiles that contradict each other do not count.
     if len(claims) != 1 or claims == {declared}:
         return declared, None
     (marked,) = claims
@@ -108,7 +108,7 @@ def believed_jpeg(declared: str, tiles: Sequence[bytes], decode: Callable[[bytes
     if shown == declared:
         return declared, None
     said_by = f"the tag PhotometricInterpretation says {_NAMES[declared]}, its JPEG tiles {_NAMES[marked]}"
-    # Where the pixels do not decide, the tag is as good as the marker: OpenSlide and libtiff believe it, too.
+    # If the pixels do not decide, believe the tag rather than the marker, as OpenSlide and libtiff do.
     believed = shown or declared
     return believed, _note(said_by if shown else f"{said_by}, and its pixels do not decide", believed)
 
@@ -116,15 +116,15 @@ def believed_jpeg(declared: str, tiles: Sequence[bytes], decode: Callable[[bytes
 def believed_jpeg_2000(
     declared: str, tiles: Sequence[bytes], decode: Callable[[bytes], RGB]
 ) -> tuple[str, Note | None]:
-    """Return ``ycbcr`` or ``rgb``, which the JPEG 2000 tiles of a page hold after their own transform, and a note.
+    """Return (``ycbcr`` or ``rgb`` of JPEG 2000 tiles after their own transform, note if tags state the other one).
 
     Args:
-        declared: What the tags say; empty if they contradict each other.
+        declared: The colour space that the tags state; empty if they contradict each other.
         tiles: Some encoded tiles.
-        decode: Decodes a tile to what it holds after its own transform; raises any exception if it is damaged.
+        decode: Decodes a tile, with its own transform; raises any exception if it is damaged.
 
     Raises:
-        ColourError: They hold neither, or not all the same; or nothing decides.
+        ColourError: The tiles have another colour space, or different ones; or nothing decides.
     """
     headers = {header for tile in tiles if (header := jpeg_2000_header(tile)) is not None}
     unknown_box = next((header.box for header in headers if header.box not in _READ), "")
@@ -135,7 +135,7 @@ def believed_jpeg_2000(
     if len({header.says for header in headers}) > 1:
         raise ColourError("some of its JPEG 2000 tiles say that they hold RGB, others YCbCr")
     header = next(iter(headers), CodestreamHeader(own_transform=False, subsampled=False))
-    # Either nothing contradicts the tags, or the pixels decide, or else the tiles' own statement does, or the tags.
+    # Believe the tags if nothing contradicts them; else, in this order, the pixels, the tiles' headers, the tags.
     if declared and (header.says == declared or not header.says) and header.box != "grey" and not header.contradicts:
         return declared, None
     shown = "ycbcr" if header.subsampled else pixels_say(_decoded(tiles, decode))

@@ -81,7 +81,7 @@ class _ByteLayout:
 
     def numbers(self, file: BinaryIO, kind: int, count: int, field: bytes) -> tuple[int, ...]:
         """Return the whole numbers of an entry, which are in its field if there is room; none if the file ends."""
-        # TIFF 6.0: values that fit into the field are in it, others are where it says.
+        # TIFF 6.0: if the values do not fit into the field, it has their offset.
         length = count * struct.calcsize(self.order + _KINDS[kind])
         if length > len(field):
             at = int(struct.unpack(self.order + self.word, field)[0])
@@ -92,14 +92,14 @@ class _ByteLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Directory:
-    """One directory.
+    """One directory of a TIFF.
 
     Attributes:
         entries: Number of its entries.
-        tiles: Tiles or strips that it lists.
-        size_px: (height, width); 0 where it does not say.
-        tile_px: The same of its tiles; 0 if it has strips.
-        others: Offsets of the next directory and of those below it.
+        tiles: Number of tiles or strips that it lists.
+        size_px: (height, width) of its picture; 0 if not stated.
+        tile_px: (height, width) of its tiles; 0 if it has strips.
+        others: Offsets of the next directory, and of its subdirectories.
     """
 
     entries: int
@@ -116,14 +116,14 @@ def first_directory(head: bytes) -> int | None:
 
 
 def check_directories(path: Path) -> None:
-    """Check that a TIFF lists no more and no larger tiles, and no more directories, than the budget.
+    """Check that numbers of tiles and directories of a TIFF, and the size of its tiles, are within the budget.
 
     Other and damaged files pass.
 
     NDPI files beyond 4 GB pass, too: their offsets have more bits than those of a TIFF.
 
     Raises:
-        SlideError: It does, or its first directory has no entries.
+        SlideError: They are not, or the first directory has no entries.
         OSError: The file cannot be read.
     """
     with path.open("rb") as file:
@@ -134,21 +134,21 @@ def check_directories(path: Path) -> None:
         waiting, visited, tiles = [layout.first(head)], set[int](), 0
         while waiting:
             offset = waiting.pop()
-            # Directories may point back at each other: without this, a damaged file is walked forever.
+            # In a damaged file, directories may point back at each other: visit each only once.
             if offset in visited or not 0 < offset < size:
                 continue
             visited.add(offset)
             directory = _directory(file, offset, layout)
             if directory is None:
-                # Damaged, as the readers say if it is the slide's. Libraries read the others, so they are checked.
+                # Damaged, which the reader reports if it is part of the slide. Go on with the other directories.
                 continue
-            # Some programs give a copy its whole size first: what has not arrived yet is zeros, without any entry.
+            # Zeros, without entries: some programs give a copy its full size first, and this part has not arrived yet.
             if not directory.entries and len(visited) == 1:
                 raise SlideError(
                     f"the file is damaged: its directory at byte {offset} is empty, as in a copy that was not "
                     "finished; copy it again"
                 )
-            # More tiles than bytes: the number itself is damaged.
+            # A number of tiles above the number of bytes is damaged, so do not count it.
             tiles += directory.tiles if directory.tiles <= size else 0
             _check(tiles, len(visited), directory)
             waiting += directory.others

@@ -1,4 +1,4 @@
-"""What a JPEG 2000 tile says about its colours: its codestream, and the boxes of the JP2 file that may be around it.
+"""The colour space that a JPEG 2000 tile states: in its codestream, and in boxes if it is a JP2 file.
 
 ```
 jP  ftyp  jp2h { ihdr  colr: 16 sRGB, 17 grey, 18 sYCC, or an ICC profile }  jp2c { codestream }
@@ -23,14 +23,14 @@ _ENUMERATED = {_SRGB: "rgb", 17: "grey", 18: "ycbcr", 0: "", 12: "CMYK", 14: "CI
 
 @dataclass(frozen=True, slots=True)
 class CodestreamHeader:
-    """What a tile says about its colours.
+    """Statements of a tile about its colours.
 
     Attributes:
-        own_transform: Whether the codestream has a colour transform of its own, so that decoders return RGB.
+        own_transform: Whether the codestream has a colour transform: decoders then return RGB.
         subsampled: Whether its second component has fewer columns than the first, as only chroma has; imagecodecs
-            returns RGB of such tiles.
-        box: ``rgb``, ``ycbcr``, ``grey`` or the name of another colour space, as the box of a JP2 file says; empty if
-            there is none, or it does not say.
+            returns RGB for such tiles.
+        box: Colour space in the box of a JP2 file: ``rgb``, ``ycbcr``, ``grey`` or another name; empty if there is no
+            box, or it states none.
     """
 
     own_transform: bool
@@ -95,7 +95,7 @@ def is_subsampled(codestream: bytes, start: int = 0) -> bool:
 
 
 def without_colour(tile: bytes) -> bytes:
-    """Return a tile whose box says sRGB, so that decoders return its components as they are, except subsampled ones.
+    """Return a tile whose box states sRGB, so that decoders do not convert its components, unless they are subsampled.
 
     Palettes and the order of channels, which other boxes state, are still applied.
     """
@@ -113,7 +113,7 @@ def _has_transform(tile: bytes, start: int) -> bool:
     """
     if tile[start : start + 4] != _CODESTREAM_START:
         raise ValueError("it has no codestream")
-    # Behind SOC, which has no length; segments follow until SOT, the first tile-part.
+    # After SOC (2 bytes, no length), segments follow up to SOT, the first tile-part.
     at = start + 2
     while tile[at + 1] != _SOT:
         if tile[at] != 0xFF:
@@ -132,7 +132,7 @@ def _colour_of(tile: bytes, at: int) -> str:
 
 
 def _codestream(tile: bytes) -> tuple[int, int]:
-    """Return the offsets of the codestream (the end without one) and of the first colour box's content (0 without)."""
+    """Return (offset of the codestream, or the tile's end; offset of the first colour box's content, or 0)."""
     if not is_jp2(tile):
         return 0, 0
     colour = 0
@@ -148,11 +148,11 @@ def _boxes(tile: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield (kind, start, end) of the contents of boxes."""
     while at + 8 <= end:
         length, kind, head = int.from_bytes(tile[at : at + 4], "big"), tile[at + 4 : at + 8], 8
-        # ISO/IEC 15444-1, annex I: 1 stands for a length of 64 bits after the kind, 0 for all that follows.
+        # ISO/IEC 15444-1, annex I: length 1 means that 64 bits of length follow the kind, 0 means up to the end.
         if length == 1:
             length, head = int.from_bytes(tile[at + 8 : at + 16], "big"), 16
         stop = end if length == 0 else at + length
-        # A box shorter than its own head would make the loop stand still.
+        # A box shorter than its head is damaged, and would make this loop endless.
         if stop < at + head:
             return
         yield kind, at + head, min(stop, end)

@@ -1,4 +1,4 @@
-"""Which levels of a pyramid are believed: their sizes must fit the finest level, and their pixels must show it, too.
+"""Checks of the levels of a pyramid: a level is kept if its size fits the finest level, and it shows the same picture.
 
 ```
 level 0   2048 × 2048
@@ -58,7 +58,7 @@ class StatedLevel:
 
 @dataclass(frozen=True, slots=True)
 class BelievedLevels:
-    """The levels that are believed, with their true sizes; their indices among the stated ones; notes on the others."""
+    """Levels that passed the checks, with true sizes; ``kept``: their indices in the file; notes on the others."""
 
     levels: tuple[SourceLevel, ...]
     kept: tuple[int, ...]
@@ -66,15 +66,15 @@ class BelievedLevels:
 
 
 def believed_levels(stated: Sequence[StatedLevel], fitted: Sequence[SourceLevel | None], read: Read) -> BelievedLevels:
-    """Return the levels that fit the finest one in size and in what they show.
+    """Return the levels whose size fits the finest level, and which show the same picture.
 
     Args:
-        stated: The levels as the file states them, finest first.
-        fitted: From `fitted_levels`.
-        read: Reads a box of a stated level, by its index there; a `TileError` leaves a patch out.
+        stated: The levels that the file states, finest first.
+        fitted: The result of `fitted_levels`.
+        read: Reads a box of a stated level, by its index; a patch with a `TileError` is not compared.
     """
     fitting = [level for level in fitted if level is not None]
-    # `unlike_levels` counts the fitting levels only: these are their indices among the stated ones.
+    # Indices of the fitting levels among the stated ones: `unlike_levels` counts only fitting levels.
     indices = [k for k, level in enumerate(fitted) if level is not None]
     unlike = {indices[k] for k in unlike_levels(fitting, lambda box, k: read(box, indices[k]))}
     kept = tuple(k for k in indices if k not in unlike)
@@ -108,11 +108,11 @@ def _fitted(finest: StatedLevel, level: StatedLevel, plain: SourceLevel) -> Sour
 
 
 def _padded_factor(finest: StatedLevel, level: StatedLevel) -> int | None:
-    """Return the power of two of a level whose size is rounded up to whole tiles; None if it is not."""
+    """Return the downsample, a power of two, of a level padded to whole tiles; None if it is not such a level."""
     if any(side % tile for side, tile in zip(level.size_px, level.tile_px, strict=True)):
         return None
     ratio = max(full / side for full, side in zip(finest.size_px, level.size_px, strict=True))
-    # The log of a power of two may be rounded up, and its ceiling would be the next one.
+    # Minus 1e-9: the log of a power of two may be rounded up, and `ceil` would then return the next one.
     factor = 2 ** math.ceil(math.log2(ratio) - 1e-9)
     padded = (
         math.ceil(math.ceil(side / factor) / tile) * tile
@@ -122,21 +122,21 @@ def _padded_factor(finest: StatedLevel, level: StatedLevel) -> int | None:
 
 
 def unlike_levels(levels: Sequence[SourceLevel], read: Read) -> list[int]:
-    """Return the indices of the levels that do not show what the finer ones show.
+    """Return the indices of levels that show another picture than the finer levels.
 
-    A few patches with structure are compared with the next finer level that is believed: some tiles of each level are
-    decoded, less than one in a hundred of a slide.
+    Each level is compared with the next finer level that was kept, in a few patches with structure. This decodes some
+    tiles of each level, less than one in a hundred of a slide.
 
     Args:
         levels: Finest first.
-        read: Reads a box of a level; a `TileError` leaves a patch out.
+        read: Reads a box of a level; a patch with a `TileError` is not compared.
     """
     if len(levels) < 2:
         return []
     places = _structured_places(levels, read)
     last_believed, unlike = 0, []
     for k in sorted(range(1, len(levels)), key=lambda k: levels[k].downsample):
-        # Against the next finer one that is believed: the finest has many times more pixels to read.
+        # Compare with the next finer level that was kept: the finest has many times more pixels to read.
         if _agree(levels, (last_believed, k), places, read):
             last_believed = k
         else:
@@ -167,7 +167,7 @@ def _structured_places(levels: Sequence[SourceLevel], read: Read) -> Sequence[tu
     if rows < 1 or columns < 1:
         return _FIXED_PLACES
     blocks = grey[: rows * block, : columns * block].reshape(rows, block, columns, block).std((1, 3))
-    # By contrast, as plain glass is alike in any two pictures.
+    # The blocks with the most contrast, because plain glass is alike in any two pictures.
     best = np.argsort(blocks, axis=None)[::-1][:_PATCHES]
     scale = block / grey.shape[0], block / grey.shape[1]
     return [((k // columns + 0.5) * scale[0], (k % columns + 0.5) * scale[1]) for k in best.tolist()]
@@ -176,11 +176,11 @@ def _structured_places(levels: Sequence[SourceLevel], read: Read) -> Sequence[tu
 def _agree(
     levels: Sequence[SourceLevel], compared: tuple[int, int], places: Sequence[tuple[float, float]], read: Read
 ) -> bool:
-    """Whether two levels show the same at some places; one or two places that clearly do are enough.
+    """Whether two levels show the same at some places; one or two places with a high correlation are enough.
 
     Args:
         levels: All levels of the file.
-        compared: Indices of the finer and of the coarser one.
+        compared: Indices of (the finer, the coarser) level.
         places: (y, x) of the places, as fractions of the slide.
         read: Reads a box of a level.
     """
@@ -195,7 +195,7 @@ def _agree(
         with suppress(TileError):
             wide = read(Box(*rows, *columns), compared[0])
             pairs.append((read(box, compared[1]).reshape(-1, 3), _reduced(wide, box.shape).reshape(-1, 3)))
-        # Clear already: each further patch would decode more tiles.
+        # A clear result: do not decode more tiles.
         if len(pairs) >= enough and _show_the_same(pairs, _CLEARLY):
             return True
     # Without a readable patch nothing speaks against the level.
@@ -226,14 +226,14 @@ def _reduced(pixels: RGB, shape: tuple[int, int]) -> RGB:
 
 
 def _patch(finer: SourceLevel, coarser: SourceLevel, ratio: tuple[float, float], position: tuple[float, float]) -> Box:
-    """Return a patch of the coarser level around a place, within one tile of either level where that is large enough.
+    """Return a box of the coarser level around a place; inside one tile of both levels, if tiles are large enough.
 
-    Most of the time goes into decoding tiles: a patch across the corner of four takes four times as long.
+    Decoding tiles takes most of the time: a patch over four tiles takes four times as long.
     """
     largest = max(_PATCH_PX[0], min(_PATCH_PX[1], int(_FINER_PX / max(ratio))))
     spans = []
     sizes = (coarser.height_px, coarser.width_px)
-    # In pixels of the coarser level: the smaller of its own tiles and of those of the finer one.
+    # Tile sides in pixels of the coarser level: the smaller one of both levels.
     steps = [
         min(own_tile_px, finer_tile_px / factor)
         for own_tile_px, finer_tile_px, factor in zip(coarser.tile_px, finer.tile_px, ratio, strict=True)

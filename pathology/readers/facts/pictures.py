@@ -1,4 +1,4 @@
-"""The pictures of one file: scenes of tissue, focal planes, channels, labels; and which of them is the slide.
+"""The pictures of one file (scenes of tissue, focal planes, channels, labels), and the choice of the slide among them.
 
 ```
 OME-TIFF   Image 0   20000 × 30000, 0.25 µm   scene 1        OME-XML says where each picture is: its directory in this
@@ -28,7 +28,7 @@ SCENES_FLAG = "several_scenes"
 NAMES_OF_OTHERS = re.compile(r"label|macro|overview|thumbnail|preview|barcode", re.IGNORECASE)
 _SAME_MPP = 1.05
 _MOST_PLANES = 100_000
-"""More focal planes than any file has: their number is damaged."""
+"""More focal planes than any file has: a higher number is damaged."""
 _OME_SUFFIXES = {".tif", ".tiff", ".btf", ".qptiff", ".tf2", ".tf8"}
 
 
@@ -38,11 +38,11 @@ class PlanesError(SlideError):
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Which picture of a file is the slide.
+    """The user's choice of the picture of a file that is the slide.
 
     Attributes:
-        scene: Number of the scene, from 1; 0: the largest, or all scenes of a CZI file, where they are on the glass.
-        plane: Number of the focal plane, from 1; 0: the only one, and a file with several is refused.
+        scene: Number of the scene, from 1; 0: the largest; of a CZI file, all scenes at their positions on the glass.
+        plane: Number of the focal plane, from 1; 0: the only one; a file with several is refused.
     """
 
     scene: int = 0
@@ -58,8 +58,8 @@ class Picture:
 
     Attributes:
         size_px: (height, width).
-        planes: How many (focal planes, times) there are.
-        channels: Number of channels; one of three samples is a colour picture.
+        planes: (number of focal planes, number of times).
+        channels: Number of channels.
         colour: Whether all its channels are samples of one page.
         um: PhysicalSizeX as written; empty if the file does not state it.
         named_other: Whether its name is that of a label or macro.
@@ -163,7 +163,7 @@ def picked_scene(scenes: list[Picture], pick: Pick) -> tuple[Picture, list[Note]
     """
     if pick.scene > len(scenes):
         raise SlideError(f"there is no scene {pick.scene}: the file has {len(scenes)}")
-    # Of equal ones the first, as −k falls.
+    # The largest scene; `-k` makes the first of equal scenes the largest.
     number = pick.scene or 1 + max(range(len(scenes)), key=lambda k: (scenes[k].area_px, -k))
     notes = []
     if len(scenes) > 1:
@@ -191,11 +191,11 @@ def check_plane(pick: Pick, planes: int) -> None:
 
 
 def picked_plane(planes: list[Any], pick: Pick, size_px: tuple[int, int]) -> Any:
-    """Return the picked one of several pages of one size, in a TIFF that need not say what they are.
+    """Return the picked page among several pages of one size, of a TIFF that may not state what they are.
 
     Args:
-        planes: The pages, as tifffile has them.
-        pick: What the user has chosen; its plane counts from 1, and 0 is no choice.
+        planes: The pages of tifffile.
+        pick: The user's choice.
         size_px: Height and width of each page, for the message.
 
     Raises:
@@ -215,7 +215,7 @@ def picked_plane(planes: list[Any], pick: Pick, size_px: tuple[int, int]) -> Any
 
 
 def _channel_names(planes: list[Any]) -> list[str] | None:
-    """Return the names of channels that pages state, if pages say that they are channels; None if they do not."""
+    """Return the stated names of channels, perhaps none, if pages are channels; None if they do not state this."""
     first = planes[0]
     if first.samplesperpixel == 1 and first.is_qpi:
         names = [re.search(r"<Name>([^<]+)</Name>", page.description) for page in planes]
@@ -226,7 +226,7 @@ def _channel_names(planes: list[Any]) -> list[str] | None:
 
 
 def picked_directory(picture: Picture, pick: Pick) -> int:
-    """Return the index of the page, or of the focal plane, that is the slide.
+    """Return the entry of ``picture.directories`` for the picked plane: the index of the page that is the slide.
 
     Raises:
         PlanesError: The picture has channels, times or focal planes, and none is picked; or there is no such plane.
@@ -261,7 +261,7 @@ def _is_alike(picture: Picture, largest: Picture) -> bool:
 
 
 def _picture(image: ElementTree.Element, pixels: ElementTree.Element, uuid: str, name: str) -> Picture | None:
-    """Return an Image of OME-XML; None if its sizes and the indices of its pages are not numbers that can be.
+    """Return the picture that an element Image of OME-XML describes; None if its numbers are not possible.
 
     Args:
         image: The element.
@@ -297,11 +297,11 @@ def _directories(pixels: ElementTree.Element, depths: int, uuid: str, name: str)
         if not _is_here(data, uuid, name):
             continue
         first, index = int(data.get("FirstZ", "0")), int(data.get("IFD", "0"))
-        # Without PlaneCount, the only TiffData is taken for all planes, one of several for its own.
+        # Without PlaneCount, a single TiffData is for all planes; one of several is for one plane.
         count = int(data.get("PlaneCount", str(depths) if len(all_data) == 1 else "1"))
         if first < 0 or int(data.get("FirstC", "0")):
             continue
-        # No further than there are planes: a damaged count would go on for hours.
+        # Not beyond the last plane: with a damaged count, the loop would take hours.
         for k in range(min(count, len(pages) - first)):
             # The first element that names a plane counts.
             if pages[first + k] is None:

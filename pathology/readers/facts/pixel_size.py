@@ -1,4 +1,4 @@
-"""Which of a file's microns per pixel is believed: statements are compared with each other and the magnification.
+"""The choice among a file's statements of microns per pixel, which are compared with each other and the magnification.
 
 ```
 OME-XML 0.5, tags 0.5                  they agree                          0.5
@@ -35,7 +35,8 @@ class CheckedMpp:
     """The microns per pixel (y, x) that are believed, and the facts with doubts and notes.
 
     Attributes:
-        um: The believed value; if none is plausible, the first one, to be shown; None if there is none, or doubt.
+        um: The believed value. If no statement is plausible, the first one, for messages. None: there is no statement,
+            or there is doubt.
         facts: The file's facts.
     """
 
@@ -44,10 +45,10 @@ class CheckedMpp:
 
 
 def checked_mpp(stated: tuple[StatedMpp, ...], power: float | None, size_px: tuple[int, int]) -> CheckedMpp:
-    """Compare all statements and return what is believed.
+    """Compare all statements of microns per pixel; return the believed value with notes and doubts.
 
     Args:
-        stated: Statements of the file, the most trusted place first.
+        stated: Statements of the file, that of the most trusted place first.
         power: Magnification of the objective; None if the file does not state it.
         size_px: (height, width) of the finest level.
     """
@@ -81,8 +82,8 @@ def _is_fine_for(stated: StatedMpp, power: float | None) -> bool:
 
 
 def _agreed(stated: list[StatedMpp], power: float | None, size_px: tuple[int, int], facts: SlideFacts) -> CheckedMpp:
-    """Choose among plausible statements."""
-    # Statements about another size than the page has: written before the image was reduced or cut.
+    """Choose among plausible statements; arguments as for `checked_mpp`."""
+    # Statements about another size than that of the page were written before the image was reduced or cut.
     stale = [statement for statement in stated if statement.of_px not in (None, size_px)]
     current = [statement for statement in stated if statement not in stale]
     if stale:
@@ -102,12 +103,19 @@ def _agreed(stated: list[StatedMpp], power: float | None, size_px: tuple[int, in
 def _of_another_size(
     stale: StatedMpp, current: list[StatedMpp], size_px: tuple[int, int], facts: SlideFacts
 ) -> CheckedMpp:
-    """Choose if a statement describes an image of another size: the image was reduced, or cut, after it was written."""
+    """Choose if the statement ``stale`` is about another size: the image was reduced or cut afterwards.
+
+    Args:
+        stale: The statement about another size.
+        current: Statements about the present size.
+        size_px: (height, width) of the finest level.
+        facts: The file's facts.
+    """
     assert stale.of_px is not None
     factors = [stated_px / now_px for stated_px, now_px in zip(stale.of_px, size_px, strict=True)]
     reduced = (stale.um[0] * factors[0], stale.um[1] * factors[1])
     (height, width), (fy, fx) = stale.of_px, factors
-    # Reduced to whole pixels: one side gives the factor, the other may be off by a rounded pixel.
+    # Sides are rounded to whole pixels: with the factor of one side, the other may differ by a pixel.
     same_shape = abs(height / fx - size_px[0]) <= 1 or abs(width / fy - size_px[1]) <= 1
     described = (
         f"{_as_text(stale)} for an image of {stale.of_px[0]} × {stale.of_px[1]} px (rows × columns), but the slide has "
@@ -129,7 +137,7 @@ def _of_another_size(
 
 
 def _against_power(checked: CheckedMpp, power: float | None) -> CheckedMpp:
-    """Compare the believed value with the magnification."""
+    """Return the result of a comparison of the believed value with the magnification: unchanged, noted, or in doubt."""
     if checked.um is None or not power:
         return checked
     product = sum(checked.um) / 2 * power

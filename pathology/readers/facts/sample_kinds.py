@@ -1,4 +1,4 @@
-"""What the samples of a TIFF's pixels are, if not 8-bit RGB or grey, and how to convert them. Each advice is tested."""
+"""Commands that convert pixels of a TIFF or OME-Zarr which are not 8-bit RGB or grey, for messages. All are tested."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _command(steps: Sequence[str]) -> str:
 
 
 def _steps(page: Any) -> list[str]:
-    """Return the steps that read a page as 8-bit RGB or grey; none if its colours are not known."""
+    """Return statements of Python that read a page as 8-bit RGB or grey; empty if its colours are unknown."""
     number = page.index if isinstance(page.index, int) else page.index[0]  # a level of that page
     if page.photometric in (_INKS, _YCBCR):
         seek = [f"i.seek({number})"] if number else []
@@ -59,7 +59,7 @@ def _steps(page: Any) -> list[str]:
         steps.append("a = a[..., :3]")
     kind = {_FLOAT: "f", _SIGNED: "i"}.get(page.sampleformat, "u")
     bits = int(page.bitspersample)
-    # Where 0 is white, the largest number is the darkest pixel, which does not tell how many bits are used.
+    # If 0 is white, the largest number is the darkest pixel, from which the number of used bits does not follow.
     whole_range = page.photometric == _WHITE_IS_ZERO and kind == "u" and bits > 8
     steps += [f"a = (a >> {bits - 8}).astype('uint8')"] if whole_range else _to_8_bits(kind, bits)
     if page.photometric == _WHITE_IS_ZERO:
@@ -79,9 +79,9 @@ def array_conversion(dtype: np.dtype[Any], axes: Sequence[str], path: str) -> st
     """Return a sentence with the command that converts an array of OME-Zarr to a TIFF of 8 bits.
 
     Args:
-        dtype: Its type.
-        axes: Names of its dimensions, some of t, c, z, y, x.
-        path: Its place below the store.
+        dtype: The array's type.
+        axes: Names of the array's dimensions, some of t, c, z, y, x.
+        path: The array's path below the store.
     """
     kept_axes = [name for name in axes if name in "cyx"]
     index = ", ".join(":" if name in kept_axes else "0" for name in axes)
@@ -94,7 +94,7 @@ def array_conversion(dtype: np.dtype[Any], axes: Sequence[str], path: str) -> st
 
 
 def _to_8_bits(kind: str, bits: int) -> list[str]:
-    """Return the steps that convert samples of a kind of NumPy (f, i, u or b) to 8 bits."""
+    """Return statements of Python that convert samples of NumPy's kind f, i, u or b to 8 bits."""
     if kind == "f":  # to 1, to 255, or to what cameras of more bits return
         top = "m = 1 if a.max() < 2 else 2 ** max(8, int(a.max()).bit_length()) - 1"
         return [top, "a = (a * (255 / m)).round().clip(0, 255).astype('uint8')"]

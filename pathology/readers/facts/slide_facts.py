@@ -1,4 +1,4 @@
-"""What a slide's file says about itself, and notes on what is not believed."""
+"""Statements of a slide's file about its pixel size, and notes on contradictions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class StatedMpp:
 
     Attributes:
         um: Microns per pixel (y, x) of the finest level.
-        where: The place, as in ``OME-XML`` or ``the resolution tags``.
-        of_px: (height, width) of the image that the place describes; None if it does not say.
-        repaired: What was mended to read it, as in ``the unit 'Âµm' is read as µm``; else empty.
+        where: The place, such as ``OME-XML`` or ``the resolution tags``.
+        of_px: (height, width) of the image that the place describes; None if it does not state it.
+        repaired: What had to be corrected to read it: ``the unit 'Âµm' is read as µm``; else empty.
     """
 
     um: tuple[float, float]
@@ -36,7 +36,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class SlideFacts:
-    """What a file says, and what is believed.
+    """Statements of a file, doubts and notes.
 
     Attributes:
         mpp: Every statement of microns per pixel, the most trusted place first.

@@ -14,7 +14,7 @@ from pathology.readers.mpp import agree, mpp_of_resolution, parse_number
 
 TAGS = "the resolution tags"
 _FEWEST_LEVELS = 2
-"""Coarser levels that must agree: one may have any value, but values in the ratios of their sizes were computed."""
+"""Number of coarser levels whose tags must agree: then the values were computed from the sizes of levels."""
 _UNITS = {1: "", 2: "inch", 3: "centimeter", 4: "millimeter", 5: "micrometer"}
 _UM_PER_UNIT = {
     "pm": 1e-6,
@@ -57,16 +57,16 @@ def stated_by_tiff(tiff: tifffile.TiffFile, page: Any) -> tuple[StatedMpp, ...]:
 
 
 def stated_by_coarser(pages: Sequence[Any]) -> StatedMpp | None:
-    """Return what the resolution tags of coarser levels say about the finest one; None if they do not agree.
+    """Return the microns per pixel of the finest level that follow from tags of coarser levels; None if these differ.
 
-    Levels with the finest one's tags, which some programs copy, say nothing, nor do those with a resolution of 0.
+    Ignored are levels with the same tags as the finest one, which some programs copy, and with a resolution of 0.
 
     Args:
         pages: The levels, the finest first.
     """
     finest, *coarser = pages
     of_finest = _of_tags(finest)
-    # For each coarser level, the microns per pixel of the finest one that follow from its tags and its size.
+    # For each coarser level, the microns per pixel of the finest level that follow from its tags and size.
     derived_um: list[tuple[float, float]] = []
     for page in coarser:
         tags = _of_tags(page)
@@ -93,13 +93,13 @@ def power_of_ome(xml: str) -> float | None:
 
 
 def um_of_unit(unit: str) -> tuple[float, str] | None:
-    """Return the micrometres of a unit of length, and what was mended to read it; None for unknown units.
+    """Return (micrometres of a unit of length, correction that was needed to read it or ``""``); None if unknown.
 
     The µ is often garbled by a program that reads UTF-8 in another encoding (``Âµm``, ``碌m``, ``Î¼m``) or writes ASCII
     (``?m``).
     """
     plain = unit.strip()
-    # As written first: Å is a key, its small letter is none.
+    # First as it is written: Å is a key, but its small letter is not.
     um = _UM_PER_UNIT.get(plain) or _UM_PER_UNIT.get(plain.lower())
     if um is not None:
         return um, ""
@@ -119,7 +119,7 @@ def _of_aperio(description: str) -> StatedMpp | None:
 
 
 def _of_imagej(page: Any) -> StatedMpp | None:
-    """Return what ImageJ states: its unit is in its text, pixels per unit are in the tags, without a unit there."""
+    """Return the statement of ImageJ: the unit is in its text, pixels per unit are in the resolution tags."""
     match = re.search(r"^unit=(.*)$", page.description, re.MULTILINE)
     unit = None if match is None else um_of_unit(match[1])
     tags = page.tags
@@ -130,7 +130,7 @@ def _of_imagej(page: Any) -> StatedMpp | None:
 
 
 def _of_tags(page: Any) -> StatedMpp | None:
-    """Return what XResolution and YResolution state; None if they state nothing, or are damaged."""
+    """Return the statement of the tags XResolution and YResolution; None if they state nothing, or are damaged."""
     tags = page.tags
     if "XResolution" not in tags or "YResolution" not in tags:
         return None

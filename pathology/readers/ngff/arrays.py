@@ -1,6 +1,6 @@
 """The pixels of one level: an array of any zarr store, or of a slide that `hyfi ingest` wrote.
 
-Chunks that are not stored have the array's fill value; the store does not say whether they were empty or got lost.
+Chunks that are not stored have the array's fill value; a store does not state whether they were empty or got lost.
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ class ZarrLevel:
             where = f"rows {box.y0}–{box.y1}, columns {box.x0}–{box.x1} of {self._path.name}"
             raise TileError(f"a chunk of {where} cannot be decoded: {error}") from error
         order = [name for name in self._names if name in "cyx"]
-        # Grey without an axis of channels.
+        # A grey array may have no axis of channels.
         if "c" not in order:
             values, order = values[..., None], [*order, "c"]
         pixels = values.transpose([order.index(name) for name in "yxc"])
-        # `self.order` has one index for grey, which is shown in all three colours.
+        # For grey, `self.order` has one index, which is used for all three colours.
         for k in range(3):
             out[..., k] = pixels[..., self.order[k % len(self.order)]]
 
@@ -159,17 +159,17 @@ class ZarrLevel:
 
     @cached_property
     def _absent(self) -> set[tuple[int, int]]:
-        """Rows and columns where the file of any channel is not stored."""
+        """(row, column) of files that are not stored for at least one channel."""
         if isinstance(self._path, ObjectPath) and not self._path.can_list:
             return set()
         stored, metadata = set(files_below(self._path)), self.array.metadata
         counts = [-(-size // step) for size, step in zip(self.array.shape, self._files, strict=True)]
-        # Only the files of what is shown: one time, one focal plane, all channels.
+        # Only files that are shown: one time, one focal plane, all channels.
         fixed = {"t": 0, "z": self.plane // self._along("z", self._files) if "z" in self._names else 0}
         absent = set()
         for chunk in np.ndindex(*(1 if name in fixed else n for name, n in zip(self._names, counts, strict=True))):
             at = tuple(fixed.get(name, k) for name, k in zip(self._names, chunk, strict=True))
-            # zarr's own spelling of names: separators and prefixes differ between versions.
+            # `encode_chunk_key`, because separators and prefixes of names differ between versions of zarr.
             if metadata.encode_chunk_key(at) not in stored:
                 absent.add((self._along("y", at), self._along("x", at)))
         return absent

@@ -40,7 +40,7 @@ def read_group(path: Path) -> ZarrGroup | None:
     Raises:
         SlideError: It cannot be read, or its JSON is damaged.
     """
-    # zarr 3 first: stores that were converted may have the files of version 2, too.
+    # zarr 3 first, because converted stores may also have the files of version 2.
     document = read_document(path / "zarr.json")
     if document is not None:
         attributes = _object(document.get("attributes"))
@@ -55,7 +55,7 @@ def read_group(path: Path) -> ZarrGroup | None:
 
 
 def is_ome_zarr(path: Path) -> bool:
-    """Whether a folder is an OME-Zarr store, even a damaged one: by its content, or without any, by `.ome.zarr`."""
+    """Whether a folder is an OME-Zarr store, even a damaged one: by its metadata, or without any, by `.ome.zarr`."""
     if not _may_be_group(path):
         return False
     try:

@@ -54,10 +54,10 @@ class NgffImage:
 
     Attributes:
         group: Its zarr group.
-        name: As the store states it; else empty.
-        axes: In the order of the arrays' dimensions.
-        levels: As listed, finest first.
-        channels: Label and colour (six hexadecimal digits) of each channel, as far as stated.
+        name: Name that the store states; else empty.
+        axes: The axes, in the order of the arrays' dimensions.
+        levels: The listed levels, finest first.
+        channels: (label, colour as six hexadecimal digits) of each channel; empty where not stated.
         more: Number of further multiscales of the group, which are not read.
         xml: The element Image of this image in OME-XML; None if there is none.
     """
@@ -76,10 +76,10 @@ class NgffImage:
 
 
 def images_of(path: Path) -> tuple[list[NgffImage], str]:
-    """Return the images of a store in order, and its OME-XML, empty if there is none.
+    """Return (images of a store in order, its OME-XML or ``""``).
 
     Raises:
-        SlideError: It is no OME-Zarr store of images, or is damaged; the message says what it is.
+        SlideError: It is not an OME-Zarr store of images, or is damaged; the message says what it is.
     """
     root = read_group(path)
     if root is None:
@@ -117,9 +117,9 @@ def _refuse_others(group: ZarrGroup) -> None:
 
 
 def _series_names(root: ZarrGroup, described: int) -> list[str]:
-    """Return the names of the groups of the series: those listed, else 0, 1, … up to the first that does not exist.
+    """Return the names of the groups of the series: listed names, else 0, 1, … up to the first that does not exist.
 
-    ``described``: number of images in the OME-XML, which are all that are looked for; 0: it does not say.
+    ``described`` is the number of images in the OME-XML, which limits the search; 0: unknown.
     """
     group = read_group(root.path / "OME")
     listed = group.attributes.get("series") if group is not None else None
@@ -130,7 +130,7 @@ def _series_names(root: ZarrGroup, described: int) -> list[str]:
 
 
 def _existing(root: ZarrGroup, numbers: range | count[int]) -> list[int]:
-    """Return these numbers up to the first one that is not the name of a group."""
+    """Return ``numbers`` up to the first that is not the name of a group."""
     existing = []
     for number in numbers:
         if number >= _MOST_SERIES or read_group(root.path / str(number)) is None:
@@ -151,7 +151,7 @@ def _xml_images(xml: str) -> list[ElementTree.Element]:
 
 
 def _image(group: ZarrGroup, described: list[ElementTree.Element], index: int) -> NgffImage:
-    """Return the image of a group, which is number ``index`` of those that the OME-XML has ``described``."""
+    """Return the image of a group; ``described[index]`` is its element of OME-XML, if there is one."""
     try:
         multiscales = group.attributes["multiscales"]
         first = multiscales[0]
@@ -172,7 +172,7 @@ def _image(group: ZarrGroup, described: list[ElementTree.Element], index: int) -
 
 
 def _axis(stated: Any) -> NgffAxis:
-    """Return an axis from its name, or from name, type and unit."""
+    """Return the axis that metadata state by its name alone, or by name, type and unit."""
     facts = {"name": stated} if isinstance(stated, str) else stated
     name, kind = str(facts["name"]).lower(), facts.get("type")
     plain = {"channel": "c", "time": "t"}.get(str(kind), name)
@@ -195,7 +195,7 @@ def _inside(name: str) -> str:
     """Return the name of a group or array inside a store.
 
     Raises:
-        SlideError: It leads out of the store, to what may be another slide.
+        SlideError: It leads out of the store.
     """
     if name.startswith("/") or ".." in name.split("/"):
         raise SlideError(f"its OME-Zarr metadata name {name!r}, which is not inside of it")
@@ -203,7 +203,7 @@ def _inside(name: str) -> str:
 
 
 def _scale(of: Mapping[str, Any], axes: int) -> tuple[float, ...] | None:
-    """Return the product of the scales of a list of coordinate transformations; None if it has none."""
+    """Return the product of the scales among the coordinate transformations of ``of``; None if there are none."""
     product: tuple[float, ...] | None = None
     for step in of.get("coordinateTransformations") or ():
         if step.get("type") == "scale" and "scale" in step:

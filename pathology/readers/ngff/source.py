@@ -1,4 +1,4 @@
-"""A slide that is an OME-Zarr store: of other programs, on a disk or on object storage, or our own."""
+"""A slide that is an OME-Zarr store, written by another program or by `hyfi ingest`; on a disk or object storage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BLOCK_PX = 1024
 _WHITE = 255
 _OVERVIEW_PX = 1024
 _SHOWN = 40.0
-"""Least difference between the fill value and the mean of another level's pixels that shows that chunks got lost."""
+"""Chunks count as lost if the mean of another level's pixels there differs from the fill value by more than this."""
 _AGREE = 0.05
 
 
@@ -44,10 +44,10 @@ class OmeZarrSource:
 
     Args:
         path: The store, or one image of it, as a folder or on object storage.
-        pick: Which image, and which focal plane of it, is the slide.
+        pick: The image and the focal plane to read.
 
     Raises:
-        SlideError: It has no image of a slide, or is damaged; the message says what it is.
+        SlideError: The store has no image of a slide, or is damaged; the message says what it is.
     """
 
     def __init__(self, path: Path, pick: Pick = WHOLE) -> None:
@@ -59,8 +59,8 @@ class OmeZarrSource:
         self.mpp: tuple[float, float] | None = None
         arrays = self._open_own(path) if is_own_slide(path) else self._open_of_others(path, pick)
         stated = [StatedLevel(array.size_px, array.tile_px) for array in arrays]
-        # `believed_levels` reads pixels of all stated levels through these fields, `_shown_elsewhere` of the believed
-        # ones alone: so they are set again before each reads.
+        # `_read_present` uses these fields. `believed_levels` reads all stated levels, `_shown_elsewhere` only the kept
+        # ones, so the fields are set twice.
         unstored = [self._absent(array) for array in arrays]
         self._arrays, self._lost = arrays, unstored
         believed = believed_levels(stated, fitted_levels(stated), self._read_present)
@@ -71,7 +71,7 @@ class OmeZarrSource:
             replace(level, tile_px=array.tile_px, missing_tiles=len(boxes))
             for level, array, boxes in zip(believed.levels, self._arrays, absent, strict=True)
         )
-        # From here on, only what a coarser level shows is lost; until here, everything that is not stored was.
+        # From now on, only areas count as lost in which a coarser level shows something.
         self._lost = [self._shown_elsewhere(k, boxes) for k, boxes in enumerate(absent)]
         self.facts = self.facts.noting(*(note for k, boxes in enumerate(absent) for note in self._note(k, boxes)))
         self.bounds = Box.of_size(*self._arrays[0].size_px)
@@ -85,7 +85,7 @@ class OmeZarrSource:
             raise SlideError(str(error)) from error
         self.vendor = "hyfi"
         source = slide.attributes.get("source", {})
-        # `--icc apply` converted the pixels to sRGB when the slide was ingested.
+        # With `--icc apply`, the ingest has converted the pixels to sRGB.
         if slide.attributes.get("icc") != "apply" and source.get("icc_profile"):
             self.icc = base64.b64decode(source["icc_profile"])
         stated = (StatedMpp(slide.levels[0].mpp, "the store"),)
@@ -93,7 +93,7 @@ class OmeZarrSource:
         return [OwnLevel(slide, k) for k in range(len(slide.levels))]
 
     def _open_of_others(self, path: Path, pick: Pick) -> list[LevelArray]:
-        """Open an image that other programs wrote; return its levels, and state its facts."""
+        """Open an image of another program; return its levels, and set facts, mpp and magnification."""
         images, xml = images_of(path)
         finest = [ZarrLevel.finest_shape(image) for image in images]
         pictures = [picture_of(image, shape) for image, shape in zip(images, finest, strict=True)]
@@ -129,7 +129,7 @@ class OmeZarrSource:
         return out
 
     def _shown_elsewhere(self, level: int, absent: Sequence[Box]) -> list[Box]:
-        """Return the areas without stored chunks in which the coarsest level shows more than their fill value."""
+        """Return the boxes of ``absent`` (not stored) where the coarsest level differs from the fill value."""
         last = len(self._arrays) - 1
         if level == last or not absent:
             return []
@@ -146,7 +146,7 @@ class OmeZarrSource:
         return lost
 
     def _note(self, level: int, absent: Sequence[Box]) -> list[Note]:
-        """Return the note, if any, that a level lacks files of its chunks; ``absent``: their boxes."""
+        """Return a note that a level lacks the files of the boxes ``absent``; empty if it lacks none."""
         if not absent:
             return []
         lost = len(self._lost[level])
@@ -176,7 +176,15 @@ class OmeZarrSource:
             bad += [tile for tiles in bad_by_block for tile in tiles]
 
     def _read_block(self, level: int, box: Box, out: RGB, tolerant: bool, block: Box) -> list[BadTile]:
-        """Read a block; if that fails, read it chunk by chunk and return those that fail, which are white."""
+        """Read a block into ``out``; if that fails, read it chunk by chunk, and return chunks that fail (white in out).
+
+        Args:
+            level: Index of the level.
+            box: Box of ``out``.
+            out: Pixels of ``box``.
+            tolerant: Whether chunks may fail; otherwise the first raises an error.
+            block: The part of ``box`` to read.
+        """
         try:
             self._read_part(level, block, out[block.relative_to(box).slices()])
             return []
@@ -218,7 +226,7 @@ def scenes_of_store(path: Path) -> int:
 
 
 def _levels_of(image: NgffImage, plane: int, order: Sequence[int]) -> list[ZarrLevel]:
-    """Return the levels, finest first; all have the same channels, focal planes and times.
+    """Return the arrays of an image's levels, finest first, after checking that they differ only in y and x.
 
     Args:
         image: The picture.
@@ -226,7 +234,7 @@ def _levels_of(image: NgffImage, plane: int, order: Sequence[int]) -> list[ZarrL
         order: Indices of the channels that are red, green and blue; one index for grey.
 
     Raises:
-        SlideError: One cannot be opened, or has not the shape of the others.
+        SlideError: A level cannot be opened, or has other channels, focal planes or times than the finest.
     """
     arrays = [ZarrLevel(image, level.path) for level in image.levels]
     # Only y and x may have other lengths in coarser levels.
@@ -246,7 +254,7 @@ def _sizes(arrays: Sequence[ZarrLevel]) -> str:
 
 
 def _checked(image: NgffImage, arrays: Sequence[ZarrLevel], power: float | None) -> CheckedMpp:
-    """Return the microns per pixel that are believed: scales of all levels and OME-XML are compared."""
+    """Return the microns per pixel that are believed, after comparing the scales of all levels and OME-XML."""
     stated, doubt = stated_mpp(image)
     of_scale = next((statement for statement in stated if statement.where == SCALE), None)
     if of_scale is not None:
@@ -256,7 +264,7 @@ def _checked(image: NgffImage, arrays: Sequence[ZarrLevel], power: float | None)
 
 
 def _of_coarser_levels(image: NgffImage, arrays: Sequence[ZarrLevel], finest: StatedMpp) -> tuple[StatedMpp, ...]:
-    """Return the statement of the first coarser level whose scale contradicts the finest one's; empty if none does."""
+    """Return a statement from the first coarser level whose scale contradicts the finest one's; empty if none does."""
     y, x = image.axis("y"), image.axis("x")
     scale_of_finest = image.levels[0].scale
     if scale_of_finest is None or y is None or x is None:
@@ -271,7 +279,7 @@ def _of_coarser_levels(image: NgffImage, arrays: Sequence[ZarrLevel], finest: St
             finest_um * scale[axis] / scale_of_finest[axis] / factor if scale_of_finest[axis] else 0.0
             for finest_um, axis, factor in zip(finest.um, (y, x), factors, strict=True)
         )
-        # A side of a few pixels is rounded by more than a scale that is wrong.
+        # Sides of a few pixels are rounded so much that larger differences are allowed.
         tolerances = [max(_AGREE, 2 / size) for size in array.size_px]
         compared = zip(um, finest.um, tolerances, strict=True)
         if any(abs(derived_um - stated_um) > tolerance * stated_um for derived_um, stated_um, tolerance in compared):
@@ -280,7 +288,7 @@ def _of_coarser_levels(image: NgffImage, arrays: Sequence[ZarrLevel], finest: St
 
 
 def _median_of(array: ZarrLevel) -> float:
-    """Return the median of the brightest channel in the middle of a level, without exact black; nan if all is black."""
+    """Return the median of pixels' brightest channel in the middle of a level; black does not count; nan if all is."""
     height, width = (min(size, _OVERVIEW_PX) for size in array.size_px)
     y, x = (array.size_px[0] - height) // 2, (array.size_px[1] - width) // 2
     pixels: RGB = np.empty((height, width, 3), np.uint8)

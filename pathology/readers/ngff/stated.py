@@ -1,4 +1,4 @@
-"""What an image of OME-Zarr is, from its metadata: a picture of a slide or of channels, and its microns per pixel."""
+"""Facts about an image of OME-Zarr from its metadata: whether it is a colour picture, and its microns per pixel."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def picture_of(image: NgffImage, shape: Sequence[int]) -> Picture:
 
 
 def stated_mpp(image: NgffImage) -> tuple[tuple[StatedMpp, ...], str]:
-    """Return the microns per pixel that coordinate transformations and OME-XML state, and why a scale is not one."""
+    """Return (statements of microns per pixel in scales and OME-XML, why a scale cannot be used or ``""``)."""
     statements, doubt = [], ""
     y, x = image.axis("y"), image.axis("x")
     assert y is not None and x is not None, "checked when the image was read"
     scale = image.levels[0].scale
     unit_y, unit_x = (um_of_unit(image.axes[k].unit) for k in (y, x))
     if scale is not None and unit_y is not None and unit_x is not None:
-        # Micrometres of each unit, and what was mended to read it.
+        # (micrometres of the unit, correction needed to read it) of each axis.
         (um_y, repaired_y), (um_x, repaired_x) = unit_y, unit_x
         statements.append(StatedMpp((scale[y] * um_y, scale[x] * um_x), SCALE, repaired=repaired_y or repaired_x))
     elif scale is not None and (scale[y], scale[x]) != (1.0, 1.0):
@@ -62,12 +62,12 @@ def stated_mpp(image: NgffImage) -> tuple[tuple[StatedMpp, ...], str]:
 
 
 def colour_order(image: NgffImage) -> tuple[tuple[int, int, int], Note | None]:
-    """Return which channels are red, green and blue, and a note if that is not their order."""
-    # For each channel 0, 1 or 2 for red, green or blue, None for none of them: by its name, and by its colour.
+    """Return (indices of the channels that are red, green and blue; note if these are not 0, 1, 2, else None)."""
+    # The colour of each channel by its name, and by its stated colour: 0, 1 or 2 for red, green or blue; else None.
     by_names = [_PRIMARIES.get(label.strip().lower()) for label, _ in image.channels]
     by_colours = [_COLOURS.get(colour) for _, colour in image.channels]
     for places, source in ((by_names, "names"), (by_colours, "colours")):
-        # All three colours, each once, in another order.
+        # All three colours occur, in another order.
         if len(places) == 3 and set(places) == {0, 1, 2} and places != [0, 1, 2]:
             order = (places.index(0), places.index(1), places.index(2))
             text = f"the channels' {source} say that red, green and blue are {', '.join(f'{k}' for k in order)}"
@@ -76,14 +76,14 @@ def colour_order(image: NgffImage) -> tuple[tuple[int, int, int], Note | None]:
 
 
 def refuse_dark_ground(median: float, picture: Picture) -> None:
-    """Refuse an image whose ground is dark, as that of fluorescence: a store does not say whether channels are colours.
+    """Refuse an image with a dark background, such as fluorescence: stores do not state whether channels are colours.
 
     Args:
         median: Median over the overview of the brightest channel, without exact black; nan if all is black.
         picture: The image.
 
     Raises:
-        PlanesError: It is.
+        PlanesError: The background is dark.
     """
     if median < _DARK:
         raise PlanesError(
@@ -96,7 +96,7 @@ _DARK = 64
 
 
 def _stains(image: NgffImage) -> bool:
-    """Whether three channels are named as something else than the colours of one picture."""
+    """Whether the names of three channels, or their dyes, show that they are not the colours of one picture."""
     described = [] if image.xml is None else elements(image.xml, "Channel")
     if any(channel.get(dye) for channel in described for dye in _DYES):
         return True
