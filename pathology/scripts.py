@@ -41,7 +41,7 @@ def ingest_slides(
     Args:
         paths: Slide files, folders, or manifest CSVs; one or several.
         store: The store's folder; created if it does not exist.
-        workers: Processes; 0: as many as cores and memory allow, 1: this process.
+        workers: Number of processes; 0: as many as cores and memory allow; 1: only this process.
         overwrite: Ingest finished slides again.
         options: Fields of `pathology.ingest.options.IngestOptions`: ``mpp=1.0``, ``slide_mpp=0.25``,
             ``codec="zstd:3"`` …

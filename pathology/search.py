@@ -1,4 +1,4 @@
-"""Search for slides: what a path that a user gave is, and the slides in a folder or at an address."""
+"""Search for slides: the kind of thing at a path given by the user, and the slides in a folder or at an address."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _is_slide(source: Path) -> bool:
 def _tidy(path: Path) -> Path:
     """Return the absolute path without ``.`` and ``..``, without resolving links, so that each file has one path."""
     tidy = Path(os.path.normpath(as_on_disk(path.absolute())))
-    # After a link to a folder, `..` differs from the text.
+    # After a link to a folder, `..` is the parent of the link's target: the path without it may be another file.
     try:
         return tidy if tidy.samefile(path) else path.absolute()
     except OSError:  # the reader reports the error
@@ -131,7 +131,7 @@ def _search(folder: Path, store: Path | None) -> Iterator[Path]:
         if not isinstance(error, FileNotFoundError):  # removed in the meantime
             unreadable.append(Path(error.filename))
 
-    # Links are followed, so a folder may be met again, or contain itself: by its real path it is visited once.
+    # Links are followed, so a folder may be met again, or contain itself. Real paths ensure that it is visited once.
     for folder_path, folders, files in os.walk(_tidy(folder), onerror=note, followlinks=True):
         real = os.path.realpath(folder_path)
         if real in visited:
@@ -145,7 +145,7 @@ def _search(folder: Path, store: Path | None) -> Iterator[Path]:
             continue
         if ".records" in folders and (len(visited) > 1 or _is_same(folder_path, store)):
             folders[:] = [name for name in folders if not name.endswith(".zarr")]
-        # In place: `os.walk` descends into what is left of its own list.
+        # Changed in place, because `os.walk` descends into the folders that remain in this list.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in files:
             if not name.startswith(".") and _is_slide(Path(folder_path, name)):

@@ -181,7 +181,7 @@ def _around_hollows(anatomy: Anatomy, rng: np.random.Generator) -> Field:
     for kind, y, x, radius, aspect, angle, lumen, _ in anatomy.hollows:
         if kind == FAT:
             continue
-        # Between nuclei, in µm; and where in the wall they lie, as a fraction of the radius.
+        # Distance between nuclei in µm, and their distance from the centre as a fraction of the radius.
         spacing, reach = (6.6, 0.78) if kind == GLAND else (22.0, 0.93)
         n = max(4, int(6.28 * radius * reach * np.sqrt(aspect) / spacing))
         turn = np.arange(n) / n * 2 * np.pi + rng.normal(0, 0.25 / n * 6.28, n)

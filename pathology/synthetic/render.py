@@ -166,7 +166,7 @@ class _Planes:
 
         Args:
             view: The part of the planes that it may touch.
-            kind: Of the structure.
+            kind: Kind of the structure: gland, vessel or fat cell.
             shape: y and x of its centre and its radius, in µm; ratio of its axes; angle.
             lumen: Radius of the hole, as a fraction of the radius.
             tint: From 0, eosin, to 1, haematoxylin.
@@ -247,7 +247,7 @@ def stain_table(spec: SlideSpec) -> Field:
     Stain colours, their strength and the colour of glass vary from case to case; stains also a little from slide to
     slide.
     """
-    # Of the case alone: all of its slides were stained together.
+    # Seeded by the case, not by the slide: all slides of a case were stained together.
     case = np.random.default_rng([spec.seed, 1_000_003, spec.case])
     slide = spec.rng(2)
     h = np.array(HAEMATOXYLIN) + case.normal(0, 0.03, 3) + slide.normal(0, 0.006, 3)

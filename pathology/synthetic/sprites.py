@@ -186,10 +186,11 @@ def _match_colours(pairs: list[_Pair]) -> tuple[Field, list[Field], list[Field]]
     then makes its own mean equal in green.
 
     Returns:
-        The density of fine chromatin in red, green and blue; each nucleus's pigment plane with it, and with coarse.
+        The density of fine chromatin in red, green and blue; the nuclei's pigment planes with fine chromatin; and
+        those with coarse chromatin.
     """
     coarse = [_coarse_codes(pair.granules) for pair in pairs]
-    # Ones, or any others: the light of coarse codes does not depend on the density of fine chromatin.
+    # Any density will do: the light through coarse chromatin does not depend on the density of fine chromatin.
     plain = pigment_light(np.ones(3, np.float32))
     clear = np.array([NUCLEOPLASM_E * E_SCALE * share for share in EOSIN], np.float32)
     light = [np.exp(-clear - _RED_GREEN_BLUE_H * pair.nucleus[..., None].astype(np.float32)) for pair in pairs]

@@ -57,8 +57,8 @@ class BlurMap:
         """Set patches to NaN that are not mostly tissue, or that have ink on them.
 
         Args:
-            tissue: ``(h, w)`` of the whole slide, at any resolution.
-            pen: Likewise.
+            tissue: Tissue mask ``(h, w)`` of the whole slide, at any resolution.
+            pen: Pen mask ``(h, w)`` of the whole slide, at any resolution.
         """
         rows, columns = self.values.shape
         on_tissue = _patch_means(tissue, rows, columns, self.height_px / PATCH_PX, self.width_px / PATCH_PX)
@@ -135,14 +135,14 @@ def _patch_means(mask: Mask, rows: int, columns: int, height: float, width: floa
     if not mask.any():
         return np.zeros((rows, columns), np.float32)
     y_edges, x_edges = _edges(rows, height, mask.shape[0]), _edges(columns, width, mask.shape[1])
-    # A patch is about twenty rows of a mask, whose sum fits in a byte; sums of bytes are faster.
+    # Sums of bytes are faster. A patch covers about twenty rows of a mask, so the sum of a column fits in a byte.
     dtype = np.uint8 if int(np.diff(y_edges).max()) < 256 else np.int32
     # One more row and column, of zeros: a narrow last patch may begin at the end of a coarse mask, where `reduceat`
     # accepts no start.
     padded = np.pad(mask, ((0, 1), (0, 1))).view(np.uint8)
     covered = np.add.reduceat(padded, y_edges[:-1], axis=0, dtype=dtype)
     covered = np.add.reduceat(covered, x_edges[:-1], axis=1, dtype=np.int32)
-    # At least 1: a patch of a coarse mask may have no row of its own; `reduceat` then takes the one at its start.
+    # At least 1: a patch may be smaller than a pixel of a coarse mask; `reduceat` then takes the pixel at its start.
     area = np.maximum(np.diff(y_edges), 1)[:, None] * np.maximum(np.diff(x_edges), 1)
     result: Float = (covered / area).astype(np.float32)
     return result

@@ -74,7 +74,12 @@ def find_fat(image: Planes, glass: Float, tissue: Mask, mpp_um: float, min_contr
 def _block_means(
     image: Planes, glass: Float, tissue: Mask, block: int, mpp_um: float, min_contrast: float
 ) -> tuple[Float, ...]:
-    """Return means over blocks, each (rows, columns): walls, their density and colour, searched and known pixels."""
+    """Return five means over blocks, each ``(rows, columns)``.
+
+    Returns:
+        The fraction of wall pixels; the density and the colour of walls, summed and divided by the pixels of the block;
+        the fraction of searched pixels, which are not beside tissue; and the fraction of pixels that are tissue.
+    """
     height, width = tissue.shape
     # Pixels beside tissue are mixtures of both, which look like walls.
     beside_tissue = dilated(tissue, 4)
@@ -90,7 +95,7 @@ def _block_means(
         block_index = y // block * shape[1] + x // block
         colour = density.max(0) - density.min(0)
         for target, values in ((wall_density, density.mean(0)), (wall_colour, colour)):
-            # Per block by its number: pixels of walls are few, a block has hundreds of pixels.
+            # Summed by block number over wall pixels only, which are few.
             total = np.bincount(block_index, np.minimum(values, _MAX_DENSITY), target[blocks].size)
             target[blocks] = total.reshape(-1, shape[1]) / block**2
         for target, mask in ((walls, wall), (searched, ~beside_tissue[rows]), (known_fraction, tissue[rows])):
@@ -112,12 +117,12 @@ def _thin_and_dense(image: Planes, glass: Float, rows: slice, mpp_um: float, min
         density − surrounding density > c   ⇔   closing(R·G·B) > R·G·B · 10^(3c)
     """
     half = round(_WALL_UM / mpp_um / 2)
-    # Two filters in turn, each with a halo of its own.
+    # A halo for each of the two filters that follow each other.
     first = max(0, rows.start - 2 * half)
     padded = slice(first, rows.stop + 2 * half)
     product: Float = np.ones(image[0, padded].shape, np.float32)
     for channel, brightest in zip(image, glass, strict=True):
-        # Not brighter than glass: a bright speck would raise the closing around it.
+        # Limited to the brightness of glass: a brighter speck would raise the closing around it.
         intensity = np.minimum(channel[padded], np.uint8(brightest)).astype(np.float32)
         intensity += 1
         product *= intensity
@@ -134,13 +139,13 @@ def _square_filter(values: Float, half: int, pick: Callable[[Any, Any], Any]) ->
 
 
 def _line_filter(lines: Float, half: int, pick: Callable[[Any, Any], Any]) -> Float:
-    """Return the minimum or maximum of each ``2 · half + 1`` adjacent lines.
+    """Return the minimum or maximum of every ``2 · half + 1`` adjacent lines.
 
-    From windows of two lines follow those of four, then eight …: the number of passes is logarithmic in the width.
+    Windows of two lines are combined to windows of four, these of eight …, in few passes even for wide windows.
     """
     best, span, length = lines, 1, 2 * half + 1
     while span < length:
-        # Windows may overlap: the maximum of a value with itself is the value.
+        # The two combined windows may overlap: a value that is compared twice does not change the result.
         step = min(span, length - span)
         best = pick(best[:-step], best[step:])
         span += step
@@ -184,7 +189,11 @@ def _upsampled(mask: Mask, block: int, shape: tuple[int, ...]) -> Mask:
 
 
 def _neighbours(blocks: int, factor: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Float]:
-    """Return the two blocks whose centres enclose each of ``blocks · factor`` pixels, and the weight of the second."""
+    """Return, for each of ``blocks · factor`` pixels along an axis, the blocks to interpolate between.
+
+    Returns:
+        The blocks whose centres lie before and after the pixel, and the weight of the one after it.
+    """
     position = np.clip((np.arange(blocks * factor) + 0.5) / factor - 0.5, 0, blocks - 1).astype(np.float32)
     before = position.astype(np.intp)
     return before, np.minimum(before + 1, blocks - 1), position - np.floor(position)

@@ -33,8 +33,8 @@ class Areas:
 
     Attributes:
         tissue: Polygons of the tissue; not empty.
-        ignored: Polygons of what is no tissue.
-        left_out: Kinds of objects in the file that are in neither of them, with their numbers; empty if there are none.
+        ignored: Polygons that are cut out of the tissue.
+        left_out: How many objects of each kind the file has besides these, as text; empty if there are none.
     """
 
     tissue: tuple[Polygon, ...]
@@ -87,7 +87,7 @@ def read_areas(path: Path, data: bytes) -> Areas:
 
 
 def _geometries(item: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (class in lower case, geometry) of everything in a GeoJSON object that is not a collection itself."""
+    """Yield (class in lower case, geometry) of all geometries in a GeoJSON object and in the collections inside it."""
     if isinstance(item, list):
         for part in item:
             yield from _geometries(part, name)
@@ -103,7 +103,7 @@ def _geometries(item: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _class_of(feature: Mapping[str, Any]) -> str:
-    """Return the class of a feature in lower case; empty if it has none. A derived class has its parts: ``a: b``."""
+    """Return the class of a feature in lower case; ``a: b`` for a class with a subclass; empty if it has none."""
     properties = feature.get("properties")
     classification = properties.get("classification") if isinstance(properties, dict) else None
     if isinstance(classification, dict):

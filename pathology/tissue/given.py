@@ -34,7 +34,7 @@ class SlideTissue:
     areas: Areas | None = None
 
     def mask(self, grid: SlideGrid, shape: tuple[int, int]) -> Mask:
-        """Return the tissue as a mask of ``shape``; all of it with ``off``.
+        """Return the tissue as a mask of ``shape``; with ``off`` every pixel is tissue.
 
         Raises:
             RequestError: The polygons are outside of the slide, or cover no pixel of the mask.
@@ -122,7 +122,7 @@ class GivenTissue:
         return f"--tissue {path}: {'; '.join(parts)}" if parts else ""
 
     def _file(self, slide_id: str) -> Path | None:
-        """Return the file with a slide's tissue: one for all slides, or its own in the folder; None without any."""
+        """Return the file with a slide's tissue: the given file, or the slide's file in the given folder, else None."""
         path = Path(self.value)
         if not path.is_dir():
             return path

@@ -41,18 +41,23 @@ def opened(mask: Mask, radius_px: int) -> Mask:
 
 
 def _in_bands(mask: Mask, halo_px: int, work: Callable[[Mask], Mask]) -> Mask:
-    """As `_in_placed_bands`, for work that does not depend on the position."""
+    """Apply ``work`` to bands of rows; see `_in_placed_bands`. It gets only the rows, not their position."""
     return _in_placed_bands(mask, halo_px, lambda _, window: work(window))
 
 
 def _in_placed_bands(mask: Mask, halo_px: int, work: Callable[[int, Mask], Mask]) -> Mask:
-    """Apply ``work`` to bands of rows: it gets the index of the first row and the rows with a halo, and returns these.
+    """Apply ``work`` to bands of rows, and return the mask ``(h, w)`` of their results.
 
     Bands without a set pixel are skipped; their result is unset.
+
+    Args:
+        mask: ``(h, w)``.
+        halo_px: Rows above and below a band on which its result depends.
+        work: Gets the index of the first row, and the rows of a band with its halo; returns a mask of the same rows.
     """
     height, width = mask.shape
     out: Mask = np.zeros_like(mask)
-    # At least twice the halo: of smaller bands, most rows would be computed several times.
+    # At least twice the halo: with smaller bands, most rows would be computed several times, in the halos of others.
     step = max(1, 2 * halo_px, _BAND_BYTES // max(1, width))
     for top in range(0, height, step):
         bottom = min(top + step, height)

@@ -36,8 +36,8 @@ class SlideGrid:
     """Position of a mask's pixels on the slide.
 
     Attributes:
-        affine: (2, 3): maps (row, column, 1) of a pixel's corner to (y, x) of level 0, from the corner of the slide's
-            bounds, as in QuPath.
+        affine: (2, 3): maps (row, column, 1) of a pixel's corner to (y, x) of level 0, which start at the corner of the
+            slide's bounds, as in QuPath.
         size_px: (height, width) of the bounds at level 0; None if unknown.
     """
 
@@ -114,10 +114,10 @@ def mask_to_geojson(mask: Mask, grid: SlideGrid, slide_id: str) -> dict[str, Any
 
 
 def mask_of_areas(path: Path, areas: Areas, grid: SlideGrid, shape: tuple[int, int]) -> Mask:
-    """Return the mask ``shape`` of the tissue in areas.
+    """Return a mask of the tissue areas, without the ignored ones.
 
     Args:
-        path: Where they are from, for messages.
+        path: The file of the areas, for messages.
         areas: From `read_areas`.
         grid: Position of the mask.
         shape: Rows and columns of the mask.
@@ -173,7 +173,7 @@ def outline(cells: tuple[NDArray[np.intp], NDArray[np.intp]]) -> list[Ring]:
         the outer ring is clockwise, holes are counter-clockwise.
     """
     rings = list(_rings(set(zip(cells[0].tolist(), cells[1].tolist(), strict=True))))
-    # The outer ring alone has a positive area; GeoJSON wants it first.
+    # GeoJSON wants the outer ring first. It is the only one with a positive signed area.
     return sorted(rings, key=signed_area, reverse=True)
 
 
@@ -189,7 +189,7 @@ def _rings(cells: set[tuple[int, int]]) -> Iterator[Ring]:
         ):
             if neighbour not in cells:
                 steps_from.setdefault(start, []).append(step)
-    # Each edge once: four edges of a cell, without those between two cells.
+    # All edges around the cells; edges between two cells are not among them.
     unused = {(start, step) for start, steps in steps_from.items() for step in steps}
     # Sorted, so that rings have the same order every time.
     for first in sorted(unused):
@@ -199,7 +199,7 @@ def _rings(cells: set[tuple[int, int]]) -> Iterator[Ring]:
             start, step = edge
             end = (start[0] + step[0], start[1] + step[1])
             next_step = _leftmost_step(step, steps_from[end])
-            # Corners only: points on a straight edge say nothing.
+            # Only corners are kept: points on a straight edge are not needed.
             if next_step != step:
                 ring.append((float(end[0]), float(end[1])))
             edge = (end, next_step)
@@ -210,8 +210,8 @@ def _rings(cells: set[tuple[int, int]]) -> Iterator[Ring]:
 def _leftmost_step(step: tuple[int, int], choices: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Choose left of ``step``, else straight on, else right (y points down).
 
-    Where two cells touch by a corner, this keeps a hole that touches the outside there a ring of its own: one ring
-    through the corner twice would not be a valid polygon.
+    Where two cells touch only by a corner, a hole may touch the outside. Turning left there keeps the hole a ring of
+    its own: a single ring that passes the corner twice would not be a valid polygon.
     """
     left = (step[1], -step[0])
     return next(choice for choice in (left, step, (-left[0], -left[1])) if choice in choices)

@@ -38,8 +38,8 @@ def classify_ink(density: Float, mean: Float, colour: Float) -> tuple[Mask, Mask
 
     Args:
         density: ``(3, …)`` optical density of pixels in red, green and blue.
-        mean: ``(…)`` its mean over the channels; above `MIN_INK_DENSITY` for all pixels that may be ink.
-        colour: ``(…)`` the largest difference between its channels.
+        mean: ``(…)`` mean of the density over the channels; above `MIN_INK_DENSITY` for all pixels that may be ink.
+        colour: ``(…)`` largest difference of the density between channels.
 
     Returns:
         Three masks ``(…)``: core (ink if it is wide and smooth), certain (no stain has this colour) and faint (may be
@@ -70,7 +70,7 @@ def without_texture(image: Planes, glass: Float, rows: slice, mpp_um: float) -> 
     first, end = max(0, rows.start - half), min(image.shape[1], rows.stop + half)
     density = density_of(image, glass, slice(first, end)).mean(0)
     mean = ndimage.uniform_filter(density, 2 * half + 1, mode="nearest")
-    # mean of squares − square of the mean: densities are below 3, so float32 has digits enough.
+    # mean of squares − square of the mean: densities are below 3, so float32 is precise enough.
     variance = ndimage.uniform_filter(density * density, 2 * half + 1, mode="nearest") - mean * mean
     smooth: Mask = variance < (np.float32(_MAX_VARIATION) * mean) ** 2
     return smooth[rows.start - first : rows.stop - first]
@@ -82,7 +82,7 @@ def _mostly_smooth(smooth: Mask, core: Mask, mpp_um: float) -> Mask:
     smooth_mean, core_mean = (
         ndimage.uniform_filter(m.astype(np.float32), side, mode="constant") for m in (smooth, core)
     )
-    # Running sums of floats leave about 1e-7 where there is nothing.
+    # The filter's running sums are about 1e-7 instead of 0 where no pixel is set.
     mostly: Mask = smooth_mean > np.maximum(np.float32(_SMOOTH_FRACTION) * core_mean, np.float32(1e-6))
     return mostly
 

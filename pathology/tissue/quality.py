@@ -26,7 +26,7 @@ BLACK_SHARE = 0.01
 """Slides with a larger fraction of exactly black pixels in the overview have the flag ``black``."""
 _DARK = 64
 _FEWEST_COLOURS = 50
-"""Pixels of tissue below which its colours are not judged."""
+"""Colours of tissue are not judged if it has fewer pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Quality:
         mpp_um: Microns per pixel of overview and masks.
         blur: Sharpness of the patches with tissue.
         blur_mpp_um: Microns per pixel at which sharpness was measured.
-        stains: None if there is too little tissue.
+        stains: The slide's stains; None if there is too little tissue.
     """
 
     overview: Planes
@@ -121,7 +121,7 @@ class QualityAccumulator:
     def add(self, level: int, y0: int, x0: int, block: Planes) -> None:
         """Measure ``block`` ``(3, h, w)`` of a level, which starts at ``(y0, x0)``; no reference to it is kept."""
         if level == self.mask_level:
-            # Copied: the block is the writer's.
+            # Copied, because the block belongs to the writer.
             self._overview[:, y0 : y0 + block.shape[1], x0 : x0 + block.shape[2]] = block
         if level == self._sharp_level:
             self._blur.add(y0, x0, block)
@@ -132,8 +132,8 @@ class QualityAccumulator:
 
         Args:
             masks: Masks of the mask level if they are known; by default they are computed here.
-            given_tissue: Tissue mask that replaces the detected one. Blur and stains are measured where both have
-                tissue, so that glass is not measured; or in all of it if nothing was detected there.
+            given_tissue: Tissue mask that replaces the detected one. Blur and stains are measured where both masks have
+                tissue, so that glass is not measured; in all given tissue if they have none in common.
         """
         mpp_um = self.mpp_um * 2**self.mask_level
         detected = masks or find_tissue(self._overview, mpp_um, self.parameters)
@@ -155,8 +155,8 @@ class QualityAccumulator:
 def has_unlikely_colours(tissue: Planes) -> bool:
     """Whether tissue looks as if YCbCr had been taken for RGB, or RGB for YCbCr.
 
-    In the first, green and blue are near 128 and vary less than half as much as red: stained tissue varies most in
-    green. In the second, red is saturated.
+    Signs of YCbCr that was taken for RGB: green and blue are near 128 and vary less than half as much as red, while
+    stained tissue varies most in green. Sign of RGB that was taken for YCbCr: red is saturated.
 
     Args:
         tissue: ``(3, n)`` uint8: red, green and blue of the tissue.
@@ -170,13 +170,13 @@ def has_unlikely_colours(tissue: Planes) -> bool:
 
 
 def has_dark_ground(overview: Planes) -> bool:
-    """Whether half of a slide, without exact black, is dark in every channel, as in fluorescence; glass is bright.
+    """Whether more than half of a slide is dark in every channel, as in fluorescence; glass is bright.
 
     Args:
-        overview: ``(3, h, w)`` uint8.
+        overview: ``(3, h, w)`` uint8; pixels that are exactly black do not count.
     """
     brightest = overview.max(0)
-    # Exact black is what the scanner has not scanned.
+    # Exactly black pixels were not scanned.
     lit = brightest[brightest > 0]
     return bool(lit.size and np.median(lit) < _DARK)
 

@@ -27,7 +27,7 @@ def blur_to_json(blur: BlurMap, mpp_um: float) -> dict[str, Any]:
         mpp_um: Microns per pixel at which sharpness was measured.
     """
     measured = np.isfinite(blur.values)
-    # From 1: 0 means that it was not measured.
+    # At least 1, because 0 means that a patch was not measured.
     levels = np.clip(np.rint(np.nan_to_num(blur.values) / SHARPNESS_STEP), 1, 255)
     grey = np.where(measured, levels, 0).astype(np.uint8)
     return {"mpp": mpp_um * PATCH_PX, "step": SHARPNESS_STEP, "png": _encoded(Image.fromarray(grey))}

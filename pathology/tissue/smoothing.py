@@ -41,7 +41,7 @@ def binomial_filter(plane: npt.NDArray[Any], rows: slice, sigma_px: float) -> tu
     if passes == 0:
         return plane[rows].astype(np.float32), 1
     first, end = rows.start - passes, rows.stop + passes
-    # A view, where no row lies beyond the border.
+    # A view, without a copy, if no row lies beyond the border.
     if first >= 0 and end <= len(plane):
         lines = plane[first:end]
     else:
@@ -64,11 +64,11 @@ def pad_edges(values: npt.NDArray[Any], width: int, axis: int) -> npt.NDArray[An
 
 
 def _filter_lines(lines: Any, passes: int) -> Any:
-    """Return weighted sums of neighbouring lines: of integers sums, 4 times larger for each pass; of floats means."""
+    """Return weighted means of neighbouring lines for floats; for integers, means times 4 for each pass."""
     for _ in range(passes):
         once = lines[1:] + lines[:-1]
         lines = once[1:] + once[:-1]
         if lines.dtype != np.uint16:
-            # Floats are divided at once, by a power of two: exactly.
+            # Floats are divided in each pass. This is exact, because 4 is a power of two.
             lines *= np.float32(0.25)
     return lines

@@ -51,18 +51,18 @@ def estimate_stains(pixels: npt.NDArray[np.uint8], glass: Float) -> StainVectors
         glass: ``(3,)`` colour of glass.
 
     Returns:
-        None if fewer than a thousand pixels are stained, or all of them in one direction.
+        The stains; None if fewer than a thousand pixels are stained, or if all have nearly the same colour.
     """
     # Channels first: contiguous memory is faster.
     density = np.log((glass[:, None] + 1) / (pixels.T.astype(np.float32) + 1))
     density = density.take(np.flatnonzero(density.min(0) > MIN_DENSITY), axis=1)
     if density.shape[1] < _MIN_PX:
         return None
-    # float64 for three by three numbers: the eigenvectors of two alike stains are badly conditioned.
+    # float64, because eigenvectors of two similar stains are badly conditioned; it costs nothing for 3 × 3 numbers.
     _, vectors = np.linalg.eigh(np.cov(density, dtype=np.float64))
     # `eigh` sorts eigenvalues in ascending order: the two largest are the last.
     plane = vectors[:, [2, 1]]
-    # Eigenvectors have either sign. Towards absorption, angles stay away from the jump at ±180°.
+    # The sign of eigenvectors is arbitrary. Pointed towards absorption, they keep angles away from the jump at ±180°.
     plane = plane * np.where(plane.sum(0) < 0, -1, 1)
     projected = plane.T.astype(np.float32) @ density
     angle = np.arctan2(projected[1], projected[0])
@@ -80,7 +80,7 @@ def estimate_stains(pixels: npt.NDArray[np.uint8], glass: Float) -> StainVectors
 
 
 def _direction(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the unit vector of absorption: of the sign with positive sum, negative components set to 0."""
+    """Return a stain's unit vector: ``vector`` with the sign that makes its sum positive, negative parts set to 0."""
     absorbing = np.maximum(vector if vector.sum() >= 0 else -vector, 0)
     result: npt.NDArray[np.float64] = absorbing / np.linalg.norm(absorbing)
     return result

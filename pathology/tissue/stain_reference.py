@@ -20,7 +20,7 @@ from hyfi_core.errors import RequestError
 from pathology.tissue.stain import estimate_stains
 
 _MOST_PX = 2**26
-"""Pixels of a picture: its stains are measured in memory."""
+"""Larger pictures are refused, because stains are measured in memory."""
 Reference = Mapping[str, tuple[float, ...]]
 
 
@@ -60,21 +60,21 @@ def stain_normalisation(
 
 
 def _of_slide(slide: SlideStore, method: StainMethod) -> Reference | None:
-    """Return what a stored slide gives as reference; None if it cannot be measured."""
+    """Return the reference numbers of a stored slide; None if they cannot be measured."""
     if method == "macenko":
         return _numbers(stains_of(slide))
     return _statistics(LabStatistics.of(tissue_windows(slide), glass_of(slide)))
 
 
 def _of_picture(picture: Pixels, method: StainMethod) -> Reference | None:
-    """Return what a picture (3, h, w) gives as reference; None if it cannot be measured."""
+    """Return the reference numbers of a picture (3, h, w); None if they cannot be measured."""
     glass, flat = glass_colour(picture), picture.reshape(3, -1)
     if method == "reinhard":
         return _statistics(LabStatistics.of([flat], glass))
     stains = estimate_stains(flat.T, glass)
     if stains is None:
         return None
-    # As if they were those of a stored slide, whose numbers `stains_of` checks.
+    # `stains_of` checks the numbers; it expects a stored slide, so one is imitated.
     return _numbers(stains_of(SimpleNamespace(attributes={"stains": stains.to_json()})))
 
 

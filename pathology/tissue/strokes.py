@@ -38,7 +38,7 @@ def thin_strokes(image: Planes, glass: Float, dark: Mask, mpp_um: float) -> Mask
         mpp_um: Microns per pixel.
     """
     strokes: Mask = np.zeros_like(dark)
-    # Joined across gaps for the decision; only dark pixels are in the result.
+    # Pieces are joined across gaps to judge them together, but only dark pixels are in the result.
     joined = label(dilated(dark, max(1, round(_GAP_UM / 2 / mpp_um))), corners=True)
     labels = np.where(dark, joined, 0)
     for number, window in enumerate(ndimage.find_objects(labels), 1):
@@ -52,7 +52,7 @@ def thin_strokes(image: Planes, glass: Float, dark: Mask, mpp_um: float) -> Mask
 
 
 def _is_stroke(image: Planes, glass: Float, part: Mask, mpp_um: float) -> bool:
-    """Whether pieces near each other are together long and thin, and dense and even along their middle."""
+    """Whether the pieces ``part``, taken together, are long and thin, and dense and even along their middle."""
     ridge = skeletonize(part)  # type: ignore[no-untyped-call]
     length_px = np.count_nonzero(ridge)
     if length_px * mpp_um < _MIN_LENGTH_UM or np.count_nonzero(part) * mpp_um > _MAX_WIDTH_UM * length_px:

@@ -57,8 +57,8 @@ class TissueParameters:
         smallest_um2: Smaller components are removed.
         hole_um2: Smaller holes are filled.
         fat: Whether fat counts as tissue.
-        pen: ``flag`` detects pen marks but leaves them in the tissue mask; ``mask`` removes them from it; ``off`` does
-            not detect them.
+        pen: ``flag`` detects pen marks but leaves them in the tissue mask; ``mask`` also removes them from the tissue
+            mask; ``off`` does not detect them.
     """
 
     mpp_um: float = 8.0
@@ -107,7 +107,7 @@ def _parsed(text: str, like: Any) -> Any:
     """Parse the value of a parameter, which must have the type of ``like``.
 
     Raises:
-        ValueError: It has not.
+        ValueError: The text is not a value of this type.
     """
     if isinstance(like, bool):
         if text not in ("true", "false"):
@@ -149,7 +149,7 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
     gap_px, smallest_px = max(1, round(p.close_um / mpp_um)), _pixels(p.smallest_um2, mpp_um)
     tissue = closed(stained, gap_px) & ~excluded
     if p.fat:
-        # Without specks, whose density would decide the contrast of walls.
+        # Without specks, because the median density of the mask determines the contrast of walls.
         solid = without_small(tissue, smallest_px)
         fat = find_fat(image, glass, solid | excluded, mpp_um, wall_contrast(features.median_density(solid)))
         tissue = closed(tissue | fat, gap_px) & ~excluded if fat.any() else tissue
@@ -162,7 +162,8 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
 def _without_unscanned(image: Planes, glass: Float) -> Planes:
     """Return the image with glass where scanners leave exact black: beside and between the parts that they scanned.
 
-    Such areas reach the border of the image or are rectangles; ink does not. The pixels around them are mixtures.
+    Such areas reach the border of the image or are rectangles, unlike ink. Two more pixels around them are replaced,
+    too: they are mixtures of black and tissue.
     """
     black: Mask = ~(image[0] | image[1] | image[2]).astype(bool)
     if np.count_nonzero(black) < _UNSCANNED_SHARE * black.size:
@@ -175,7 +176,7 @@ def _without_unscanned(image: Planes, glass: Float) -> Planes:
     for number, window in enumerate(find_objects(labels), 1):
         height, width = (part.stop - part.start for part in window)
         unscanned[number] |= min(height, width) > 2 and sizes[number] > _RECTANGULAR * height * width
-    # Label 0 is all that is not black.
+    # Label 0 stands for all pixels that are not black.
     unscanned[0] = False
     outside = dilated(unscanned[labels], 2)
     return np.where(outside, glass.astype(np.uint8)[:, None, None], image) if outside.any() else image
@@ -220,7 +221,7 @@ class _PixelFeatures:
             mean: Float = (density[0] + density[1] + density[2]) * np.float32(1 / 3)
             colour: Float = density.max(0) - density.min(0)
             bits = (colour > 0.2 * mean).view(np.uint8) * np.uint8(_COLOURED)
-            # Most pixels are glass: the others are picked out, classified, and put back.
+            # Most pixels are glass, so only the others are classified.
             dark = np.flatnonzero(mean > MIN_INK_DENSITY) if p.pen != "off" else np.empty(0, np.intp)
             core, certain, faint = classify_ink(
                 density.reshape(3, -1).take(dark, axis=1), mean.take(dark), colour.take(dark)
@@ -281,7 +282,7 @@ def _sampled(levels: Levels, excluded: Mask) -> Levels:
     per_row = np.count_nonzero(~excluded, axis=1)
     step = 1 + int(per_row.sum()) // _THRESHOLD_PX
     before = np.cumsum(per_row) - per_row  # usable pixels in the rows above
-    # Every step-th of all usable pixels, as if they were in one array: `count` usable ones are above this row.
+    # Every step-th of all usable pixels, as if they were in one array: `count` of them come before this row.
     rows = [row[~out][-count % step :: step] for row, out, count in zip(levels, excluded, before, strict=True)]
     return np.concatenate(rows)
 

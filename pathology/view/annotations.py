@@ -81,7 +81,7 @@ class AnnotationFile:
                 current = _version(self.path.read_bytes())
             except FileNotFoundError:
                 current = NO_FILE
-            # A client that got no answer sends the same again: it is there already.
+            # A client that got no answer sends the same content again, which was saved the first time.
             if current == _version(text):
                 return current
             if current != version:
@@ -104,7 +104,7 @@ def parsed(data: bytes, name: str) -> dict[str, Any]:
     Raises:
         AnnotationError: The data is too large or invalid; the message says what is wrong.
     """
-    # Before it is parsed: JSON takes many times its size in memory.
+    # Checked before it is parsed: parsed JSON takes many times its size in memory.
     if len(data) > LARGEST_BYTES:
         raise AnnotationError(f"{name}: has {len(data) / 1e6:.0f} MB; at most {LARGEST_BYTES / 1e6:.0f} MB are read")
     try:
@@ -167,7 +167,7 @@ def _mapped(coordinates: Any, depth: int, map_points: MapPoints) -> Any:
     if depth == 0:
         return map_points([coordinates[:2]])[0]
     if depth == 1:
-        # All points of a ring at once: one product of matrices.
+        # All points of a ring at once, which is a single product of matrices.
         return map_points([position[:2] for position in coordinates]) if coordinates else []
     return [_mapped(part, depth - 1, map_points) for part in coordinates]
 

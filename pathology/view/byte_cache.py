@@ -39,10 +39,10 @@ class ByteCache:
                 self._arrays.move_to_end(key)
                 return cached
         array = make()
-        # Several threads have the same array.
+        # Read-only, because several threads may hold the same array.
         array.flags.writeable = False
         with self._lock:
-            # Another thread may have added it meanwhile: counting it twice would shrink the cache for good.
+            # Not added twice if another thread was faster: counted twice, it would shrink the cache for good.
             if key not in self._arrays and array.nbytes <= self._limit_bytes:
                 self._arrays[key] = array
                 self._held_bytes += array.nbytes

@@ -2,7 +2,7 @@
 
 ```
 slide file, folder of slides, manifest   found as by `hyfi predict`
-STORE, STORE/<slide_id>.zarr             likewise
+STORE, STORE/<slide_id>.zarr             found as by `hyfi predict`
 folder with a predictions.csv            the slides of the table: a given store or file with the same slide_id if there
                                          is one, else the path in the table
 ```
@@ -116,7 +116,7 @@ def _used_mpp(prediction: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def _is_another(slide: ShownSlide, prediction: Mapping[str, Any]) -> bool:
-    """Whether a slide's file is known not to be the one that was predicted: names of slides repeat."""
+    """Whether a slide's file is known to differ from the one that was predicted: slides may have the same name."""
     predicted = prediction.get("source_file") or {}
     if not predicted:
         return False
@@ -156,9 +156,10 @@ def find_slides(paths: Sequence[Path], annotations: Path | None = None) -> tuple
 
 
 def _free_key(slide_id: str, folder: Path, slides: Mapping[str, GallerySlide]) -> str:
-    """Return a key that no slide has yet: the slide_id, else with the folder of predictions, else with a number, too.
+    """Return a key that no slide has yet; it has no slashes, because it is a part of addresses.
 
-    Without slashes, as it is a part of addresses.
+    The first of these that is free: the slide_id, the slide_id with the name of the folder of predictions, both with a
+    number.
     """
     numbered = (f"{slide_id} ({folder.name} {number})" for number in itertools.count(2))
     names = itertools.chain((slide_id, f"{slide_id} ({folder.name})"), numbered)
@@ -221,7 +222,7 @@ def _predicted(
             path = folder.parent / path
         advice = "is not there now; give its store or folder as another PATH"
         missing = "" if path.exists() else f"{path}, where it was predicted, {advice}"
-        # Of a file with several scenes each is a slide, and the table has the same path for all.
+        # Each scene of a file is a slide of its own, and the table has the same path for all of them.
         scene = str((prediction_of(folder, slide_id).get("key") or {}).get("scene", ""))
         slide = GallerySlide(slide_id, slide_id, path, is_own_slide(path), reason=missing, scene=scene)
     return replace(slide, prediction=row["prediction"], predictions=folder, annotations=annotations)
@@ -252,7 +253,7 @@ class Gallery:
         slides: The slides by key, in order.
         predictions: Folders of predictions, whose tables are shown.
         slide_mpp: Micrometres per pixel of files that do not state them.
-        reasons: By key, why slides cannot be opened, as far as they have been tried.
+        reasons: By key, why a slide cannot be opened; only of slides for which this was tried.
     """
 
     slides: dict[str, GallerySlide]
@@ -270,7 +271,7 @@ class Gallery:
             RequestError: A path cannot be shown.
         """
         slides, predictions = find_slides(paths, annotations)
-        # Addresses are UTF-8: a browser would send back other bytes of a name that is not.
+        # Addresses are UTF-8: for a name that is not, a browser would send back other bytes.
         slides = [replace(slide, key=in_utf8(slide.key)) for slide in slides]
         gallery = cls({slide.key: slide for slide in slides}, tuple(predictions), slide_mpp)
         gallery.reasons.update({slide.key: slide.reason for slide in slides if slide.reason})
@@ -295,13 +296,13 @@ class Gallery:
             SlideError, StoreError: The slide cannot be opened.
         """
         with self._lock:
-            # Popped and set again: it is now the last in the order of use.
+            # Popped and set again, so that it becomes the last in the order of use.
             entry = self._open.pop(key, None) or _OpenSlide()
             self._open[key] = entry
             entry.users += 1
             self._close_least_recent()
         try:
-            # Without the gallery's lock: one slow slide does not keep the others waiting.
+            # Opened without the gallery's lock, so that other slides need not wait for a slow one.
             with entry.lock:
                 slide = entry.slide = entry.slide or self._open_slide(key, entry)
             yield slide
@@ -325,7 +326,7 @@ class Gallery:
             if isinstance(error, (SlideError, StoreError)):
                 self.reasons[key] = str(error)
             with self._lock:
-                # It counts as none of those that are open; others who wait for it try it themselves.
+                # It no longer counts as open. Threads that wait for it try to open it themselves.
                 entry.closing = True
                 if self._open.get(key) is entry:
                     del self._open[key]

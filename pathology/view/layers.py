@@ -46,8 +46,8 @@ class HeatmapChannel:
 
     Attributes:
         index: Index of the channel in the file.
-        kind: ``score``, ``contribution``, ``attention``, or ``drop`` of an output where a block is covered, or its
-            estimate, ``gradient``.
+        kind: ``score``, ``contribution``, ``attention``, ``drop`` (by how much an output drops when a block is covered)
+            or ``gradient`` (an estimate of the drop).
         class_name: Its class; empty for attention.
         color: Colour of the class.
         strongest: The value that is drawn with full opacity: 1 for scores, a high percentile for others.
@@ -120,8 +120,8 @@ class HeatmapFile:
         """Return how a channel of the file is shown: its colour and the range of its values.
 
         Args:
-            index: Of the channel.
-            name: Its name in the file, such as ``score tumour``.
+            index: Index of the channel.
+            name: Name of the channel in the file, such as ``score tumour``.
             classes: Names of all classes, in the order of their colours.
             backgrounds: The background's part of each class, see ``HeatmapChannel.offset``.
         """
@@ -194,9 +194,10 @@ class LayerPainter:
         # From shown pixels to level 0, and on to squares of the heatmap.
         to_squares = np.linalg.inv(_square(heatmap.grid)) @ _square(slide.to_level0)
         rows, columns = _along(to_squares[0], y, x), _along(to_squares[1], y, x)
-        # As many squares of that level as pixels, or more: fewer would show blocks, more would take time to read.
+        # The coarsest level with at least one square for each pixel: coarser ones would show blocks, finer ones would
+        # take longer to read.
         level = heatmap.level_for(TileGrid.of(slide).scale(tile[0]) * float(np.abs(to_squares[0, :2]).max()))
-        # With the time: a slide may be predicted again while the viewer runs.
+        # The key has the file's time, because a slide may be predicted again while the viewer runs.
         key = (str(heatmap.path), heatmap.mtime_ns, channel.index, level)
         values = self._cache.get(key, lambda: heatmap.values(channel.index, level))
         factor = 2**level
@@ -210,7 +211,7 @@ class LayerPainter:
         inside = nearest(tissue.mask.astype(np.float32), y / tissue.pixel_px[0], x / tissue.pixel_px[1]) > 0
         edge = np.zeros_like(inside)
         for shift in (-_OUTLINE_PX, _OUTLINE_PX):
-            # What `roll` brings around lies in the margin, which is cut off.
+            # Pixels that `roll` moves to the opposite side lie in the margin, which is cut off.
             edge |= inside & ~np.roll(inside, shift, 0)
             edge |= inside & ~np.roll(inside, shift, 1)
         out: RGBA = np.zeros((TILE_PX, TILE_PX, 4), np.uint8)
@@ -284,10 +285,10 @@ def _along(axis: NDArray[np.float64], y: NDArray[np.float64], x: NDArray[np.floa
 
     Args:
         axis: Row of the affine matrix.
-        y: (n, 1).
-        x: (1, n).
+        y: (n, 1) coordinates of the points.
+        x: (1, n) coordinates of the points.
     """
-    # Without a term for 0, an axis-parallel map stays a column and a row: n + n values instead of n × n.
+    # Terms with factor 0 are left out. If the map does not mix the axes, the result has n values instead of n × n.
     terms = [factor * points for factor, points in zip(axis[:2], (y, x), strict=True) if factor]
     return np.asarray(sum(terms, start=np.float64(axis[2])), np.float64)
 

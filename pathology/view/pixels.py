@@ -129,7 +129,7 @@ class StoredPixels:
         out: RGB = np.empty((*box.shape, 3), np.uint8)
         try:
             self._slide.read(box, level, out=out.transpose(2, 0, 1))
-        # A viewer shows what it can: the damage is seen, the rest stays usable.
+        # Not raised: a viewer marks what is damaged and shows the rest.
         except StoreError:
             mark_damage(out)
         return out

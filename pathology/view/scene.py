@@ -212,7 +212,7 @@ class Scene:
                     raise NotInGalleryError(f"{key}: its tissue mask is unknown")
                 self._masks[key] = mask
                 while len(self._masks) > MAX_MASKS:
-                    # The first that was put in: dicts keep their order.
+                    # The oldest is dropped: dicts keep the order in which keys were added.
                     del self._masks[next(iter(self._masks))]
             return mask
 
@@ -238,7 +238,7 @@ def _file_of(entry: GallerySlide, name: str) -> Path | None:
 
 
 def _annotation_target(entry: GallerySlide) -> dict[str, Any]:
-    """Return as JSON whether annotations of a slide are saved, the path, and the reason if not."""
+    """Return as JSON whether annotations of a slide can be saved, and the file, or the reason why not."""
     if entry.annotations is None:
         return {"saved": False, "path": "", "reason": "start with --annotations DIR to save annotations"}
     # The nearest folder that exists: missing ones are made when annotations are saved.

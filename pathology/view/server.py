@@ -88,7 +88,7 @@ def make_app(scene: Scene, token: str) -> ASGIApp:
 
     mounted = Mount(f"/{token}", routes=_Handlers(scene).routes())
     handled: dict[Any, Any] = dict.fromkeys((HTTPException, SlideError, StoreError, RequestError, OSError), _error)
-    # Outside of the routes: also unknown addresses are refused before they are looked at.
+    # The gate is around the routes, so that requests for unknown addresses are refused before they are looked at.
     return TokenGate(Starlette(routes=[mounted], lifespan=lifespan, exception_handlers=handled), token)
 
 
@@ -109,7 +109,7 @@ async def _body(request: Request) -> bytes:
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
-        # While it arrives: a length that the client states proves nothing.
+        # Checked while it arrives, because the length that the client states may be wrong.
         if len(data) > LARGEST_BYTES:
             raise HTTPException(413, f"annotations are limited to {LARGEST_BYTES} bytes")
     return bytes(data)
@@ -155,7 +155,7 @@ class _Handlers:
         return Response(file[0], media_type=file[1], headers=_CACHED)
 
     def cohort(self, request: Request) -> Response:
-        """Return a prediction's page of slides, with links into the viewer; a plain list if it has none that links."""
+        """Return a prediction's page of slides, with links into the viewer; a plain list if no page supports links."""
         folder = self._folder(request)
         number = request.path_params["number"]
         path = folder / PAGE_FILE

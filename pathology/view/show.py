@@ -34,7 +34,7 @@ def show(
         slide: From `data.open_store`.
         box: Rectangle in pixels of the finest level; None: the whole slide.
         heatmap: Folder of the predictions of slides of this store; its heatmap is drawn over the picture.
-        channel: Which of its channels, as in ``score tumour``; None: the first.
+        channel: Name of the heatmap's channel, such as ``score tumour``; None: the first.
         tissue: Whether the outline of the tissue is drawn.
         size_px: Pixels of the picture's longer side, at most.
 
@@ -79,7 +79,7 @@ def _picture(slide: SlideStore, box: Box, size: tuple[int, int], downsample: flo
     # With a tolerance: sizes of levels are rounded.
     level = max(k for k, v in enumerate(slide.levels) if finest.height_px / v.height_px <= downsample * 1.001)
     fy, fx = finest.height_px / slide.levels[level].height_px, finest.width_px / slide.levels[level].width_px
-    # Outwards to whole pixels of the level; of these, the exact box is resampled.
+    # `part` is rounded outwards to whole pixels of the level; `exact` is the box inside it that is resampled.
     part = Box(math.floor(box.y0 / fy), math.ceil(box.y1 / fy), math.floor(box.x0 / fx), math.ceil(box.x1 / fx))
     exact = (box.x0 / fx - part.x0, box.y0 / fy - part.y0, box.x1 / fx - part.x0, box.y1 / fy - part.y0)
     image = Image.fromarray(np.ascontiguousarray(slide.read(part, level).transpose(1, 2, 0)))
@@ -96,9 +96,10 @@ def _places(box: Box, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArr
 def _squares_of(
     slide: SlideStore, file: HeatmapFile, rows: NDArray[np.float64], columns: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return row and column of the heatmap's squares, each (h, w), at pixels of the slide's finest level.
+    """Return the rows and columns in the heatmap, each (h, w), of points of the slide's finest level.
 
-    Both state their position on level 0 of the file, so they may differ in resolution, and in the part that they cover.
+    Slide and heatmap both state their position on level 0 of the file, so they may differ in resolution and cover
+    different parts.
     """
     if "affine" not in slide.attributes or "source" not in slide.attributes:
         raise RequestError(
@@ -116,7 +117,7 @@ def _squares_of(
 
 
 def _sampled(grid: NDArray[Any], rows: NDArray[np.float64], columns: NDArray[np.float64]) -> NDArray[Any]:
-    """Return the squares of a grid in which points (h, w) lie; beyond it the nearest."""
+    """Return the values of the squares of a grid in which points (h, w) lie; beyond the grid, of the nearest square."""
     y = np.clip(np.floor(rows), 0, grid.shape[0] - 1).astype(np.int64)
     x = np.clip(np.floor(columns), 0, grid.shape[1] - 1).astype(np.int64)
     return np.asarray(grid[y, x])

@@ -102,7 +102,7 @@ class TileCutter:
     def _part(self, slide: ShownSlide, key: str, zoom: int, box: Box) -> RGB:
         """Return the pixels of a box of a zoom, inside the slide and within one tile."""
         scale = TileGrid.of(slide).scale(zoom)
-        # The coarsest level that is still fine enough: fewest pixels to read, none made up.
+        # The coarsest level that is still fine enough, so that few pixels are read and none are invented.
         level = max(k for k, v in enumerate(slide.levels) if k == 0 or max(v.downsample) <= scale * _TOLERANCE)
         steps = [scale / factor for factor in slide.levels[level].downsample]
         if max(steps) > MAX_REDUCTION:
@@ -112,7 +112,7 @@ class TileCutter:
         rows = make_taps(box.y0, box.y1, steps[0], size.height_px)
         columns = make_taps(box.x0, box.x1, steps[1], size.width_px)
         pixels = self._region(slide, key, level, Box(rows.first, rows.end, columns.first, columns.end))
-        # Pixels as they are: no resampling, no rounding.
+        # At the level's own resolution, pixels are returned unchanged.
         if rows.whole == columns.whole == 1:
             return pixels
         small = resample(np.ascontiguousarray(pixels.transpose(2, 0, 1)), rows, columns)
@@ -121,7 +121,7 @@ class TileCutter:
     def _from_next_zoom(self, slide: ShownSlide, key: str, zoom: int, box: Box) -> RGB:
         """Return the pixels of a box as means of 2 × 2 pixels of the next zoom."""
         height, width = TileGrid.of(slide).size_px(zoom + 1)
-        # At an odd border the last row has one half only.
+        # If the finer zoom has an odd size, the last row or column is made of one pixel instead of two.
         fine = Box(box.y0 * 2, min(box.y1 * 2, height), box.x0 * 2, min(box.x1 * 2, width))
         doubled: RGB = np.empty((*fine.shape, 3), np.uint8)
         for y in range(fine.y0, fine.y1, TILE_PX):
@@ -136,7 +136,7 @@ class TileCutter:
         down, across = size.block_px
         extent = Box.of_size(size.height_px, size.width_px)
         out: RGB = np.empty((*box.shape, 3), np.uint8)
-        # From the block that contains y0 on: blocks have fixed places, so that they can be cached.
+        # Begins at the block that contains (y0, x0): blocks have fixed places, so that they can be cached.
         for y in range(box.y0 // down * down, box.y1, down):
             for x in range(box.x0 // across * across, box.x1, across):
                 block = Box(y, y + down, x, x + across).intersect(extent)
