@@ -159,7 +159,10 @@ def make_views(
 
 
 def _cuts(occupied: NDArray[np.bool_], size_px: tuple[int, int], align: int, kind: ViewKind) -> list[Box]:
-    """Return boxes of blocks that cover the tissue; each fits into an image."""
+    """Return boxes, in blocks of ``align`` pixels, that cover the tissue; each fits into an image of ``size_px``.
+
+    For ``pack``, boxes around parts of the tissue; for ``crop``, windows of the size of an image, in rows.
+    """
     if kind == "pack":
         side = min(size_px) // align
         return [square for box in components(occupied) for square in cut(box, occupied, side)]

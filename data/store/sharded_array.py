@@ -121,7 +121,7 @@ class ShardedArray:
         if self._cache() is None and len(runs) > 1:  # otherwise indexes are read with their chunks
             files = [file for file in dict.fromkeys(run.file for run in runs) if file not in self._index]
             each(self._load_index, files, self.path)
-        # Decode in the threads that wait for the network; but with ``threads=1``, only in this thread.
+        # Decode in the threads that wait for the network; but with ``threads=1`` and no cache, only in this thread.
         if threads > 1 or self._cache() is not None:
             each(lambda run: self._read_run(run, box, out), runs, self.path)
             return

@@ -310,7 +310,11 @@ def _checked(name: str) -> str:
 
 
 def _plain_name(source: Path, scene: str, folders: _Folders) -> str:
-    """Return the name of a slide: that of its file; of a DICOM series that of its folder, or its UID among several."""
+    """Return the name of a slide, made valid as a file's name.
+
+    It is the name of its file, with the suffix only if two files would have the same name. For a DICOM series it is the
+    folder's name, or the series' UID if the folder has several.
+    """
     stem, header = _stem(source), header_or_none(source)
     if header is not None and header.whole_slide and header.series:
         with suppress(OSError):

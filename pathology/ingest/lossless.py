@@ -158,7 +158,7 @@ class LosslessSlide:
                 self._compare(k, index)
 
     def copy(self, writer: SlideWriter, max_bad: float = 0.0) -> Copied:
-        """Copy every tile of every level; tiles omitted by the scanner are omitted and read as white.
+        """Copy every tile of every level and return the counts; tiles that the scanner omitted stay omitted, as white.
 
         Memory: the tiles of three shards.
 
@@ -168,7 +168,7 @@ class LosslessSlide:
                 tiles are omitted, too. 0: the first damaged tile is an error.
 
         Raises:
-            SlideError: More tiles are damaged.
+            SlideError: More tiles than ``max_bad`` allows are damaged.
             OSError: The store cannot be written.
         """
         copied = Copied(tiles=len(self._levels[0].offsets))

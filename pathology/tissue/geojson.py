@@ -64,6 +64,7 @@ def read_areas(path: Path, data: bytes) -> Areas:
         if kind not in ("Polygon", "MultiPolygon"):
             left_out[kind if kind != "None" else "empty"] += 1
             continue
+        # Of invalid files, coordinates may be anything: `_checked` refuses what is no list.
         polygons = [coordinates] if kind == "Polygon" else coordinates or [[]]
         for rings in polygons if isinstance(polygons, list) else [polygons]:
             if isinstance(rings, list) and not (rings and rings[0]):

@@ -49,7 +49,7 @@ def stated_mpp(image: NgffImage) -> tuple[tuple[StatedMpp, ...], str]:
     scale = image.levels[0].scale
     unit_y, unit_x = (um_of_unit(image.axes[k].unit) for k in (y, x))
     if scale is not None and unit_y is not None and unit_x is not None:
-        # (micrometres of the unit, correction needed to read it) of each axis.
+        # For each axis: micrometres per unit, and the correction that was needed to read the unit's name.
         (um_y, repaired_y), (um_x, repaired_x) = unit_y, unit_x
         statements.append(StatedMpp((scale[y] * um_y, scale[x] * um_x), SCALE, repaired=repaired_y or repaired_x))
     elif scale is not None and (scale[y], scale[x]) != (1.0, 1.0):
