@@ -1,4 +1,4 @@
-"""Pauses of Python's garbage collection during work that makes many objects, such as the import of PyTorch."""
+"""Pauses of Python's garbage collection during work that creates many objects, such as the import of PyTorch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _was_on = True
 def collection_paused() -> Iterator[None]:
     """Context without automatic garbage collection.
 
-    Whenever enough new objects have been made, the collector goes through all objects of the process, PyTorch's too.
-    That would take a third of a capture's time and free nothing. Garbage is collected after the context.
+    Whenever enough new objects exist, the collector goes through all objects of the process, including PyTorch's. That
+    would take a third of a capture's time and free nothing. Garbage is collected after the context.
 
-    Contexts may be nested, and several threads may have one: the last to end switches collection on, if it was on
-    before.
+    Contexts may be nested, and several threads may use them at once: when the last one ends, collection is switched on
+    if it was on before.
     """
     global _pauses, _was_on
     with _LOCK:
@@ -46,8 +46,8 @@ def collection_paused() -> Iterator[None]:
 def start_quickly() -> None:
     """Keep the garbage collector out of the import of PyTorch and of the end of this process; for programs.
 
-    The collector would go through PyTorch's hundred thousands of objects several times while they are made, and once
-    more at the end: a quarter of the processor time of a process that imports what a rank needs, and ends.
+    The collector would go through PyTorch's hundreds of thousands of objects several times while they are created, and
+    once more at the end. That is a quarter of the processor time of a process that only imports what a rank needs.
     """
     # Frozen objects are not collected at the end. Exit handlers run in reverse order, so this one comes last.
     atexit.register(gc.freeze)
@@ -56,7 +56,7 @@ def start_quickly() -> None:
 
 
 class _PausedImport(MetaPathFinder):
-    """Finds PyTorch where it is, and pauses garbage collection while it is imported."""
+    """Finds PyTorch as the other finders do, and pauses garbage collection while it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -64,7 +64,7 @@ class _PausedImport(MetaPathFinder):
         """Return the spec of PyTorch; None for all other modules."""
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)  # the others find it
+        sys.meta_path.remove(self)  # the other finders find it
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
@@ -73,7 +73,7 @@ class _PausedImport(MetaPathFinder):
         def execute_paused(module: ModuleType) -> None:
             with collection_paused():
                 execute(module)
-            # What PyTorch has made lives as long as the process: later collections leave it alone.
+            # PyTorch's objects live as long as the process; frozen, they are skipped by later collections.
             gc.freeze()
 
         spec.loader.exec_module = execute_paused  # type: ignore[method-assign]

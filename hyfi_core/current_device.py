@@ -11,7 +11,7 @@ def make_current(device: torch.device) -> None:
     """Make a GPU the current one of this thread, and create its context; every thread of ours calls this first.
 
     Args:
-        device: of what the thread computes or copies; nothing is done for a CPU.
+        device: device of the tensors that the thread computes or copies; nothing is done for a CPU.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -25,13 +25,13 @@ def current_device() -> torch.device:
 
 
 def as_in_this_thread(device: torch.device) -> Callable[[], None]:
-    """Return a function that gives the thread that calls it the current GPU and stream of this thread.
+    """Return a function that sets the current GPU and stream of its calling thread to those of this thread.
 
-    Threads that compute for this one call it first: on another stream, their kernels could run before those that they
-    wait for.
+    Threads that compute for this thread call it first: on another stream, their kernels could run before kernels whose
+    results they read.
 
     Args:
-        device: of what the threads compute; for a CPU, the function does nothing.
+        device: device of the tensors that the threads compute; for a CPU, the function does nothing.
     """
     if device.type != "cuda":
         return lambda: None

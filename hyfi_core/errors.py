@@ -36,7 +36,7 @@ class MemoryLimitError(RequestError):
     """``plan.memory_bytes`` is too small; the message says how much is needed.
 
     Attributes:
-        least_bytes: with which it would work, 0 if that was not computed.
+        least_bytes: the smallest limit that would be enough; 0 if that was not computed.
     """
 
     def __init__(self, message: str, least_bytes: int = 0) -> None:

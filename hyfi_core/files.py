@@ -16,16 +16,16 @@ _HERE = -100
 _EXCHANGE = 2
 """``RENAME_EXCHANGE`` of renameat2(2)."""
 _NOT_OFFERED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
-"""Errors of file systems, kernels and sandboxes without it; any other would come from a plain rename, too."""
+"""Errors if a file system, kernel or sandbox lacks ``renameat2``; a plain rename would raise all others, too."""
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context in which an ``OSError`` without a file, as writing and syncing raise it, gets ``path`` for its file."""
+    """Context that sets ``path`` as the file of an ``OSError`` without one, as writing and syncing raise it."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:  # without a number, the text would be lost
+        if error.filename is None and error.errno is not None:  # with a file but no number, its text is not shown
             error.filename = str(path)
         raise
 
@@ -44,24 +44,24 @@ def sync_file(path: Path) -> None:
 def swap_directory(prepared: Path, final: Path, aside: Path) -> None:
     """Rename a finished directory to its final name; an older one is moved ``aside`` and then removed.
 
-    On Linux both change places in one step, so that ``final`` always names a whole directory. File systems without
-    that (NFS) and other platforms have a moment between two renames, in which the older one has the name ``aside``
-    alone: a process that starts then and finds no ``final`` renames ``aside`` back to it.
+    On Linux both directories exchange their names in one step, so that ``final`` always names a whole directory. On
+    file systems without that (NFS) and on other platforms, there is a moment between two renames in which ``final``
+    does not exist: a process that then starts renames ``aside`` back to it.
     """
     if os.path.lexists(final):
-        # One of an earlier process that was killed before it had removed it.
+        # An earlier process may have been killed before it removed ``aside``.
         _remove(aside)
         if _exchanged(prepared, final):
-            # `prepared` names the older one now. Removing takes many steps, so it first gets another name: after a
-            # crash in between, a later writer would continue in what is left under `prepared`.
+            # `prepared` names the older directory now. It is renamed before it is removed file by file: after a crash
+            # during that, a later writer would otherwise continue in what is left under `prepared`.
             prepared.rename(aside)
         else:
-            # rename(2) replaces an empty folder only.
+            # Two renames, because rename(2) replaces only an empty folder.
             final.rename(aside)
             prepared.rename(final)
     else:
         prepared.rename(final)
-    # The new name is an entry of the parent, which is synced by itself.
+    # The new name is an entry of the parent folder, so that folder is synced.
     sync_file(final.parent)
     _remove(aside)
 
@@ -75,7 +75,7 @@ def _remove(folder: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchange the names of two directories in one step; False, and nothing changed, where that is not offered."""
+    """Exchange the names of two directories in one step; return False, with nothing changed, if that is impossible."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -100,6 +100,6 @@ def temporary_name(folder: Path, name: str | None = None) -> Path:
 
     Args:
         folder: final name.
-        name: by which all who write it know it; None: a new one.
+        name: part of the hidden name, equal in all processes that write to it; None: a new random one.
     """
     return folder.parent / f".{folder.name}.tmp-{name or uuid.uuid4().hex[:8]}"

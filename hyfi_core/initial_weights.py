@@ -1,12 +1,12 @@
 """Initial weights of a part of a model, without the memory of the whole.
 
-    meta build    conv1.weight  bn1.weight  …  fc.weight        no values: which names there are, and in which order
-    value build   conv1.weight  ░░░░░░░░░░  …  fc.weight        tensors that are not needed are forgotten as soon as
-                                                                their module has become part of another
+    meta build    conv1.weight  bn1.weight  …  fc.weight        no values: only the names and their order
+    value build   conv1.weight  ░░░░░░░░░░  …  fc.weight        a tensor that is not needed loses its values as soon as
+                                                                its module has become part of another
 
-Random values come from one generator in the order of the modules, so every tensor has to be drawn, also those that are
-forgotten. A forgotten tensor that is initialised again, as networks do in a loop over their modules, is drawn again and
-forgotten again. Any other use of one ends the attempt, and the whole model is built.
+Random values come from one generator in the order of the modules, so all tensors have to be drawn, even if their values
+are then forgotten. If a forgotten tensor is initialised again, as networks do in a loop over their modules, it is drawn
+and forgotten again. If it is used in any other way, this build ends and the whole model is built.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _DRAWS = frozenset(
     {"normal_", "uniform_", "fill_", "zero_", "constant_", "ones_", "zeros_"}
     | {f"{kind}_{how}_" for kind in ("kaiming", "xavier") for how in ("normal", "uniform")}
 )
-"""Functions that set a tensor and take as many random numbers as its shape says, whatever its values were."""
+"""Functions that set a tensor; how many random numbers they draw depends on its shape, not on its values."""
 _READS = frozenset({"dim", "size", "numel", "stride", "ndimension", "is_floating_point"})
 _ATTRIBUTES = frozenset({"shape", "dtype", "ndim", "requires_grad", "data"})
-"""What may be read of a forgotten tensor; not its device: initialisations skip tensors on the meta device."""
+"""Attributes of a forgotten tensor that may be read; not its device: initialisations skip tensors on meta."""
 
 
 class _ForgottenUsedError(RuntimeError):
-    """A forgotten tensor was used in another way than to be drawn again."""
+    """A forgotten tensor was used in another way than being drawn again."""
 
 
 class _Forgotten(torch.Tensor):
@@ -49,24 +49,24 @@ class _Forgotten(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Read a shape or another fact of the tensor, or draw it again.
+        """Read the tensor's shape or another attribute, or draw the tensor again.
 
         Raises:
             _ForgottenUsedError: the function does something else.
         """
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            # Reading an attribute comes here as ``__get__`` of its descriptor, which knows the name.
+            # An attribute is read by ``__get__`` of its descriptor, which has the attribute's name.
             attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
             if name in _READS or attribute in _ATTRIBUTES:
                 result = func(*args, **kwargs)
                 return result.as_subclass(_Forgotten) if isinstance(result, torch.Tensor) else result
             forgotten = next((item for item in (*args, *kwargs.values()) if isinstance(item, _Forgotten)), None)
             tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
-            # A second tensor would be a value that the draw depends on.
+            # With a second tensor, the result could depend on that tensor's values.
             if name not in _DRAWS or forgotten is None or len(tensors) != 1:
                 raise _ForgottenUsedError(name)
-            # Really drawn, and dropped: the generator has to move on as it does for the whole model.
+            # The values are drawn and dropped: the generator must advance as it does for the whole model.
             drawn = torch.empty_strided(forgotten.shape, forgotten.stride(), dtype=forgotten.dtype)
             func(
                 *(drawn if item is forgotten else item for item in args),
@@ -84,7 +84,8 @@ class InitialWeights:
 
     Args:
         build: builds the model; the same each time, except for its random values.
-        seed: of torch's generator before the build; afterwards the generator is as after a build of the whole model.
+        seed: seed of torch's generator before each build with values; a build leaves the generator as a build of the
+            whole model would.
 
     Attributes:
         model: the model on the meta device.
@@ -94,7 +95,7 @@ class InitialWeights:
         self._build, self._seed = build, seed
         self._values: dict[str, torch.Tensor] = {}
         order = _Order(None)
-        # Registration hooks are those of all modules of the process, so only one build may have them.
+        # Registration hooks apply to all modules of the process, so only one build may install them at a time.
         with _BUILDING, torch.device("meta"), order.watching():
             self.model = build()
         named = _named(self.model)
@@ -102,7 +103,7 @@ class InitialWeights:
         for name, tensor in named.items():
             names.setdefault(id(tensor), set()).add(name)
         self._shapes = order.shapes
-        # By place in the order of registration; a tensor that was replaced since has no name.
+        # Names by position in the order of registration; a tensor that was replaced later has none.
         self._names = [names.get(id(tensor), set()) for tensor in order.tensors]
 
     def prepare(self, names: Collection[str]) -> None:
@@ -114,7 +115,7 @@ class InitialWeights:
             try:
                 with order.watching():
                     model = self._build()
-                # Another order than in the first build would give places to other tensors.
+                # With another order than in the first build, positions would stand for other tensors.
                 is_exact = order.shapes == self._shapes
             except _ForgottenUsedError:
                 is_exact = False
@@ -124,7 +125,7 @@ class InitialWeights:
         self._values = {name: tensor for name, tensor in _named(model).items() if name in names}
 
     def __call__(self, name: str) -> torch.Tensor:
-        """Return a tensor, which is forgotten here.
+        """Return a tensor, and do not keep it.
 
         Raises:
             KeyError: it was not prepared, or has been returned before.
@@ -136,11 +137,11 @@ class _Order:
     """The parameters and buffers of a build, in the order in which modules register them.
 
     Args:
-        wanted: places in this order of the tensors whose values stay; None: all stay.
+        wanted: positions in this order of the tensors whose values are kept; None: all are.
 
     Attributes:
         shapes: (shape, dtype) of each.
-        tensors: the same tensors, if all stay.
+        tensors: the tensors in this order, if all are kept.
     """
 
     def __init__(self, wanted: Collection[int] | None) -> None:
@@ -166,7 +167,7 @@ class _Order:
                 handle.remove()
 
     def _register(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-        """Note that a module gets a tensor, and, if only some are wanted, whether it may be forgotten."""
+        """Record that a module gets a tensor and, if only some are wanted, whether it may be forgotten."""
         if threading.get_ident() != self._thread or isinstance(tensor, _Forgotten):
             return
         place = len(self.shapes)
@@ -174,12 +175,12 @@ class _Order:
         if self._wanted is None:
             self.tensors.append(tensor)
         elif tensor is not None and place in self._wanted:
-            self._forgettable.discard(id(tensor))  # the number of a tensor that was replaced, and is gone, may return
+            self._forgettable.discard(id(tensor))  # a tensor that was replaced and freed may have had the same id
         elif tensor is not None:
             self._forgettable.add(id(tensor))
 
     def _join(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Forget the unneeded tensors of a module that becomes part of another: it has been initialised."""
+        """Forget the unneeded tensors of a module that becomes part of another, because it is initialised by then."""
         if threading.get_ident() != self._thread or self._wanted is None or child is None:
             return
         for part in child.modules():

@@ -3,9 +3,9 @@
     machine      /proc/meminfo, the cores of the affinity mask (which a cpuset sets)
     container    control groups of this process and those above it, version 1 and 2
     Slurm        SLURM_MEM_PER_NODE, SLURM_MEM_PER_CPU × SLURM_CPUS_ON_NODE
-    shell        ulimit -v, ulimit -d: for each process; the others are for all of a job's processes on this machine
+    shell        ulimit -v, ulimit -d: for each process; all others: for a job's processes on this machine together
 
-A process that takes more memory is killed without a word, so every forecast is compared with the smallest of them.
+A process that takes more memory is killed without a message, so every forecast is compared with the smallest limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SLURM_LIMITS = ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
-"""Variables that stay where others of a launcher are removed."""
+"""Variables of Slurm that stay in the environment when a launcher's other variables are removed."""
 _SELF = Path("/proc/self")
 _MIB = 2**20
 
@@ -52,7 +52,7 @@ def available_memory(process: bool = True) -> MemoryLimit:
     """Return the limit that leaves the least memory.
 
     Args:
-        process: whether limits of each process count; without them the result holds for a job's processes together.
+        process: whether limits of each single process count, too; if not, the result is for all processes of a job.
     """
     limits = (limit for limit in memory_limits() if process or not limit.per_process)
     return min(limits, key=lambda limit: limit.free_bytes)
@@ -81,7 +81,7 @@ def _of_machine(proc: Path) -> MemoryLimit:
 
 
 def _of_groups(proc: Path) -> Iterator[MemoryLimit]:
-    """Yield the limits of this process's control groups; cached pages of files are free, as the kernel drops them."""
+    """Yield the limits of this process's control groups; cached pages of files count as free: the kernel drops them."""
     for folder, version in _groups(proc, "memory"):
         limit, usage, cached = (
             ("memory.max", "memory.current", "inactive_file")
@@ -89,7 +89,7 @@ def _of_groups(proc: Path) -> Iterator[MemoryLimit]:
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
         with suppress(OSError, ValueError):
-            # A group without a limit says "max", which is no number and so no limit.
+            # The file of a group without a limit has "max", which is no number, so nothing is yielded.
             free = int((folder / limit).read_text()) - int((folder / usage).read_text())
             with suppress(OSError, ValueError):
                 free += _number(folder / "memory.stat", cached)
@@ -111,7 +111,7 @@ def _groups(proc: Path, controller: str) -> Iterator[tuple[Path, int]]:
         if version not in paths:
             continue
         group = Path(paths[version])
-        # A container sees its own group as the root, and may not see where that is in the whole hierarchy.
+        # A container may see only its own group, mounted as the root, and not the groups above it.
         folder = mounted / group.relative_to(root) if group.is_relative_to(root) else mounted
         yield folder, version
         yield from ((above, version) for above in folder.parents if above.is_relative_to(mounted))
@@ -129,7 +129,7 @@ def _mounts(proc: Path, controller: str) -> Iterator[tuple[int, Path, Path]]:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Iterator[MemoryLimit]:
-    """Yield what a Slurm job may use on this node; 0 stands for all of it."""
+    """Yield the limits of a Slurm job on this node; none for a value of 0, which means all of its memory."""
     with suppress(KeyError, ValueError):
         if node := int(environment["SLURM_MEM_PER_NODE"]) * _MIB:
             yield MemoryLimit(node, "by SLURM_MEM_PER_NODE (sbatch --mem)")

@@ -1,4 +1,4 @@
-"""Modules of the user with the names of our packages: a message says which file hides which."""
+"""Modules of the user that have the name of one of our packages: the message says which file hides the other."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def check_not_hidden(package: str) -> None:
 
 
 def describe_hidden(error: Exception, folder: Path) -> str | None:
-    """Return why an import of the user's code failed if it asked for a name that one of our packages has, else None.
+    """Return why an import in the user's code failed if it named a package of ours instead of the user's; else None.
 
     Args:
-        error: from the import: an ``ImportError``, or an ``AttributeError`` of a module.
+        error: raised by the import: an ``ImportError``, or an ``AttributeError`` for a module.
         folder: where the user's own module of that name would be.
     """
     name = getattr(error, "name", None) or ""

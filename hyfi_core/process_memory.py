@@ -49,25 +49,25 @@ def forget_peak() -> None:
 
 
 def return_what_is_freed(large_bytes: int = _LARGE_BYTES) -> None:
-    """Configure glibc to return large freed blocks to the system, and to share heaps.
+    """Configure glibc to return large freed blocks to the system, and threads to share heaps.
 
-    By default glibc keeps blocks of up to 32 MB, and a heap for each thread: 10 to 20 % more memory here. 8 MB of small
-    blocks are kept: allocating them again for every tile costs a third of the system time.
+    By default glibc keeps blocks of up to 32 MB, and a heap for each thread, which takes 10 to 20 % more memory here.
+    Up to 8 MB of small blocks are kept: allocating them again for every tile costs a third of the system time.
 
     Args:
-        large_bytes: Size from which a block is returned when it is freed. Each of these is cleared by the system when
-            it is allocated again, which costs up to 40 % of the time of small networks.
+        large_bytes: Size from which a block is returned when it is freed. The system fills such blocks with zeros when
+            they are allocated again, which costs up to 40 % of the time of small networks.
     """
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
-        # Once set, glibc no longer raises it by itself, as it does when large blocks are freed (mallopt(3)).
+        # By default glibc raises this threshold when large blocks are freed; once set, it stays (mallopt(3)).
         library.mallopt(_M_MMAP_THRESHOLD, large_bytes)
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         library.mallopt(_M_ARENA_MAX, 2)
 
 
 def keep_what_is_freed() -> None:
-    """Configure glibc to keep all freed blocks of up to 32 MB, as its heap does by itself after a few steps.
+    """Configure glibc to keep all freed blocks of up to 32 MB, as it does by default after a few steps.
 
     Otherwise short measurements include the time in which the system maps the same pages again and again.
     """
@@ -82,7 +82,7 @@ def return_freed_now() -> None:
 
     MKL keeps about 4 MB for each thread that has multiplied matrices, until the thread ends.
     """
-    # MKL first: glibc may then return what it frees.
+    # MKL first, so that glibc can then return the buffers that MKL frees.
     free_buffers = _mkl_free_buffers()
     if free_buffers is not None:
         free_buffers()

@@ -20,8 +20,8 @@ class StoredState(Mapping[str, torch.Tensor]):
     A tensor is a private view of its file; the system reads pages when they are used.
 
     Args:
-        files: every tensor is in one of them.
-        identity: a text that is equal for equal contents, which ranks compare.
+        files: the files; each tensor is in one of them.
+        identity: a text that is equal for equal contents; ranks compare it.
 
     Raises:
         SafetensorError: a file has another format.
@@ -60,12 +60,12 @@ def fill_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
 
 
 Weights = str | PathLike[str] | Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
-"""Where to find a tensor by name: a safetensors file, a folder of them, a state, or a function."""
+"""Tensors by name: a safetensors file, a folder with such files, a state, or a function of the name."""
 
 
 @runtime_checkable
 class PreparedWeights(Protocol):
-    """A function that returns a tensor by name; before the first call, every rank announces the names that it needs."""
+    """A function that returns a tensor by name; before the first call, every rank passes the names that it needs."""
 
     def prepare(self, names: Collection[str]) -> None:
         """Make these tensors ready."""
@@ -80,7 +80,7 @@ def tensor_reader(weights: Weights) -> Callable[[str], torch.Tensor]:
     """Return the function that returns a tensor by name.
 
     Args:
-        weights: see ``Weights``; of a folder, its ``model.safetensors`` or ``model-*-of-*.safetensors``.
+        weights: see ``Weights``; of a folder, ``model.safetensors`` and ``model-*-of-*.safetensors`` are read.
 
     Raises:
         RequestError: there are no such files, or one of them has another format. The function, too, raises it, if files

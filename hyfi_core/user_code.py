@@ -26,7 +26,7 @@ def load_user_code(key: str, name: str, what: str) -> Callable[..., Any]:
     """
     module_name, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
-        # Last: a file of the user must not hide a library of the same name.
+        # Appended last: a file of the user must not hide a library of the same name.
         sys.path.append(str(Path.cwd()))
     module = _imported(f"{key} {name!r}", module_name)
     try:
@@ -39,7 +39,7 @@ def load_user_code(key: str, name: str, what: str) -> Callable[..., Any]:
 
 
 def _imported(label: str, module_name: str) -> ModuleType:
-    """Import a user's module; ``label`` is the key that names it.
+    """Import a user's module; ``label`` begins the message: the key that names it, and its value.
 
     Raises:
         RequestError: it cannot be imported; the message says why, if that is known.
@@ -52,7 +52,7 @@ def _imported(label: str, module_name: str) -> ModuleType:
         if reason is None and not isinstance(error, ImportError):
             raise
         advice = "" if reason is None else f"; {reason}"
-        # The module itself or a package around it is missing, not one that it imports.
+        # Only if the module itself or a package around it is missing, not a module that it imports.
         if not advice and isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             advice = "; is its folder on PYTHONPATH?"
         raise RequestError(f"{label}: {error}{advice}") from error

@@ -20,7 +20,7 @@ class Wait:
         what: returns a description: ``an exchange with ranks 1, 3``.
         since_s: when it began, by ``time.monotonic``.
         ended: called at its end, if not None.
-        nbytes: of the messages that it waits for.
+        nbytes: size of the messages that it waits for.
     """
 
     what: Callable[[], str]
@@ -36,9 +36,9 @@ class Activity:
     Attributes:
         step: the current training step; a resumed run first sets it to the step of its checkpoint.
         begun: number of training steps that this process has begun.
-        action: the current action, anything with a text form; None outside of steps.
-        wait: for other ranks, None while it does not wait.
-        count: of events in a service, such as messages received and files written.
+        action: the current action, any object with a text form; None outside of steps.
+        wait: the current wait for other ranks; None while it does not wait.
+        count: number of events in a service, such as messages received and files written.
         idle_s: when it last paused because it had nothing to do, by ``time.monotonic``.
         slow: actions in progress that may take long without any event, the latest last.
         helpers: ids of the child processes that work for this one.
@@ -66,7 +66,7 @@ class Activity:
             yield
         finally:
             self.slow.remove(action)
-            # Its end is an event: the stall rule would otherwise take the time since the last one for standing still.
+            # Its end is an event: otherwise the stall rule would count the time of the action as time without progress.
             self.count += 1
 
     @contextmanager
@@ -74,8 +74,8 @@ class Activity:
         """Record a wait during the body.
 
         Args:
-            describe: returns what is waited for, called only if somebody asks.
-            nbytes: of the messages that it waits for.
+            describe: returns what is waited for; called only if that is shown.
+            nbytes: size of the messages that it waits for.
         """
         self.wait = wait = Wait(describe, time.monotonic(), nbytes=nbytes)
         try:

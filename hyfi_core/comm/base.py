@@ -20,10 +20,11 @@ class Message:
 
     Attributes:
         peer: rank of the group.
-        tensor: contiguous; the sender owns it until the exchange is finished, the receiver's is written in place.
-        tag: pairs a send with its receive; between two ranks, messages of one tag arrive in order.
-        moves: of a receive: whether its tensor may take over the memory in which the message arrives; else it is
-            copied.
+        tensor: contiguous; what is sent must not change until the exchange has completed; what is received is written
+            into the receiver's tensor.
+        tag: pairs a send with its receive; between two ranks, messages with the same tag arrive in order.
+        moves: for a receive: whether its tensor may take over the memory in which the message arrives; otherwise the
+            message is copied.
     """
 
     peer: int
@@ -42,7 +43,7 @@ class Pending(Protocol):
 
     @property
     def needs_polls(self) -> bool:
-        """Whether it makes progress only inside calls, which another thread may make (see ``comm.progress``)."""
+        """Whether it makes progress only inside calls to it, which another thread may make (see ``comm.progress``)."""
         ...
 
     def test(self) -> bool:
@@ -109,7 +110,7 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """Overwrite ``tensor`` with the root's."""
+        """Overwrite ``tensor`` with the tensor of rank ``root``."""
         ...
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
@@ -139,8 +140,8 @@ class Communicator(Protocol):
     def subgroup(self, members: Sequence[int]) -> Communicator | None:
         """Return the group of ``members``, in their order; None if there are none.
 
-        Called by every rank, with the members of the group that it is in, which all of them know: unlike for ``split``,
-        no rank needs to learn of every other.
+        Every rank calls it with the members of its own group. Unlike ``split``, it does not have to gather anything
+        from all ranks, because every rank knows the members already.
         """
         ...
 
@@ -153,7 +154,7 @@ class ForwardingCommunicator:
     """Forwards every call to another communicator: base class of wrappers.
 
     Args:
-        comm: the other one.
+        comm: the other communicator.
     """
 
     def __init__(self, comm: Communicator) -> None:

@@ -1,12 +1,12 @@
-"""Sums over ranks of which each rank reads only what is computed from them.
+"""Sums over ranks from which all ranks compute the same values, such as the statistics of a norm.
 
     rank       contribute ── pack ── all-reduce ── combine ──▶ result
     cells      contribute ┐
                contribute ┼─ pack ── all-reduce ── combine ──▶ the result of all
                contribute ┘
 
-Cells of one process pack what they contribute together and combine it once: the host starts every kernel of a GPU, and
-for the small tensors of a norm that takes longer than the kernels.
+The cells of one process pack their contributions together and compute the result once: for the small tensors of a norm,
+the host takes longer to start a GPU's kernels than the kernels take to run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class Combination:
     """How the contributions of ranks become values that all of them read.
 
     Attributes:
-        pack: returns a tensor from the contributions of some ranks, by rank; summed over all ranks, it has everything.
-        combine: returns the values from that sum. Ranks that share memory must all pass the same function of the same
-            values, and must not change what it returns.
-        sent_bytes: bytes of the tensor.
+        pack: takes rank -> contribution, for some of the ranks, and returns a tensor; ``combine`` takes the sum of
+            these tensors over all ranks.
+        combine: returns the values, computed from that sum. Ranks that share memory share the values, too: they must
+            all pass an equal function, and must not change what it returns.
+        sent_bytes: size of the tensor.
     """
 
     pack: Callable[[Mapping[int, Any]], torch.Tensor]
@@ -56,17 +57,17 @@ def start_combined(
 
     Args:
         comm: the ranks.
-        own: returns what this rank contributes; not called where the values are known from an earlier run.
+        own: returns what this rank contributes; not called if the values are replayed from an earlier run.
         combination: the same on all ranks.
-        kept: whether the values are used again after the next wait: then cells that spill have copies of their own.
+        kept: whether the values are used again after the next wait; if so, each cell that spills gets its own copy.
     """
-    # Only cells, what forwards to them, and what replays values have the method.
+    # Not part of the protocol: only the communicators of cells, those around them, and replaying ones have the method.
     start = getattr(comm, "start_combined", None)
     result: Combined = reduced_by(comm, own, combination) if start is None else start(own, combination, kept)
     return result
 
 
 def reduced_by(comm: Communicator, own: Callable[[], Any], combination: Combination) -> Combined:
-    """Start combining by an all-reduce of what this rank alone has packed."""
+    """Start combining by an all-reduce; this rank packs only its own contribution."""
     packed = combination.pack({comm.rank: own()})
     return Combined(comm.start_all_reduce(packed), lambda: combination.combine(packed))

@@ -1,7 +1,7 @@
 """A communicator that counts messages, bytes and waiting time by kind of traffic.
 
-Waits for NCCL return at once: only the GPU's stream waits. Its waiting time is that between two events around the wait,
-which is read when both have completed, so that the host does not wait for it.
+Waits for NCCL return at once: only the GPU's stream waits. Its waiting time is measured by two events on the stream,
+one before and one after the wait, and read when both have completed, so that the host does not wait for it.
 
     stream   ── kernel ── event ┄┄ waits for messages ┄┄ event ── kernel ──▶
 """
@@ -33,10 +33,10 @@ class TrafficCounts:
     """Messages, bytes and seconds of waiting, by kind.
 
     Attributes:
-        messages: sent since the last reset.
-        sent_bytes: the same in bytes.
-        seconds: time spent on starting and waiting for messages; after ``collect`` also that of a GPU's stream.
-        spans: these times one by one, appended to this list, which ``reset`` leaves alone; None: not recorded.
+        messages: number of messages sent since the last reset.
+        sent_bytes: number of bytes sent since the last reset.
+        seconds: time spent on starting and waiting for messages; ``collect`` adds the waits of a GPU's stream.
+        spans: list to which every time that the host spends is appended; ``reset`` leaves it alone. None: not recorded.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class TrafficCounts:
         self.reset()
 
     def reset(self) -> None:
-        """Count from zero again; waits of a stream that are not over count later."""
+        """Count from zero again; waits of a stream that ``collect`` has not added yet count afterwards."""
         self.messages = dict.fromkeys(KINDS, 0)
         self.sent_bytes = dict.fromkeys(KINDS, 0)
         self.seconds = dict.fromkeys(KINDS, 0.0)
@@ -63,12 +63,12 @@ class TrafficCounts:
             self.spans.append((kind, begin_s, end_s))
 
     def spend_on_stream(self, kind: str, begin: torch.cuda.Event) -> None:
-        """Add the time of the current stream since an event to one kind, when it has passed."""
+        """Add the time from an event to now on the current stream to one kind; ``collect`` adds it when it is known."""
         self._on_stream.append((kind, begin, marked()))
 
     def collect(self) -> None:
         """Add the waits of streams that are over to ``seconds``."""
-        # In order of time, as on the stream: behind one that is not over, none is.
+        # They end in the order of the list, as on the stream: behind one that is not over, no other is.
         while self._on_stream and self._on_stream[0][2].query():
             kind, begin, end = self._on_stream.popleft()
             self.seconds[kind] += begin.elapsed_time(end) / 1e3
@@ -93,12 +93,12 @@ class CountedCommunicator(ForwardingCommunicator):
     """Forwards all calls to another communicator and counts messages, bytes and seconds under its kind.
 
     Args:
-        comm: the other one.
+        comm: the other communicator.
         kind: kind of traffic; ``of`` returns the same communicator for another kind.
-        counts: where they are counted; None for new counts.
+        counts: to which the traffic is added; None for new counts.
 
     Attributes:
-        counts: the same; shared by all communicators that ``of`` returns.
+        counts: shared by all communicators that ``of`` returns.
     """
 
     def __init__(self, comm: Communicator, kind: str = "halo", counts: TrafficCounts | None = None) -> None:
@@ -147,7 +147,7 @@ class CountedCommunicator(ForwardingCommunicator):
         return self._timed(self._comm.start_all_reduce(tensor, op), (tensor,))
 
     def start_combined(self, own: Callable[[], Any], combination: Combination, kept: bool) -> Combined:
-        """Start combining; counts as one message of the packed tensor's bytes, also of each of several cells."""
+        """Start combining; counts as one message of the packed tensor's bytes, for each of several cells, too."""
         if not hasattr(self._comm, "start_combined"):
             return reduced_by(self, own, combination)
         self.counts.count(self._kind, 1, combination.sent_bytes)

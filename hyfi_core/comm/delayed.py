@@ -61,7 +61,7 @@ class DelayedCommunicator(ForwardingCommunicator):
         stamps = [torch.tensor([now_s], dtype=torch.float64) for _ in sends]
         arriving = [torch.zeros(1, dtype=torch.float64) for _ in receives]
         pending = self._comm.exchange(
-            # Behind its message with the same tag: between two ranks these arrive in order.
+            # Each stamp is sent after its message with the same tag: between two ranks these arrive in order.
             [*sends, *(Message(m.peer, stamp, m.tag) for m, stamp in zip(sends, stamps, strict=True))],
             [*receives, *(Message(m.peer, stamp, m.tag) for m, stamp in zip(receives, arriving, strict=True))],
         )
@@ -75,7 +75,7 @@ class DelayedCommunicator(ForwardingCommunicator):
             self._comm.all_reduce(tensor, op)
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
-        """Start a reduction."""
+        """Start a reduction, with latency if reductions are delayed."""
         stamps = [torch.tensor([perf_counter()], dtype=torch.float64)] if self._reductions else []
         pending = self._comm.start_all_reduce(tensor, op)
         return _DelayedPending(self._latency, pending, stamps) if stamps else pending

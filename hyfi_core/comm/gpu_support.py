@@ -17,8 +17,8 @@ class GpuSupport:
     """Whether messages are given to MPI in the memory of a GPU.
 
     Attributes:
-        direct: if not, they go through pinned host memory.
-        reason: how that is known, as text.
+        direct: whether they are; otherwise they go through pinned host memory.
+        reason: why, as text.
     """
 
     direct: bool
@@ -37,7 +37,7 @@ def gpu_support(version: str, query: Callable[[], int] | None, environment: Mapp
     if off:
         return GpuSupport(False, f"{off[0]} is {environment[off[0]]}")
     transports = environment.get("UCX_TLS", "all").lower()
-    # "^a,b" excludes transports, "a,b" lists the only ones.
+    # "^a,b" excludes these transports, "a,b" allows only these.
     excludes, names_cuda = transports.startswith("^"), "cuda" in transports
     if excludes == names_cuda and "all" not in transports.split(","):
         return GpuSupport(False, f"UCX_TLS is {transports}, without a transport for CUDA")

@@ -4,8 +4,8 @@ Every operation is non-blocking and is waited for with a back-off (spin, yield, 
 use a full core while they wait, which slows down other ranks.
 
 Messages are sent as bytes directly from the tensors' memory; a tensor must be contiguous, and the pending object keeps
-it alive until its request has completed. Long messages are sent in slices with the same tag; both ends cut them alike,
-wherever the memory is, and counts of traffic count them as one message:
+it alive until its request has completed. Long messages are sent in slices with the same tag. Both ends cut them into
+the same slices, whether in host or GPU memory, and counts of traffic count them as one message:
 
     device ── copy 0 ── copy 1 ── copy 2        a message of a GPU that goes through the host: slice k is sent while
     MPI               └─ send 0 ─ send 1 ─ …    slice k + 1 is copied, and on arrival slice k is copied to the device
@@ -35,7 +35,8 @@ from hyfi_core.comm.progress import OWN_CORE, SHARED_CORE, backed_off, set_patie
 from hyfi_core.comm.supervision.rendezvous import Expected, joined
 from hyfi_core.comm.wire import HostSlice, check_dense, decoded, encoded, from_wire, host_slices, to_wire
 
-mpi4py.rc.initialize = False  # `world` does: mpi4py would keep the interpreter's lock until all ranks have come
+# `world` initialises MPI: mpi4py would keep the interpreter's lock until all ranks have come.
+mpi4py.rc.initialize = False
 mpi4py.rc.finalize = True
 from mpi4py import MPI as MPI  # noqa: E402
 
@@ -55,13 +56,13 @@ _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 @functools.cache
 def own_gpu_support() -> GpuSupport:
-    """Return the GPU support of this process's MPI, asked through mpi4py's library: MPI's symbols are not global."""
+    """Return the GPU support of this process's MPI; its query is found through mpi4py: MPI's symbols are not global."""
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
     return gpu_support(MPI.Get_library_version(), query, os.environ)
 
 
 def _pieces(tensor: torch.Tensor, most: int | None = None) -> list[Any]:
-    """Return the tensor's bytes for MPI, in pieces of at most ``most`` (``_MOST_BYTES``); one if it is empty.
+    """Return the tensor's bytes for MPI, in pieces of at most ``most`` bytes; one piece if it is empty.
 
     Raises:
         ValueError: the tensor is not dense.
@@ -73,14 +74,14 @@ def _pieces(tensor: torch.Tensor, most: int | None = None) -> list[Any]:
 
 
 def _is_staged(tensor: torch.Tensor) -> bool:
-    """Whether a message goes through pinned memory, because MPI cannot be given its own."""
+    """Whether a message goes through pinned memory, because MPI cannot be given the tensor's own memory."""
     return tensor.device.type != "cpu" and not (tensor.device.type == "cuda" and own_gpu_support().direct)
 
 
 def _in_place(tensor: torch.Tensor) -> list[Any]:
-    """Return the slices of a message in memory that MPI can be given."""
+    """Return the slices of a message whose memory MPI can be given."""
     if tensor.device.type != "cpu":
-        # MPI knows no streams: kernels of this one may still write the message, or use the memory to receive into.
+        # MPI knows no streams: kernels may still write the message, or use the memory into which it is received.
         torch.cuda.current_stream(tensor.device).synchronize()
     return _pieces(tensor, min(_MOST_BYTES, _SLICE_BYTES))
 
@@ -96,7 +97,7 @@ def _memory(part: Any) -> Any:
 
 
 def _await_copy(part: HostSlice, requests: list[Any], describe: Callable[[], str]) -> None:
-    """Return when a slice is on the host; until then, MPI goes on with earlier ones."""
+    """Return when a slice is on the host; until then, let MPI send earlier slices."""
 
     def ready() -> bool:
         if part.is_copied():
@@ -115,12 +116,12 @@ class _Requests:
         describe: describes the wait.
         keep: the memory that MPI reads and writes.
         finish: called once, when all have completed.
-        landing: (request, slice) of received slices that are then copied to a device.
+        landing: (request, slice) of slices that are copied to a device once they are received.
     """
 
     @property
     def needs_polls(self) -> bool:
-        # From this level on a helper thread may call MPI, one call at a time: the body of ``polled`` makes none.
+        # From this level on, a helper thread may call MPI if no other thread does: the body of ``polled`` does not.
         return bool(MPI.Query_thread() >= MPI.THREAD_SERIALIZED)
 
     def __init__(
@@ -135,12 +136,12 @@ class _Requests:
         self._stream = torch.cuda.current_stream() if any(part.pinned for _, part in self._landing) else None
         self._requests = requests
         self._what = describe
-        # None once all is over, which also lets the memory go.
+        # None once all requests have completed: then the memory is released, too.
         self._keep: Sequence[Any] | None = keep
         self._finish = finish
 
     def test(self) -> bool:
-        # One by one, so that a slice goes to the device while the next ones still arrive.
+        # One by one, so that a slice is copied to the device while the next ones still arrive.
         while self._landing and MPI.Request.Testall([self._landing[0][0]]):
             # The stream on which the exchange began: a helper thread that polls has another current stream.
             with torch.cuda.stream(self._stream):
@@ -208,7 +209,7 @@ class MpiCommunicator:
             if isinstance(part, HostSlice):
                 _await_copy(part, requests, describe)
             requests.append(self._comm.Isend([_memory(part), MPI.BYTE], message.peer, message.tag))
-        # MPI reads and writes this memory until the requests have completed, whoever drops the tensors.
+        # MPI reads and writes this memory until the requests have completed, even if the caller drops the tensors.
         direct = [message.tensor for message in (*receives, *sends) if not _is_staged(message.tensor)]
         buffers = [part.buffer for part in copied] + [part.buffer for _, part in landing]
         return _Requests(requests, describe, direct + buffers, landing=landing)
@@ -223,7 +224,7 @@ class MpiCommunicator:
             return _Requests([], str)
         wide = to_wire(tensor.to("cpu"), op)
         datatype, size = _DATATYPES[wide.dtype], wide.element_size()
-        # Pieces end between two numbers: ``_MOST_BYTES`` is a multiple of every size.
+        # No piece ends inside a number: ``_MOST_BYTES`` is a multiple of every dtype's size.
         specs = [[piece, len(piece) // size, datatype] for piece in _pieces(wide)]
         requests = [self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op]) for spec in specs]
         return _Requests(requests, self._every("all-reduce"), [wide], lambda: from_wire(wide, tensor, op))
@@ -235,7 +236,7 @@ class MpiCommunicator:
         dense = tensor.detach().to("cpu").contiguous()
         requests = [self._comm.Ibcast([piece, MPI.BYTE], root) for piece in _pieces(dense)]
         _Requests(requests, self._every("broadcast"), [dense]).wait()
-        # It may be a copy: of a tensor on a device, or of one that is not contiguous.
+        # A tensor that is on a device or not contiguous was copied.
         if dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(dense)
@@ -255,7 +256,7 @@ class MpiCommunicator:
         """Return all values on the root."""
         data = encoded(value)
         sizes = torch.zeros(self._size, dtype=torch.int64)
-        # A sum in which each rank has one entry that is not zero: everybody learns all sizes in one call.
+        # Each rank sets its own entry, and the sum gives all sizes to all ranks in one call.
         sizes[self._rank] = data.numel()
         self.all_reduce(sizes)
         if self._rank != root:
@@ -276,7 +277,7 @@ class MpiCommunicator:
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one received value, or None."""
         status = MPI.Status()
-        # A matched probe: the message that was seen is the one that is received, even if another thread receives, too.
+        # A matched probe: exactly the message that it found is received, even if another thread receives, too.
         probed = self._comm.Improbe(MPI.ANY_SOURCE if peer is None else peer, tag, status)
         if probed is None:
             return None
@@ -327,15 +328,16 @@ def _largest_tag() -> int:
 def world(expected: Expected | None = None, interrupted: Callable[[], bool] = lambda: False) -> MpiCommunicator:
     """Return all ranks of the job, on a duplicate of MPI's world, so that users' messages cannot interfere.
 
-    The arguments, and what is raised, are those of ``joined``.
+    For the arguments and the errors raised see ``joined``.
     """
-    # On a new thread, whose memory is still zero: MPICH sends the other ranks 4 KB of it, although only an address in
-    # it matters. With other contents the lines are longer, Slurm's PMI-2 cuts them off, and ranks wait for ever.
+    # ``joined`` starts a new thread, whose stack is still all zeros. MPICH sends the other ranks 4 KB of that stack,
+    # although only an address in it matters. With other contents the lines are longer, Slurm's PMI-2 cuts them off, and
+    # ranks wait for ever.
     return joined(_world, expected or Expected("mpi", os.environ), interrupted)
 
 
 def _initialise() -> None:
-    """Initialise MPI, if nobody has, without the interpreter's lock; mpi4py finalises it."""
+    """Initialise MPI without holding the interpreter's lock, unless it is initialised; mpi4py finalises it."""
     if MPI.Is_initialized():
         return
     provided = ctypes.c_int()
@@ -343,7 +345,7 @@ def _initialise() -> None:
     if code != MPI.SUCCESS:
         raise RuntimeError(f"MPI_Init_thread returned {code}")
     for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
-        comm.Set_errhandler(MPI.ERRORS_RETURN)  # raised as exceptions, as after mpi4py's own start
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py raises errors that MPI returns; its own start sets the same
 
 
 def _world() -> MpiCommunicator:
@@ -359,10 +361,10 @@ def _world() -> MpiCommunicator:
 
 
 def _shares_cores() -> bool:
-    """Return whether the ranks of this node are more than the cores that they may use together (collective)."""
+    """Return whether this node has more ranks than cores that these ranks may use (collective)."""
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    # Of all ranks of the node: launchers bind each of them to cores of its own, or none to any.
+    # The union over ranks: a launcher may bind each rank to other cores, or none to any.
     together = set().union(*node.allgather(set(usable)))
     ranks = node.Get_size()
     node.Free()
@@ -372,7 +374,7 @@ def _shares_cores() -> bool:
 def _remove_names_of_shared_memory() -> None:
     """Remove the name of the shared memory by which MPICH's ranks of this node exchange messages; they keep the memory.
 
-    MPICH removes it only when ranks end normally: killed or aborted ones would leave megabytes in ``/dev/shm``, which
+    MPICH removes it only when ranks end normally: killed or aborted ranks would leave megabytes in ``/dev/shm``, which
     are in the way of the next ranks of the same Slurm job.
     """
     with contextlib.suppress(OSError):

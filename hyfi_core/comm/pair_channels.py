@@ -25,11 +25,11 @@ def with_pair_channels(comm: Communicator) -> Communicator:
     if not comm.in_order or comm.size == 1:
         return comm
     channels: dict[tuple[int, int], Communicator] = {}
-    # ``split`` is collective: in each round every rank is in one pair at most, so that few rounds make all channels.
+    # ``split`` is collective. In each round every rank is in one pair at most: a call makes channels of many pairs.
     for pairs in _rounds(comm.size):
         partner = pairs.get(comm.rank)
         for from_lower in (True, False):
-            # The lower rank names the pair; no other pair of the round has it.
+            # The lower rank serves as the pair's color: it is in no other pair of the round.
             color = None if partner is None else min(comm.rank, partner)
             channel = comm.split(color, comm.rank)
             if channel is not None and partner is not None:
@@ -39,7 +39,7 @@ def with_pair_channels(comm: Communicator) -> Communicator:
 
 
 def _rounds(size: int) -> list[dict[int, int]]:
-    """Return rounds of pairs in which every two ranks are paired once: rank -> partner (the circle method).
+    """Return rounds, each as rank -> partner; over all rounds, every two ranks are paired once (the circle method).
 
     Ranks that face each other are a pair. Of an odd number, one has no partner in each round::
 
@@ -57,7 +57,7 @@ def _rounds(size: int) -> list[dict[int, int]]:
             if one is not None and other is not None:
                 partners |= {one: other, other: one}
         rounds.append(partners)
-        # The first stays, the others move on by one.
+        # The first rank stays, all others move on by one place.
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
 
@@ -67,7 +67,7 @@ class PairChannels(ForwardingCommunicator):
 
     Args:
         comm: the group.
-        channels: (from, to) -> the two ranks, the lower first; for all pairs with this rank.
+        channels: (from, to) -> group of these two ranks, the lower one first; for all pairs with this rank.
     """
 
     def __init__(self, comm: Communicator, channels: dict[tuple[int, int], Communicator]) -> None:
@@ -76,7 +76,7 @@ class PairChannels(ForwardingCommunicator):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives, each on the channel of its pair."""
-        # One exchange for each channel, with its messages in the order in which its peer posts them, too.
+        # One exchange for each channel, with its messages in the order given; the peer posts them in the same order.
         incoming: dict[int, list[Message]] = {}
         for message in receives:
             incoming.setdefault(message.peer, []).append(self._in_channel(message))

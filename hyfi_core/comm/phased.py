@@ -1,4 +1,4 @@
-"""Pending reductions of several phases; all ranks start the phases in the same order.
+"""Pending reductions with several phases each; all ranks start the phases in the same order.
 
     reduction 0   phase 1 ══▶ phase 2 ══▶ phase 3
     reduction 1   phase 1 ══▶ ………………………… waits …………………… phase 2 ══▶ phase 3
@@ -31,10 +31,10 @@ class PhasedQueue:
         return reduction
 
     def advance(self, wait_for: PhasedReduction | None = None) -> None:
-        """Advance reductions in order; with ``wait_for``, until that one has completed."""
+        """Start phases, the oldest reduction first; with ``wait_for``, wait until that one has completed."""
         while self._open:
             first = self._open[0]
-            # Later ones wait: their phases use the same communicators, on which all ranks must start in the same order.
+            # Later reductions stay where they are: all ranks must start phases on the same communicators in one order.
             if not first.advance(wait=wait_for is not None):
                 return
             self._open.popleft()

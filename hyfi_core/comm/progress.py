@@ -1,8 +1,8 @@
 """Progress of communication while a rank computes, and waiting for it without a full core.
 
-MPI moves large messages only inside calls. Slicing the computation, with a call between slices, costs too much (a
-convolution of 64 channels takes a quarter longer in eight slices, a deep one twice as long), so a helper thread makes
-the calls: PyTorch releases the interpreter lock while it computes.
+MPI moves large messages only inside calls to it. Computing in slices, with a call between slices, costs too much (a
+convolution of 64 channels takes a quarter longer in eight slices, one of a deep layer twice as long). So a helper
+thread makes the calls: PyTorch releases the interpreter lock while it computes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Patience:
 # If MPI sends a message in pieces, both ends must call it for each piece: with earlier sleeps, a step took twenty times
 # as long (shared memory without cross-memory attach).
 OWN_CORE = Patience(yield_s=0.1, sleep_most_s=2e-3)
-"""Of a rank that has a core for itself."""
+"""For a rank that has a core for itself."""
 SHARED_CORE = Patience(yield_s=1e-3, sleep_most_s=100e-6)
-"""Of ranks that are more than the cores of their node: yielding takes time from those that compute."""
+"""For a node with more ranks than cores: yielding takes time from the ranks that compute."""
 _patience = OWN_CORE
 
 
@@ -79,7 +79,7 @@ class _ProgressThread:
             self._watched = [watched for watched in self._watched if watched is not pending]
 
     def _run(self, device: torch.device) -> None:
-        """Test the watched operations until they are over, first every 0.1 ms, then more and more rarely."""
+        """Test the watched operations for ever, first every 0.1 ms, then less often; drop those that are over."""
         make_current(device)
         pause_s = _FIRST_S
         while True:
@@ -88,7 +88,7 @@ class _ProgressThread:
                     pause_s = _FIRST_S
                     self._changed.wait()
                 self._watched = [pending for pending in self._watched if not _is_over(pending)]
-            # Without the lock, so that ``leave`` does not wait for the end of a nap.
+            # Without the lock, so that ``leave`` does not wait for the end of this sleep.
             time.sleep(pause_s)
             pause_s = min(_MOST_S, pause_s * 1.5)
 
@@ -108,9 +108,9 @@ def polled(pending: Pending | None) -> Iterator[None]:
     """Make progress on a communication while the body computes. The body must not communicate.
 
     Args:
-        pending: None, or one that is used only here.
+        pending: used by nobody else during the body; None: just run the body.
     """
-    # What is complete already needs no thread: waking it takes longer than most small messages.
+    # A completed communication needs no thread: waking it takes longer than most small messages.
     if pending is None or not pending.needs_polls or pending.test():
         yield
         return
@@ -140,7 +140,7 @@ def backed_off(ready: Callable[[], bool], describe: Callable[[], str], nbytes: C
     else:
         return
     sleep_s = _SLEEP_FIRST_S
-    # Noted only now: for the many short waits it would cost more than the wait itself.
+    # Recorded only from here on: for the many short waits that would take longer than the wait itself.
     with ACTIVITY.waiting(describe, nbytes()):
         while not ready():
             time.sleep(sleep_s)

@@ -3,8 +3,8 @@
     first run    exchange ──▶ peers        received ──▶ log        moments ─▶ sum ─▶ statistics ──▶ log
     second run   exchange (not sent)       received ◀── log                          statistics ◀── log
 
-Only received tensors are kept (halo strips, sums), and what was combined (statistics), in the order of the calls. What
-a rank would only contribute to a combination is not computed again.
+Kept are, in the order of the calls, received tensors (halo strips, sums) and combined values (statistics). The second
+run does not compute what a rank contributes to a combination, because the combined values are known.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RecordingCommunicator(ForwardingCommunicator):
     """Forwards all calls to another communicator and keeps copies of received tensors.
 
     Args:
-        comm: the other one.
+        comm: the other communicator.
         log: an existing log to share; None for a new one.
-        copies: whether combined values are copied to the log: a pager may spill those that the forward uses.
+        copies: whether the log gets copies of combined values: a pager may spill those that the forward uses.
 
     Attributes:
         log: received tensors, call by call; for ``ReplayingCommunicator``.
@@ -65,7 +65,7 @@ class RecordingCommunicator(ForwardingCommunicator):
 
         def result() -> Tensors:
             values = combined.result()
-            # Nobody changes them, so by themselves they need no copy.
+            # Combined values are never changed, so the log may share them unless a pager may spill them.
             entry[:] = (value.clone() for value in values) if self._copies else values
             return values
 
@@ -104,7 +104,7 @@ class _RecordedPending:
         self._keep()
 
     def _keep(self) -> None:
-        # Once: ``test`` and ``wait`` may both be called after the end, when the memory may have other contents.
+        # Only the first time: a later ``test`` or ``wait`` may find other contents in the same memory.
         if self._open:
             self._entry.extend(tensor.clone() for tensor in self._received)
             self._open = False
@@ -114,7 +114,7 @@ class ReplayingCommunicator:
     """Replays the log of a ``RecordingCommunicator``; nothing is sent.
 
     Args:
-        log: of the first run; consumed from its beginning.
+        log: recorded in the first run; entries are removed from its beginning.
         rank: this rank in the group.
         size: number of ranks in the group.
     """
@@ -155,5 +155,5 @@ class ReplayingCommunicator:
         return Completed()
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse all other calls: a forward does not need them."""
+        """Refuse all other calls: the forward of a stage does not make them."""
         raise AttributeError(f"{name} cannot be replayed: no forward of a stage calls it")

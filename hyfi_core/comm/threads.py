@@ -42,7 +42,8 @@ class _PostedExchange:
         self._sends = [PostedMessage(message, version_of(message.tensor)) for message in sends]
         self._receives = [PostedMessage(message) for message in receives]
         posts = (*self._sends, *self._receives)
-        # No reference cycles: messages must be freed with this object, not by the garbage collector.
+        # Not a method of this object, which would make a reference cycle: messages are freed with the object, and need
+        # not wait for the garbage collector.
         begin = partial(_begin, group, rank, self._sends, self._receives)
         self._operation = Operation(begin, lambda: all(post.done for post in posts))
         group.run(rank, self._operation)
@@ -77,7 +78,7 @@ class _ThreadReduction:
         self._op = op
         self._comm = comm
         name = f"all_reduce {op} of {tuple(tensor.shape)} {tensor.dtype}"
-        # A copy: this rank overwrites its tensor with the sum while others still add.
+        # A copy: this rank may overwrite its tensor with the sum while other ranks still read its input.
         self._number, self._call = comm._enter(name, tensor.detach().clone())
 
     def test(self) -> bool:
@@ -206,7 +207,7 @@ class ThreadCommunicator:
         same_color = sorted((k, rank) for c, k, rank in votes if color is not None and c == color)
         members = [rank for _, rank in same_color]
         is_first = bool(members) and members[0] == self._rank
-        # One object for all members: the first makes it, the second gathering hands it to the others.
+        # All members share one object: the first makes it, and the second gathering gives it to the others.
         group = ThreadGroup(self._group.world, [self._group.members[rank] for rank in members]) if is_first else None
         groups = self._gather_all("split", group)
         return None if color is None else ThreadCommunicator(groups[members[0]], members.index(self._rank))
@@ -236,7 +237,7 @@ def run_ranks(
 
     Raises:
         BaseException: the first error of any rank.
-        DeadlockError: strict, and no rank can continue; raised at once, with what each waits for.
+        DeadlockError: in strict mode, no rank can continue; raised at once, with what each rank waits for.
         TimeoutError: the ranks did not end in time: a deadlock.
     """
     world = ThreadWorld(size, strict)
@@ -259,7 +260,7 @@ def run_ranks(
         thread.start()
     in_time = world.oversee(timeout_s)
     if errors:
-        # The cause, not the errors of ranks that ended because of it.
+        # The first error that is not a ``PeerFailedError``, which ranks raise because another rank has failed.
         raise next((error for error in errors if not isinstance(error, PeerFailedError)), errors[0])
     if not in_time:
         world.fail()

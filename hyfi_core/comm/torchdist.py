@@ -38,7 +38,7 @@ _WAITERS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="gloo-wait")
 
 @contextlib.contextmanager
 def _losing_peers() -> Iterator[None]:
-    """Context in which gloo sends and receives, whose only errors are connections that end and time that runs out.
+    """Context for sends and receives of gloo, which fail only if a connection ends or their time runs out.
 
     Raises:
         LostPeerError: instead of gloo's RuntimeError.
@@ -71,13 +71,13 @@ class _Works:
         self._waiting: Future[None] | None = None
 
     def test(self) -> bool:
-        if self._on_gpu:  # test without waiting; waiting would order the caller's stream after it
+        if self._on_gpu:  # test without waiting: a wait would make the caller's stream wait for the messages
             is_over = all(work.is_completed() for work in self._works)
             if is_over:
                 self.wait()
             return is_over
         if self._waiting is None:
-            # Once: gloo tells the end of a message only to a thread that is blocked in its ``wait``.
+            # One thread for all later tests: gloo reports the end of a message only to a thread blocked in ``wait``.
             self._waiting = _WAITERS.submit(self._wait_for_all)
         if self._waiting.done():
             self.wait()
@@ -117,9 +117,9 @@ class TorchCommunicator:
         self._name = name
         self._members = members
         self._store = dist.distributed_c10d._get_default_store()
-        # Tag -> how many values this rank has taken: the next one has the number after it (see ``send_object``).
+        # Tag -> number of values that this rank has taken; the next value has the next number (see ``send_object``).
         self._taken: dict[int, int] = {}
-        self._aside: dict[int, deque[tuple[int, Any]]] = {}  # tag -> (peer, value) taken and not asked for yet
+        self._aside: dict[int, deque[tuple[int, Any]]] = {}  # tag -> (peer, value) taken but not returned yet
         self._splits = 0
         self._in_order = "nccl" in str(dist.get_backend_config(group))
 
@@ -130,7 +130,7 @@ class TorchCommunicator:
 
     @property
     def process_group(self) -> Any:
-        """The library's group, for what the library does itself, such as dividing weights."""
+        """The library's group, for functions of the library that need one, such as dividing weights."""
         return self._group
 
     @property
@@ -191,7 +191,9 @@ class TorchCommunicator:
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's value."""
         data = encoded(value) if self.rank == root else torch.empty(0, dtype=torch.uint8)
-        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)  # the length, followed by as much as fits: one broadcast
+        head = torch.zeros(
+            _HEAD_BYTES, dtype=torch.uint8
+        )  # the length and as many bytes as fit: a small value needs no more
         head[:8] = torch.tensor([data.numel()]).view(torch.uint8)
         first = data[: _HEAD_BYTES - 8]
         head[8 : 8 + first.numel()] = first
@@ -225,14 +227,14 @@ class TorchCommunicator:
     def send_object(self, value: Any, peer: int, tag: int) -> Completed:
         """Store a small value for a peer."""
         lane = f"hyfi/{self._name}/{peer}/{tag}"
-        # Numbered by the store: the senders to one peer do not know of each other.
+        # Numbered by the store: several ranks may send to one peer, without knowing of each other.
         slot = self._store.add(f"{lane}/count", 1)
         self._store.set(f"{lane}/{slot}", json.dumps([self.rank, value]))
         return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one received value, or None."""
-        # The store hands out values in the order of arrival; those of other peers wait here until they are asked for.
+        # Values are taken in the order of arrival; those of other peers wait in ``aside`` until a call asks for them.
         aside = self._aside.setdefault(tag, deque())
         key = f"hyfi/{self._name}/{self.rank}/{tag}/{self._taken.get(tag, 0) + 1}"
         if self._store.check([key]):
@@ -255,7 +257,7 @@ class TorchCommunicator:
         votes = self._texts([color, key])
         if color is None:
             return self.subgroup([])
-        # Counted on every rank, also outside of the new group: the name must be new, and the same on all its ranks.
+        # Counted on every rank, even outside of the new group: its name must be new, and equal on all its ranks.
         self._splits += 1
         members = sorted((vote[1], rank) for rank, vote in enumerate(votes) if vote[0] == color)
         return self._group_of([rank for _, rank in members], str(color))
@@ -264,15 +266,15 @@ class TorchCommunicator:
         """Return the group of ``members``; only they exchange messages for it."""
         self._splits += 1
         if not members:
-            # The library names a group by its ranks and by how many groups the process has, which must be equal on all
-            # of them: so all have as many.
+            # The library names a group by its ranks and the process's number of groups. That number must be equal on
+            # all ranks, so a rank without members makes a group, too.
             dist.new_group([self._members[self.rank]], use_local_synchronization=True)
             return None
         return self._group_of(members, f"of {members[0]}")
 
     def _group_of(self, members: Sequence[int], name: str) -> TorchCommunicator:
         ranks = [self._members[rank] for rank in members]
-        # Among the members alone: otherwise every rank of the job would have to call it.
+        # Only members synchronise: otherwise every rank of the job would have to call it.
         group = dist.new_group(ranks, use_local_synchronization=True)
         return TorchCommunicator(group, ranks, f"{self._name}.{self._splits}.{name}")
 
@@ -326,7 +328,7 @@ def _world(limit_s: float, gpu: int | None) -> TorchCommunicator:
 
 
 def board_store() -> Any:
-    """Return a store for ``comm.supervision.board``, with its own connection, because others may block."""
+    """Return a store for ``comm.supervision.board`` with its own connection: calls on another one may block it."""
     store: Any = dist.distributed_c10d._get_default_store()
     return dist.distributed_c10d.PrefixStore("hyfi/board", store.clone())
 

@@ -8,7 +8,7 @@
 
 Several tensors may be pending at once; every level has its own communicator (see ``comm.phased``).
 
-Sums of 16-bit floats can be sent as 16 bits: each rank adds one part of the tensor in float32 and rounds once.
+Sums of 16-bit floats can be sent as 16 bits: each rank adds one part of the tensor in float32 and rounds it once.
 
     rank 0   [a0 b0]  ── b0 ──▶  rank 1      rank 0   a = a0 + a1  ── a ──▶  rank 1
     rank 1   [a1 b1]  ── a1 ──▶  rank 0      rank 1   b = b0 + b1  ── b ──▶  rank 0
@@ -41,7 +41,7 @@ def two_level(comm: Communicator, nodes: Sequence[str], narrowed: bool = False) 
     if len(set(nodes)) == 1 or len(set(nodes)) == comm.size:
         return narrow(comm) if narrowed else comm
     node = list(dict.fromkeys(nodes)).index(nodes[comm.rank])
-    # Two groups of the same ranks: with several tensors pending, one's broadcast could meet another's reduction.
+    # Two groups of the same ranks: in one, the broadcast of a tensor could be paired with the reduction of another.
     inside, back = comm.split(node, comm.rank), comm.split(node, comm.rank)
     assert inside is not None and back is not None
     across = comm.split(0 if inside.rank == 0 else None, comm.rank)
@@ -81,7 +81,7 @@ class TwoLevelCommunicator(ForwardingCommunicator):
         if self._across is None:
             yield self._back.exchange([], [Message(0, tensor)])
             return
-        # On the leaders alone: the others wait for the message behind it.
+        # Only leaders come here: the other ranks of the node wait for the leader's message that follows.
         yield self._across.start_all_reduce(tensor, op)
         peers = range(1, self._back.size)
         yield self._back.exchange([Message(peer, tensor) for peer in peers], [])
@@ -123,23 +123,23 @@ class NarrowCommunicator(ForwardingCommunicator):
     def _phases(self, tensor: torch.Tensor) -> Phases:
         """Yield the exchanges of a sum, which replaces ``tensor``: each rank adds one part and sends it to all."""
         flat = tensor.reshape(-1)
-        # Some are empty if there are more ranks than numbers: no message is sent for these.
+        # Some parts are empty if there are more ranks than numbers; for these no message is sent.
         parts = list(flat.tensor_split(self.size))
         peers = [peer for peer in range(self.size) if peer != self.rank]
         own = parts[self.rank]
-        # One for each peer, added at the end: adding as they arrive would round in another order in each run.
+        # One tensor for each peer, all added at the end: added as they arrive, they would be rounded in another order.
         received = {peer: torch.empty_like(own) for peer in peers}
         yield self._scatter.exchange(
             [Message(peer, parts[peer]) for peer in peers if parts[peer].numel()],
             [Message(peer, tensor) for peer, tensor in received.items() if own.numel()],
         )
-        # In rank order on the one rank that adds a part: the sum is bitwise the same everywhere.
+        # Only one rank adds a part, in rank order: all ranks get bitwise the same sum.
         total = reduced([received.get(rank, own) for rank in range(self.size)], "sum")
         yield self._gather.exchange(
             [Message(peer, total) for peer in peers if own.numel()],
             [Message(peer, parts[peer]) for peer in peers if parts[peer].numel()],
         )
         own.copy_(total)
-        # ``reshape`` has copied a tensor with gaps.
+        # Of a tensor with gaps, ``reshape`` has made a copy.
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))

@@ -3,8 +3,8 @@
     steps     ── compute ── yield pending │          │ compute ── yield … ── return result
     driver                                │ waits ──▶│
 
-A rank waits at each yield, with ``waited``. The cells of a process have one driver for all of them, which continues
-another cell instead: see ``cells.lockstep``.
+A rank waits at each yield (``waited``). The cells of a process share one driver, which continues another cell instead:
+see ``cells.lockstep``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class Driver(Protocol):
-    """What runs the computations of a rank, or of a cell of it."""
+    """Runs the computations of a rank, or of one of its cells."""
 
     def run(self, steps: Waits[T]) -> T:
         """Return the result of a computation."""
@@ -48,7 +48,7 @@ class OwnThread:
 
 
 def waited(steps: Waits[T]) -> T:
-    """Return the result of a computation, and wait whenever it does."""
+    """Run a computation and return its result; wait at each of its yields."""
     while True:
         try:
             pending = next(steps)

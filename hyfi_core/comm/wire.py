@@ -1,4 +1,4 @@
-"""What is sent: dtype and NaN in reductions, order of elements, objects as bytes, slices of a device; for any backend.
+"""How values are sent, for any backend: dtype and NaN in reductions, memory order, objects as bytes, slices of a GPU.
 
 16-bit floats are added as float32 and rounded once. A maximum or minimum with a NaN is NaN, as in one process;
 ``MPI.MAX`` and others do not guarantee that, so floats are sent as integers of the same order, with NaN at the end.
@@ -48,7 +48,7 @@ def from_wire(wire: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
 
 def reduced(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     """Return the parts of all ranks reduced in rank order, in their dtype."""
-    # Copied in any case: the first part belongs to its rank.
+    # Always a copy: sums are added to it in place, and the first part belongs to its rank.
     total = parts[0].to(wide_type(parts[0].dtype), copy=True)
     for part in parts[1:]:
         wide = part if part.dtype is total.dtype else part.to(total.dtype)
@@ -75,7 +75,7 @@ def _floats(ordered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def encoded(value: Any) -> torch.Tensor:
     """Return a JSON-like value as bytes, uint8."""
-    # ``bytearray``: torch warns of memory that cannot be written, such as that of ``bytes``.
+    # ``bytearray``: torch warns if memory is read-only, as that of ``bytes``.
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
@@ -95,11 +95,11 @@ def laid_out(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
 
 
 def as_sent(flat: torch.Tensor, shape: Sequence[int], channels_last: bool) -> torch.Tensor:
-    """Return the tensor of this shape whose elements are those of a message; a view.
+    """Return the elements of a message as a tensor of the given shape; a view.
 
     Args:
-        flat: the elements, of one dim.
-        shape: of the tensor.
+        flat: the elements as a tensor with one dim.
+        shape: shape of the tensor to return.
         channels_last: as at the sender.
     """
     if channels_last and len(shape) == 4:
@@ -122,12 +122,12 @@ def check_dense(tensor: torch.Tensor) -> None:
 
 @dataclass
 class HostSlice:
-    """A slice of a message of a device, and memory of the host for it.
+    """A slice of a message in a device's memory, and its buffer on the host.
 
     Attributes:
         on_device: flat view of the message.
         buffer: its memory on the host; pinned for a GPU, so that copies do not block.
-        copied: recorded behind the copy to the host.
+        copied: event that is recorded after the copy to the host.
     """
 
     on_device: torch.Tensor
@@ -140,7 +140,7 @@ class HostSlice:
         return self.on_device.device.type == "cuda"
 
     def copy_to_host(self) -> None:
-        """Start the copy of the slice to the host, behind what computes it."""
+        """Start the copy of the slice to the host, on the stream that computes it."""
         self.buffer.copy_(self.on_device, non_blocking=True)
         if self.pinned:
             self.copied = torch.cuda.Event()
@@ -151,14 +151,14 @@ class HostSlice:
         return self.copied is None or bool(self.copied.query())
 
     def copy_to_device(self) -> None:
-        """Start the copy of the slice to the device; pinned memory is not used again before that is done."""
+        """Start the copy of the slice to the device; PyTorch reuses the pinned memory only after the copy."""
         self.on_device.copy_(self.buffer, non_blocking=True)
 
 
 def host_slices(tensor: torch.Tensor, most_bytes: int) -> list[HostSlice]:
     """Return the slices of a device's message, each of at most ``most_bytes``; one for an empty tensor.
 
-    Each has memory of its own: an allocator that keeps pinned memory finds the same sizes again.
+    Each slice has its own buffer; PyTorch's allocator keeps pinned memory, so buffers of equal size are reused.
 
     Raises:
         ValueError: the tensor is not dense.

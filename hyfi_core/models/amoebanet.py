@@ -27,8 +27,8 @@ def _relu_conv_norm(
     kernel: tuple[int, int] = (1, 1),
     stride: tuple[int, int] = (1, 1),
 ) -> list[nn.Module]:
-    """Return the layers of one step of an operation: the side is kept, or divided by the stride."""
-    # "same" for odd kernels, also for 1 x 7.
+    """Return ReLU, convolution and norm, which keep a map's height and width, or divide them by the stride."""
+    # For odd kernels, such as 1 x 7, the map keeps its size.
     padding = (kernel[0] // 2, kernel[1] // 2)
     return [
         nn.ReLU(),
@@ -38,7 +38,7 @@ def _relu_conv_norm(
 
 
 class FactorizedReduction(nn.Module):
-    """Halve a map using all pixels: one branch takes the even ones, the other the odd ones.
+    """Halve a map with two branches: one reads pixels of even row and column, the other those of odd row and column.
 
     ``(B, inputs, H, W) -> (B, outputs, ceil(H / 2), ceil(W / 2))``; with zeros after the last pixel.
     """
@@ -54,14 +54,14 @@ class FactorizedReduction(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the halved map, a new tensor."""
         x = self.relu(x)
-        # Without its first row and column, the odd pixels become the even ones; zeros at the end make their number
-        # equal.
+        # Without the map's first row and column, its odd pixels are at even places; zeros at the end make both results
+        # equal in size.
         both = torch.cat([self.even(x), self.odd(self.shift(x[:, :, 1:, 1:]))], dim=1)
         return self.norm(both)  # type: ignore[no-any-return]
 
 
 def _identity(channels: int, stride: int) -> nn.Module:
-    """Return no operation, or with a stride of 2 one that halves the map."""
+    """Return the identity, or for a stride of 2 an operation that halves the map."""
     return nn.Identity() if stride == 1 else FactorizedReduction(channels, channels)
 
 
@@ -137,7 +137,7 @@ class AmoebaCell(nn.Module):
     Args:
         before: channels of the older input.
         previous: channels of the newer input.
-        channels: of every state inside.
+        channels: channels of every state inside the cell.
         reduction: whether the cell halves height and width.
         halved: whether the cell before halved them, so that the older input is twice as large.
     """
@@ -154,7 +154,7 @@ class AmoebaCell(nn.Module):
         self._sources = tuple(source for source, _ in wiring)
         self._concat = _REDUCTION_CONCAT if reduction else _NORMAL_CONCAT
         self.outputs = channels * len(self._concat)
-        # Only the cell's inputs are halved: later states are small already.
+        # Only operations on the cell's inputs have a stride of 2: all later states are halved already.
         self.operations = nn.ModuleList(
             operation(channels, 2 if reduction and source < 2 else 1) for source, operation in wiring
         )
@@ -206,7 +206,7 @@ class AmoebaNetD(nn.Module):
         """Return logits ``(B, classes)``."""
         newer = older = self.stem(images)
         for cell in self.cells:
-            # The right side first: the old ``newer`` becomes the older input.
+            # Python evaluates the right side first, so the previous ``newer`` becomes ``older``.
             newer, older = cell(newer, older), newer
         return self.fc(newer.mean((2, 3)))  # type: ignore[no-any-return]
 

@@ -95,7 +95,7 @@ class PreactBasicBlock(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output, a new tensor; it is not activated."""
-        # In place over the norm's result: x itself stays as it is, for the shortcut.
+        # The ReLU changes the norm's result in place, and not x, which the shortcut reads.
         active = self.relu(self.bn1(x))
         shortcut = x if self.downsample is None else self.downsample(active)
         out = self.conv1(active)
@@ -120,7 +120,7 @@ class PreactBottleneck(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's output, a new tensor; it is not activated."""
-        # As in the basic block, x stays as it is.
+        # As in the basic block, the ReLU does not change x.
         active = self.relu(self.bn1(x))
         shortcut = x if self.downsample is None else self.downsample(active)
         out = self.conv1(active)

@@ -56,7 +56,7 @@ def unused_keys(model: Mapping[str, Any]) -> list[str]:
 
 
 class _FactoryCall(NamedTuple):
-    """The arguments of `construct` for a model, under their names there."""
+    """The arguments of `construct` for a model; each field is the parameter of that name."""
 
     name: str
     path: str
@@ -67,7 +67,7 @@ class _FactoryCall(NamedTuple):
 
 
 def _factory_call(model: Mapping[str, Any]) -> _FactoryCall:
-    """Return the call that the section ``model`` of a run's configuration asks for; refuse unknown names."""
+    """Return the call that a run's section ``model`` describes; refuse unknown names."""
     name = str(model["name"])
     if is_built_in(name) and name not in BUILT_IN:
         names = ", ".join(BUILT_IN)

@@ -80,7 +80,7 @@ def call_of(
     named, takes_any = _parameters(factory)
     arguments = dict(needed)
     for argument, value in (accepted_only or {}).items():
-        # Most factories with **kwargs hand them to a network that knows nothing of our keys.
+        # Most factories with **kwargs pass them to a network that does not have our keys as parameters.
         if argument in named or (takes_any and value != (defaults or {}).get(argument)):
             arguments[argument] = value
     wrong = [] if takes_any else sorted(set(options) - named)

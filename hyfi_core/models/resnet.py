@@ -46,7 +46,7 @@ class Residual(nn.Module):
         self._channels = width
 
     def _stage(self, block: type[Block], planes: int, blocks: int, stride: int) -> nn.Sequential:
-        """Return the next blocks, the first one with ``stride``; keeps count of the channels after them."""
+        """Return the next blocks, the first one with ``stride``; set ``_channels`` to their output channels."""
         layers: list[nn.Module] = []
         for index in range(blocks):
             layers.append(block(self._channels, planes, stride if index == 0 else 1, self.norm))
@@ -159,7 +159,7 @@ class PreActivationResNet(Residual):
         self.layer1 = self._stage(block, width, blocks, 1)
         self.layer2 = self._stage(block, width * 2, blocks, 2)
         self.layer3 = self._stage(block, width * 4, blocks, 2)
-        # The last block's sum has no norm and ReLU yet: they come before convolutions, not after.
+        # Norm and ReLU come before convolutions, so the last block's sum does not have them yet.
         self.bn = make_norm(norm, self._channels)
         self.relu = nn.ReLU(inplace=True)
         self.fc = self._head(classes)
@@ -173,7 +173,7 @@ class PreActivationResNet(Residual):
 def resnet6(
     classes: int = 1000, pool: str = "avg", norm: str = "train", width: int = 64, in_channels: int = 3
 ) -> ResNet:
-    """Return the first two stages of ResNet-18 with one block each: stride 8, for structures of a few cells' size."""
+    """Return the first two stages of ResNet-18 with one block each: stride 8, for structures of a few cells."""
     return ResNet(BasicBlock, (1, 1), classes, pool, norm, width, in_channels)
 
 

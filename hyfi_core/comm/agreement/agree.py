@@ -26,8 +26,9 @@ from hyfi_core.stored_state import StoredState
 
 T = TypeVar("T")
 _SAME_FACTOR = 1e-2
-"""Relative difference of factors that are the same: those of 16-bit gradients are rounded."""
-# Times 2⁴⁰ (``_scale_words``) it is 2⁶⁰: within int64, and its negative is above ``_NO_FACTOR``.
+"""Relative difference below which factors count as equal: those of 16-bit gradients are rounded."""
+# Larger factors count as this one. Times 2⁴⁰ (``_scale_words``) it is 2⁶⁰: within int64, its negative above
+# ``_NO_FACTOR``.
 _LARGEST_FACTOR = 2.0**20
 _NO_FACTOR = -(2**61)
 """The word of an unknown factor: less than any other."""
@@ -45,20 +46,20 @@ def agree(
 
     Args:
         comm: the ranks that agree.
-        check: may differ between ranks. It must not communicate after something that one rank alone may refuse: that
-            rank would leave it, and the others wait for it. What it calls may agree on its own refusals, as
-            ``parallelize`` does.
+        check: may differ between ranks. After anything that a single rank may refuse, it must not communicate: the
+            other ranks would wait for the one that refused. Functions that it calls may agree on their own refusals,
+            as ``parallelize`` does.
         refusals: exceptions of ``check`` that are refusals; others are errors of this rank and propagate.
         error: raised on every rank.
 
     Raises:
-        Exception: ``error``, on every rank, where ``check`` refused on one.
+        Exception: ``error``, on every rank, if ``check`` refused on any.
     """
     refusal, result = None, None
     try:
         result = check()
     except refusals as raised:
-        # As text: what a rank gathers is JSON.
+        # As text: gathered values are sent as JSON.
         refusal = str(raised) or type(raised).__name__
     gathered = comm.gather_objects(refusal)
     first = comm.broadcast_object(next((text for text in gathered if text is not None), None) if gathered else None)
@@ -116,7 +117,7 @@ def compare_requests(
     Args:
         comm: all ranks of the plan.
         model: its structure, flags and dtypes are compared; weights may differ, because those of rank 0 are used.
-        shape: of the batch; with ``plan.shares``, its first number may differ between replicas.
+        shape: shape of the batch; with ``plan.shares``, the number of images may differ between replicas.
         plan: every field is compared.
         settings: other settings that must be equal, by name.
 
@@ -164,17 +165,17 @@ class CallConsensus:
     captures the model again, because its state changed, would send messages that other ranks do not expect.
 
     Args:
-        model: whose flags must be equal.
+        model: the model whose flags are compared.
         everyone: all ranks.
         replica: the ranks of this replica, which are given the same images.
         changes: returns the changes since the last call, for the message.
-        weights: what compares the weights.
-        loss: the loss function, with the values that it holds.
+        weights: compares the weights.
+        loss: the loss function; the values that it holds are compared, too.
         shares: whether the plan gives replicas different numbers of images.
-        stages: of the plan; between several the optimizer's groups may differ.
-        unmixed: type of the device whose autocast the caller must not set around a call; None: it may.
-        judges: whether this rank computes the loss. It may keep values there, such as its terms for a log, which it has
-            not on ranks of earlier stages.
+        stages: number of stages of the plan; with several, the optimizer's groups may differ between ranks.
+        unmixed: device type; the caller must not set its autocast around a call. None: it may.
+        judges: whether this rank computes the loss. Only such ranks compare it, because a loss may keep values when it
+            is computed, such as its terms for a log.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class CallConsensus:
         self._weights, self._unmixed, self._judges = weights, unmixed, judges
         self._loss, self._modules = loss, frozenset(model.modules())
         self._shares, self._stages = shares, stages
-        # Optimizer steps so far, and of the last one what gradients were clipped to and multiplied by: see `updated`.
+        # Number of optimizer steps, and the clipping norm and the factor of the last one: see `updated`.
         self._updates = 0
         self._max_norm: float | None = None
         self._factor: float | None = None
@@ -201,7 +202,7 @@ class CallConsensus:
         self._loaded: dict[str, str] = {}
         self._model = model
         self._everyone = everyone
-        # The same object if there is one replica, by which `check_training` knows that one comparison is enough.
+        # With one replica the same object, so that `check_training` sees that one comparison is enough.
         self._replica = everyone if replica.size == everyone.size else replica
         self._changes = changes
 
@@ -209,13 +210,13 @@ class CallConsensus:
         """Count an optimizer step.
 
         Args:
-            max_norm: to which gradients were clipped.
-            factor: by which the caller multiplied this rank's gradients before; None: not known.
+            max_norm: norm to which gradients were clipped; None: they were not.
+            factor: factor by which the caller had multiplied this rank's gradients; None: not known.
         """
         self._updates, self._max_norm, self._factor = self._updates + 1, max_norm, factor
 
     def loaded(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Note a state that was loaded; with several stages no other rank may have the same weights to compare."""
+        """Record a loaded state for the next comparison: with several stages, no other rank may have its weights."""
         if self._everyone.size > 1 and self._stages > 1:
             digest = state.identity if isinstance(state, StoredState) else f"{digest_of(state):08x}"
             self._loaded = {"the state that was loaded": f"one with digest {digest}"}
@@ -266,7 +267,7 @@ class CallConsensus:
         _refuse_modes(around)
 
     def _autocast_around(self) -> dict[str, str]:
-        """Return the autocast that the caller of an engine without one has set: name -> dtype; empty without."""
+        """Return the autocast that the caller has set around an engine without one, as a fact to compare; or none."""
         if self._unmixed is None or not torch.is_autocast_enabled(self._unmixed):
             return {}
         return {_AUTOCAST: str(torch.get_autocast_dtype(self._unmixed))}
@@ -281,16 +282,16 @@ class CallConsensus:
         weights: Scope | None = None,
         loss: Mapping[str, str] | None = None,
     ) -> None:
-        """Refuse a call that differs between ranks: one maximum shows whether, and then its facts show in what.
+        """Refuse a call that differs between ranks: one maximum shows whether it does, its facts show in what.
 
         Args:
             comm: the ranks to compare.
             call: its name.
             shape: of the images; None: it may differ.
             program: digest of the program to run; "" or "new" if there is none yet.
-            facts: name -> value of what else must be the same.
+            facts: name -> value of everything else that must be equal.
             weights: the scope in which weights are compared; None: they are not.
-            loss: the same as ``facts``, of ranks that compute the loss; None on others.
+            loss: name -> value of what must be equal on ranks that compute the loss; None on other ranks.
         """
         if comm.size == 1:
             return
@@ -307,19 +308,19 @@ class CallConsensus:
         # ``minus_…``: a maximum of negatives, so the negative of the smallest.
         highest, minus_lowest, most, minus_least, largest, minus_smallest, *words = extremes.tolist()
         if highest != -minus_lowest or (most != minus_least and most != -minus_least):
-            # What the user did comes first, what followed from it last: the first difference is the one that is named.
+            # Causes first, their consequences last: the message names the first difference.
             compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))
             compare(comm, self._describe_changes())
             compare(comm, {"the program that will run": program or "new"} | dict(facts or {}))
             compare(comm, loss)
-        # The largest less the smallest, of the factors that are known.
+        # The largest known factor minus the smallest.
         if largest + minus_smallest > _SAME_FACTOR * max(abs(largest), abs(minus_smallest)):
             self._refuse_factors(comm)
         if weights is not None:
             self._weights.check(comm, weights, words)
 
     def _refuse_factors(self, comm: Communicator) -> None:
-        """Refuse gradients that were multiplied by other factors on other ranks, which are known to differ."""
+        """Refuse gradients that ranks have multiplied by different factors; called if the factors differ."""
         question = (
             "the factor by which gradients were multiplied between engine.accumulate and engine.update (a rank has "
             "those of its own stages: clip by the norm of all with engine.update(max_norm=...))"
@@ -334,7 +335,7 @@ class CallConsensus:
 
 
 def _refuse_modes(around: Mapping[str, str]) -> None:
-    """Refuse a caller's autocast, in which ranks without pixels and cells would not compute, and inference mode."""
+    """Refuse a caller's autocast, which would not hold on ranks without pixels and in cells, and inference mode."""
     if _INFERENCE in around:
         raise RequestError(
             "a training step is called under torch.inference_mode, in which there are no gradients; leave that mode"
@@ -348,7 +349,7 @@ def _refuse_modes(around: Mapping[str, str]) -> None:
 
 
 def _scale_words(factor: float | None) -> list[int]:
-    """Return a factor as a number and its negative, for a maximum over the group; an unknown one is below all."""
+    """Return a factor and its negative as integers, for a maximum over the group; an unknown factor is below all."""
     if factor is None:
         return [_NO_FACTOR, _NO_FACTOR]
     word = round(max(-_LARGEST_FACTOR, min(_LARGEST_FACTOR, factor)) * 2**40)

@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 def describe_labels(labels: torch.Tensor) -> str:
     """Return labels as text: the first ones, and a digest of all; of labels on a device only their shape.
 
-    Reading those would make every step wait for the device.
+    Reading labels from a device would make every step wait for it.
     """
     if labels.device.type != "cpu":
         return f"{tuple(labels.shape)} on {labels.device.type}"
@@ -36,8 +36,8 @@ def describe_labels(labels: torch.Tensor) -> str:
 def describe_function(value: object, without: Set[nn.Module] = _NO_MODULES) -> str:
     """Return a function, a module or None as text that is equal where ranks were given the same.
 
-    The text has the values that the function was given: closures, arguments of partials, attributes of objects,
-    tensors of modules. Globals that it reads are left out.
+    The text has the values that the function holds: closures, arguments of partials, attributes of objects, tensors of
+    modules. Globals that it reads are left out.
 
     Args:
         value: the function.
@@ -52,7 +52,7 @@ def describe_function(value: object, without: Set[nn.Module] = _NO_MODULES) -> s
 def _name(value: object) -> str:
     """Return the name of a function or module, the same in all processes, with a digest of the code of a function."""
     if isinstance(value, nn.Module):
-        # Addresses, as in the repr of a function that a module holds, differ between processes.
+        # Without addresses, which differ between processes: a module may hold a function, whose repr has one.
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     if isinstance(value, functools.partial):
         return f"partial of {_name(value.func)}"
@@ -67,7 +67,7 @@ def _digest_of_code(code: types.CodeType) -> int:
 
 
 def _describe_code(code: types.CodeType) -> str:
-    # The code of nested functions is a constant, too, whose repr has an address.
+    # The code of a nested function is a constant, too; its repr would have an address.
     constants = [_describe_code(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
@@ -78,7 +78,7 @@ def _constant(value: Any) -> str:
 
 
 def _settings(value: Any, depth: int, without: Set[nn.Module]) -> Iterator[str]:
-    """Yield ``name=value`` of what a function or an object holds."""
+    """Yield ``name=value`` of each value that a function or an object holds."""
     if isinstance(value, nn.Module) and value in without:
         return
     if isinstance(value, functools.partial):
@@ -105,7 +105,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _named(values: Mapping[str, Any], depth: int, without: Set[nn.Module]) -> Iterator[str]:
-    """Yield ``name=value`` of values whose names are public, as far as they are described."""
+    """Yield ``name=value`` of values with public names; skip those that ``_value`` does not describe."""
     for name, value in values.items():
         if not name.rpartition(".")[2].startswith("_"):
             text = _value(value, depth - 1, without)
@@ -131,7 +131,7 @@ def _value(value: Any, depth: int, without: Set[nn.Module]) -> str | None:
 
 
 def _tensor(tensor: torch.Tensor) -> str:
-    """Return a tensor's shape, and its sums to five digits: processors round differently."""
+    """Return a tensor's shape and its sums as text; five digits, because processors round differently."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return f"{tuple(tensor.shape)} on {tensor.device.type}"
     flat = tensor.detach().flatten()[:_ITEMS].double()

@@ -1,7 +1,7 @@
-"""Ranks that compute with the same weight have the same values of it: checked at every call of an engine.
+"""Check at every call of an engine that ranks that compute with the same weight have the same values of it.
 
-Whether a rank has seen a change, and digests of a few values, are words of the message that compares the call. Only
-when they differ, the ranks compare digests of all values, of the weights in question.
+Two things are words of the message that compares a call: whether a rank has seen a change, and digests of a few values.
+Only if a rank has seen a change, or digests differ, ranks compare digests of all values of the weights in question.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 
 _NONE = -(2**62)
-"""The word of a rank that does not hold a weight: less than any digest and its negative."""
+"""The word of a rank that is not in a group: less than any digest and its negative."""
 
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """What a rank computes with.
+    """The weights that a rank computes with.
 
     Attributes:
-        names: of parameters and buffers that it uses in any direction.
-        groups: for each set of ranks that update the same parameters, in one order on every rank: the parameters'
-            names; None if this rank is not in the set.
+        names: names of parameters and buffers that it uses in any direction.
+        groups: for each set of ranks that update the same parameters, the parameters' names; None if this rank is not
+            in the set. The order is the same on every rank.
     """
 
     names: Collection[str]
@@ -39,8 +39,8 @@ class SameWeights:
     """Compares the weights of ranks; see the module.
 
     Args:
-        watch: of this rank's model.
-        weights: what this rank computes with.
+        watch: watches this rank's model.
+        weights: the weights that this rank computes with.
         settle: waits for weights that are being sent to this rank.
         resend: sends the owners' weights to ranks whose changes were overwritten, and waits; called on all ranks.
     """
@@ -49,7 +49,7 @@ class SameWeights:
         self, watch: WeightWatch, weights: HeldWeights, settle: Callable[[], None], resend: Callable[[], None]
     ) -> None:
         self._watch, self._held, self._settle, self._resend = watch, weights, settle, resend
-        # Of weights that this rank does not use: writing the same values again is no change.
+        # Name -> digest of weights that this rank does not use: writing the same values again is no change.
         self._idle = {name: watch.digest(name) for name in watch.names if name not in weights.names}
         self._turn = 0
         self._equal_arithmetic = True
@@ -57,8 +57,8 @@ class SameWeights:
     def words(self, scope: Scope) -> list[int]:
         """Return this rank's part of the message that compares a call; the group takes the maximum of each word.
 
-        The first word: whether a weight was changed. Then two for each of ``HeldWeights.groups``: a digest of a few
-        values and its negative, so that the maxima are the negatives of each other if all ranks have the same.
+        The first word says whether a weight was changed. Two words follow for each of ``HeldWeights.groups``: a digest
+        of a few values and its negative. Their maxima are negatives of each other only if all digests are equal.
         """
         self._turn += 1
         words = [int(bool(self._watch.changed(scope)))]
@@ -66,18 +66,18 @@ class SameWeights:
             if names is None:
                 words += [_NONE, _NONE]
                 continue
-            # Ranks that round differently never have equal values: 0 for all of them.
+            # Ranks that round differently never have equal values, so their digests are not compared.
             digest = self._watch.sample(names, self._turn) if self._equal_arithmetic else 0
             words += [digest, -digest]
         return words
 
     def check(self, comm: Communicator, scope: Scope, largest: Sequence[int]) -> None:
-        """Refuse weights that differ between ranks (collective if ``largest`` says so, which is equal on all ranks).
+        """Refuse weights that differ between ranks; collective if ``largest``, equal on all ranks, shows that some may.
 
         Args:
             comm: the ranks to compare.
-            scope: of the call.
-            largest: the maximum of each of ``words`` over the ranks.
+            scope: scope of the call.
+            largest: the maximum over the ranks of each of ``words``.
 
         Raises:
             RequestError: on every rank; names the weights and the ranks.
@@ -90,12 +90,12 @@ class SameWeights:
         self._watch.agreed(scope)
 
     def _compare(self, comm: Communicator, scope: Scope, suspects: Iterable[str]) -> None:
-        """Compare tensors that any rank has changed or suspects; rank 0 decides for all (collective over ``comm``).
+        """Compare tensors that are changed or suspected on any rank; rank 0 decides for all (collective over ``comm``).
 
         Raises:
             RequestError: on every rank: a tensor differs between ranks.
         """
-        # Values on their way to this rank are part of what it holds.
+        # Values that are still being sent to this rank belong to its weights.
         self._settle()
         changed, lost = self._watch.changed(scope), self._watch.lost()
         suspected = comm.gather_objects(sorted({*changed, *suspects}))
@@ -116,13 +116,13 @@ class SameWeights:
         refusal, overwritten, self._equal_arithmetic = comm.broadcast_object(verdict)
         if refusal is not None:
             raise RequestError(refusal)
-        # An accepted change: from now on these are the values that writing again does not change.
+        # The change is accepted: from now on, writing these values again is no change.
         self._idle |= {name: _RankFacts(*facts[name]).digest for name in changed if name in self._idle}
         if overwritten:
             self._resend()
 
     def _facts(self, name: str, changed: bool, lost: bool) -> list[Any]:
-        """Return the fields of this rank's ``_RankFacts`` about a weight, as they are sent."""
+        """Return the fields of this rank's ``_RankFacts`` about a weight, in the form in which they are sent."""
         holds = name in self._held.names
         digest = self._watch.digest(name) if holds or changed else 0
         return [holds, changed and digest != self._idle.get(name), lost, digest]
@@ -130,7 +130,7 @@ class SameWeights:
 
 @dataclass(frozen=True)
 class _RankFacts:
-    """A rank's facts about one weight: ranks that hold it must have equal digests.
+    """What one rank reports about one weight; ranks that hold it must have equal digests.
 
     Attributes:
         holds: whether the rank computes with it.
@@ -179,23 +179,23 @@ def _agree(ranks: list[_RankFacts], equal_arithmetic: bool) -> bool:
     """
     holders = [facts for facts in ranks if facts.holds]
     all_changed, any_changed = all(facts.changed for facts in holders), any(facts.changed for facts in holders)
-    # A change that was overwritten on one rank, and that not all have made: their values differ.
+    # A change that was overwritten on one rank and not made on all leaves ranks with different values.
     if any(facts.lost for facts in ranks) and not all_changed:
         return False
     if equal_arithmetic:
-        # Ranks that lost a change are left out: they are sent the owner's values again.
+        # Ranks whose change was overwritten are left out: they are sent the owner's values again.
         if len({facts.digest for facts in holders if not facts.lost}) > 1:
             return False
-    # Ranks that round differently never have equal bits; all that can be asked is whether all of them changed it.
+    # Ranks that round differently never have equal bits; it can only be checked that all of them changed it.
     elif any_changed and not all_changed:
         return False
     digests = {facts.digest for facts in holders}
-    # A rank may load a whole state, with weights of others: harmless if they are those that the holders have.
+    # A rank may load a whole state, with weights that only others use: harmless if the holders have the same values.
     elsewhere = [facts for facts in ranks if facts.changed and not facts.holds]
     return any_changed or all(facts.digest in digests for facts in elsewhere)
 
 
 def _arithmetic() -> str:
-    """Return what decides how this process rounds: ranks on different processors may differ in the last bits."""
+    """Return a text on which rounding depends: ranks on different processors may differ in the last bits."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} {device}"

@@ -1,4 +1,4 @@
-"""Checks of what all ranks must see: files on a disk that only one node has are noticed before they are relied on."""
+"""Checks that all ranks see the same files, made before a run relies on a folder that only one node may have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEEN_WITHIN_S = 5.0
 
 
 def agree_everywhere(world: Communicator, check: Callable[[], T]) -> T:
-    """Return ``check()`` of every rank; if any refuses, all raise, with the names of those ranks unless all did.
+    """Return this rank's ``check()``; if any rank refuses, all raise, with the names of those ranks unless all refused.
 
     Collective; ``check`` must not communicate.
 
@@ -48,7 +48,7 @@ def require_shared(world: Communicator, folder: Path, purpose: str) -> None:
     Args:
         world: All ranks.
         folder: The folder.
-        purpose: What it is, for the message, such as ``run.dir runs/mine``.
+        purpose: The folder's name in the message, such as ``run.dir runs/mine``.
 
     Raises:
         RequestError: On every rank, if one does not see what rank 0 writes there.

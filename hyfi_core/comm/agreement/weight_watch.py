@@ -1,4 +1,4 @@
-"""One rank's weights from call to call: what was changed outside of the engine.
+"""Detection of changes to one rank's weights between calls that the engine did not make.
 
 ::
 
@@ -24,14 +24,14 @@ Scope = Literal["training", "evaluation"]
 SAMPLED_VALUES = 64
 """Values of each parameter that are compared in a step."""
 _Selection = tuple[dict[str, int], torch.Tensor]
-"""(name -> number of values, the values of all names)."""
+"""(name -> number of values, all values in the order of the names)."""
 
 
 class _FlatTensor(NamedTuple):
     """A tensor's memory as a flat view.
 
     Attributes:
-        address: of that memory.
+        address: address of that memory.
         values: the view; None if the tensor is on a device, is empty, or has gaps.
         sampled: a view of every n-th value, at most ``SAMPLED_VALUES``.
     """
@@ -45,12 +45,12 @@ class WeightWatch:
     """The changes of a model's parameters and buffers that the engine did not make.
 
     Args:
-        model: the user's module; tensors are watched under their first names.
+        model: the user's module; a tensor with several names is watched under its first one.
         arriving: returns the parameters that the engine will overwrite when their new values have been received.
         keeps_values: whether to compare values with earlier ones.
 
     Attributes:
-        names: of all parameters and buffers, in the model's order.
+        names: names of all parameters and buffers, in the model's order.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class WeightWatch:
         return set(self._changed[scope])
 
     def lost(self) -> set[str]:
-        """Return the names changed while new values were on their way, which have overwritten the change."""
+        """Return the names of weights whose change was overwritten by values that were being sent to this rank."""
         return set(self._lost)
 
     def agreed(self, scope: Scope) -> None:
-        """Forget changes that are the same on all ranks of a scope."""
+        """Forget the changes of a scope: they are the same on all its ranks."""
         self._changed[scope].clear()
         if scope == "training":
             self._lost.clear()
@@ -86,7 +86,7 @@ class WeightWatch:
         """Context in which the engine itself changes weights.
 
         Args:
-            noticed: whether ``changed`` was called just before.
+            noticed: whether ``changed`` was called just before, so that earlier changes are recorded already.
         """
         if not noticed:
             self._notice()
@@ -97,8 +97,8 @@ class WeightWatch:
         """Return a digest of a few values of each tensor in the host's memory.
 
         Args:
-            names: of the tensors.
-            turn: selects the values; after as many turns as a tensor has values, all have been selected.
+            names: names of the tensors.
+            turn: selects the values; n turns in a row select all values of a tensor with up to n · 64 values.
         """
         digest = 0
         for _, values in self._selected(names, turn):
@@ -114,18 +114,18 @@ class WeightWatch:
         return not isinstance(self._tensors[name], nn.Parameter)
 
     def _notice(self) -> None:
-        """Add what was changed since the engine last changed something, or since the last notice."""
+        """Record what was changed since the engine last changed weights, or since the last call."""
         current = self._marks()
         (marks_before, values_before), (marks, values) = self._last, current
         changed = {name for name, before, after in zip(self._held, marks_before, marks, strict=True) if before != after}
         changed |= _changed_values(values_before, values)
         if not changed:
             return
-        # Noted once: the next look compares with what it is now.
+        # The next call compares with the current values, so that each change is recorded once.
         self._last = current
         for names in self._changed.values():  # each scope compares them for itself
             names |= changed
-        # Values on their way to this rank will overwrite the change, so that no later comparison can show it.
+        # Values that are being sent to this rank will overwrite the change, and no later comparison will show it.
         arriving = {id(tensor) for tensor in self._arriving()}
         self._lost |= {name for name in changed if id(self._tensors[name]) in arriving}
 
@@ -139,7 +139,7 @@ class WeightWatch:
             flat = self._flattened(name)
             if flat.values is not None:
                 step = -(-len(flat.values) // SAMPLED_VALUES)
-                # Those of turn 0 are kept: ``_marks`` selects them again and again.
+                # The view for turn 0 is kept, because ``_marks`` selects it again and again.
                 sampled = flat.values[turn % step :: step] if turn else flat.sampled
                 views.setdefault(sampled.dtype, {})[name] = sampled
         return [
@@ -151,7 +151,7 @@ class WeightWatch:
         """Return the flat view of a tensor, the same object as long as its memory is the same."""
         tensor = self._tensors[name]
         address = tensor.data_ptr()
-        # ``p.data = …`` gives a tensor other memory, and the view of the old one would never show a change again.
+        # ``p.data = …`` gives a tensor other memory; a view of the old memory would never show a change again.
         if name not in self._flat or self._flat[name].address != address:
             readable = tensor.device.type == "cpu" and torch.ops.aten.is_non_overlapping_and_dense(tensor)
             values = tensor.detach().as_strided((tensor.numel(),), (1,)) if readable and tensor.numel() else None

@@ -27,9 +27,9 @@ class RankStatus:
 
     Attributes:
         state: computes, waits or ended.
-        where: the location in its program.
-        count: how many reports it has made.
-        nbytes: of the messages that it waits for.
+        where: its place in the program.
+        count: number of reports that it had made before.
+        nbytes: size of the messages that it waits for.
     """
 
     state: RankState
@@ -54,7 +54,7 @@ class Board:
 
     def post(self, state: RankState, where: str, nbytes: int = 0) -> None:
         """Write this rank's status."""
-        # The count makes two reports differ whose text is the same: a change shows that the job goes on.
+        # The count makes reports with equal texts differ: any change on the board shows that the job goes on.
         self._store.set(f"state/{self._rank}", json.dumps([state, where, next(self._count), nbytes]))
 
     def states(self) -> list[RankStatus]:
@@ -68,7 +68,7 @@ class Board:
     @property
     def left(self) -> int:
         """Return how many ranks do not use the board any more."""
-        # Adding nothing reads a counter at once; ``get`` waits until somebody has set it.
+        # Adding 0 reads the counter at once; ``get`` would wait until a rank has set it.
         return int(self._store.add("left", 0))
 
     def claim_failure(self) -> bool:
@@ -102,7 +102,7 @@ def open_board(comm: Communicator) -> Board | None:
     if comm.rank and address is not None:
         store = _connected(*address)
     everybody = torch.tensor([int(store is not None)])
-    # One rank without a board would look like one that never reports.
+    # All or none: a rank without a board would look like one that never reports.
     comm.all_reduce(everybody, "min")
     return Board(store, comm.rank, comm.size) if int(everybody) else None
 
@@ -115,7 +115,7 @@ def _hosted(hosts: list[str]) -> tuple[Any, list[Any] | None]:
     try:
         listener = socket.create_server(("127.0.0.1" if is_one_node else "", 0))
         name, port = "127.0.0.1" if is_one_node else hosts[0], listener.getsockname()[1]
-        # It takes over the bound socket: a port that was only looked up might be somebody else's by now.
+        # The store takes over the bound socket: of a free port's number alone, another program may have taken the port.
         store = TCPStore(
             name, port, is_master=True, wait_for_workers=False, timeout=_CONNECT, master_listen_fd=listener.detach()
         )

@@ -1,4 +1,4 @@
-"""Heartbeats: what a rank says about itself every second, read from its current activity.
+"""Heartbeats: what a rank reports about itself every second, read from its current activity.
 
 A thread samples the activity, so that training pays nothing for it. A process that is stopped, that waits for a dead
 disk with the interpreter's lock, or whose node hangs does not beat; one whose GPU hangs beats, but does not move.
@@ -59,7 +59,7 @@ class Heart:
     def beat(self) -> Beat:
         """Return the next heartbeat."""
         time_s, activity = time.monotonic(), self._activity
-        # Identities: texts are only made where they are shown.
+        # Compared by identity: making texts takes longer, and only those that are shown are made.
         wait, mark = activity.wait, (activity.begun, id(activity.action), id(activity.wait), activity.count)
         moved = mark != self._mark
         self._mark = mark
@@ -69,7 +69,7 @@ class Heart:
         moved |= any(used_s[pid] - self._used_s.get(pid, 0.0) > _BUSY * elapsed_s for pid in used_s)
         self._used_s, self._since_s = used_s, time_s
         where = activity.where() if wait is None else f"{activity.where()}, in {wait.what()}"
-        # ``t`` is held by a debugger.
+        # States of processes that do not run: stopped, held by a debugger (``t``), waiting for a disk.
         frozen = [str(pid) for pid, (state, _) in states.items() if state in "TtD"]
         if frozen:
             where += f", whose child process {', '.join(frozen)} does not run"
@@ -80,8 +80,8 @@ class Heart:
 def _process(pid: int) -> tuple[str, float] | None:
     """Return a process's state (``T``: stopped, ``D``: waits for a disk) and processor seconds; None if unknown."""
     with suppress(OSError, IndexError, ValueError):
-        # Behind the last bracket: a program's name may have blanks and brackets. Then 0 is the state, 11 and 12 are the
-        # ticks in user and system mode (fields 3, 14 and 15 of proc(5)).
+        # Fields are counted after the last bracket, because a program's name may have blanks and brackets: 0 is the
+        # state, 11 and 12 are the ticks in user and system mode (fields 3, 14 and 15 of proc(5)).
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return None

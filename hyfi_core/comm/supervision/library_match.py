@@ -8,8 +8,8 @@
     Open MPI's mpiexec   PMIX_RANK, OMPI_…           if built with PMIx        yes
     srun --mpi=pmix      PMIX_RANK, SLURM_STEP_ID    if built with PMIx        yes
 
-With the wrong one, libraries abort with messages of their own, or every rank takes itself for the only one. Variables
-alone may be left over from an earlier launcher: it must still answer.
+With the wrong launcher, a library aborts with its own messages, or every rank takes itself for the only one. Variables
+alone prove nothing, because they may be left over from an earlier launcher: it must also answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOADED = Path("/proc/self/maps")
 
 
 def check_library(version: str, environment: Mapping[str, str]) -> None:
-    """Check that the launcher that started this process can start its MPI library; all ranks come to the same result.
+    """Check that the launcher of this process can start its MPI library; the result is the same on all ranks.
 
     Args:
         version: ``MPI_Get_library_version``.
@@ -43,9 +43,9 @@ def check_library(version: str, environment: Mapping[str, str]) -> None:
     _refuse_closed_connection(version, environment)
     is_open_mpi = "Open MPI" in version
     if is_open_mpi:
-        # Only what answers counts: variables of several launchers may stand in one shell.
+        # A launcher counts only if it answers: one shell may have the variables of several launchers.
         wrong = _speaks_pmi(environment) and not _speaks_pmix(environment) and not _has_pmi(version)
-    else:  # those derived from MPICH; others are not known
+    else:  # MPICH and libraries derived from it; nothing is known about others, which are not refused
         is_mpich = version.startswith(("MPICH", "Intel"))
         wrong = (
             is_mpich and "pmix" not in version.lower() and _speaks_pmix(environment) and not _speaks_pmi(environment)
@@ -90,7 +90,7 @@ def _speaks_pmi(environment: Mapping[str, str]) -> bool:
     if "PMI_PORT" in environment:
         return _answers(environment["PMI_PORT"])
     with suppress(OSError, ValueError):
-        # The number is inherited: left over from an earlier launcher, it is closed, or another file by now.
+        # The file descriptor is inherited; if the variable is left over, it is closed by now, or another file.
         return stat.S_ISSOCK(os.fstat(int(environment.get("PMI_FD", ""))).st_mode)
     return False
 

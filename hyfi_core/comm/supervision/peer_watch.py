@@ -40,12 +40,13 @@ if TYPE_CHECKING:  # the watch itself needs no torch
     from hyfi_core.comm.base import Communicator
 
 _LEAVES, _FAILS, _END, _BEAT, _KILL = b"L", b"F", b"E", b"B", b"K"
-"""Words: this rank ends normally; it ends by an error that it reports; end, too; a heartbeat; kill a frozen rank."""
+"""Words, in order: this rank ends normally; it ends by an error that it reports; the receiver shall end, too; a
+heartbeat follows; the receiver shall kill a frozen rank of its host."""
 _TOKEN_BYTES = 16
 _CONNECT_S = 20.0
 _PERIOD_S = 1.0
 _RANKS_PER_PERIOD = 256  # with more ranks, each beats less often
-_TELL_S = 1.0  # for which the others may still act before this process ends
+_TELL_S = 1.0  # time for the others to act before this process ends
 _LOST_MS = 7000
 """A peer that has not acknowledged anything for this time is lost: its node or the network has failed."""
 
@@ -55,7 +56,7 @@ def is_lost_peer(error: BaseException) -> bool:
     cause: BaseException | None = error
     while cause is not None:
         by_mpi = type(cause).__module__.startswith("mpi4py")
-        # gloo and stores raise RuntimeErrors for other reasons, too: only the text tells.
+        # Gloo and stores raise RuntimeErrors for other reasons, too: only the text shows the reason.
         if by_mpi or re.search(r"(closed|reset) by peer|Broken pipe", str(cause)):
             return True
         cause = cause.__cause__ or cause.__context__
@@ -66,8 +67,8 @@ class PeerWatch:
     """One rank's end of the watch.
 
     Args:
-        rank: this one.
-        peers: rank -> connection: on rank 0 to all others, on others to rank 0.
+        rank: this rank.
+        peers: rank -> connection to it: on rank 0 all other ranks, on others only rank 0.
         tell: reports that a rank has died; called on one rank, before its process ends.
         places: where all ranks run, by rank; if empty, there are no heartbeats.
         tell_stalled: reports ranks that do not go on; called on one rank, before its process ends.
@@ -87,7 +88,8 @@ class PeerWatch:
     ) -> None:
         self._rank, self._peers, self._tell, self._tell_stalled = rank, peers, tell, tell_stalled
         self._places, self._ends_with_dead = tuple(places), ends_with_dead
-        # Ranks that take no more heartbeats: a partial one would shift all later words of their connection.
+        # Ranks to which no more heartbeats are sent, because their connection is full: after half a heartbeat, the
+        # receiver would misread all later words.
         self._leaving, self._full = False, set[int]()
         self.rule = StallRule(dict(enumerate(self._places)))
         self._heart = Heart(stops)
@@ -135,15 +137,15 @@ class PeerWatch:
                     if not self._read(int(key.data)):
                         ready.unregister(key.fileobj)
                         self.rule.leave(int(key.data))
-                if time_s == beaten_s:  # only after what has arrived in the meantime was read
+                if time_s == beaten_s:  # after a heartbeat, and only once all words that have arrived are read
                     self._judge(time_s)
 
     def _read(self, rank: int) -> bool:
-        """Handle what a rank says; return whether it may say more."""
+        """Read and handle one word of a rank; return whether more may follow."""
         peer = self._peers[rank]
         word = _read(peer)
         if word == _BEAT:
-            # Padded, here and below: fewer bytes come if the connection is closed in the middle of a word.
+            # Padded, here and below: if the connection is closed in the middle of a word, bytes are missing.
             text = _read(peer, struct.unpack("!H", _read(peer, 2).rjust(2, b"\0"))[0])
             with contextlib.suppress(ValueError, TypeError):
                 self.rule.hear(rank, Beat(*json.loads(text)), time.monotonic())
@@ -166,7 +168,7 @@ class PeerWatch:
                 try:
                     # Without waiting: a stopped peer reads nothing, and its full buffer would stop this thread.
                     sent = peer.send(_BEAT + struct.pack("!H", len(text)) + text, socket.MSG_DONTWAIT)
-                    if sent < 3 + len(text):  # 3 bytes before it; the peer would read another beat as the rest of this
+                    if sent < 3 + len(text):  # 3 bytes come before the text; see ``_full``
                         self._full.add(rank)
                 except OSError:  # it reads no more, or has ended
                     self._full.add(rank)
@@ -178,7 +180,7 @@ class PeerWatch:
         if self._rank == 0:
             stall = self.rule.frozen(now_s) or self.rule.stuck(now_s)
         else:
-            # Rank 1 reports; the others, which end without a word, leave it the time.
+            # Rank 1 reports; the others end without a message, and later, so that rank 1 can report before.
             stall = self.rule.frozen(now_s - (0.0 if self._rank == 1 else 2 * _TELL_S))
         if stall is None:
             return
@@ -186,7 +188,7 @@ class PeerWatch:
             self._tell_stalled(stall)
         for rank in stall.ranks:
             if rank != self._rank:
-                # To all ranks, because only a process of its host can kill it.
+                # Sent to all ranks, because only a process on the frozen rank's host can kill it.
                 self._send(_KILL + struct.pack("!I", rank))
                 self._kill(rank)
         self._send(_END)
@@ -233,10 +235,10 @@ def watch_peers(
 
     Args:
         world: all ranks of the job.
-        tell: see :class:`PeerWatch`, as the others.
-        tell_stalled: None: ranks that do not go on are not detected.
-        stops: see there.
-        ends_with_dead: see there.
+        tell: see :class:`PeerWatch`.
+        tell_stalled: see :class:`PeerWatch`; None: ranks that do not go on are not detected.
+        stops: see :class:`PeerWatch`.
+        ends_with_dead: see :class:`PeerWatch`.
     """
     if world.size == 1:
         return None
@@ -248,7 +250,7 @@ def watch_peers(
         peers = _accept(listener, address, world.size - 1)
     elif shared_address is not None:
         peers = _connect(_Address(shared_address[0], shared_address[1], bytes.fromhex(shared_address[2])), world.rank)
-    # All watch, or none: one without a connection would look like one that has died.
+    # All ranks watch, or none: a rank without a connection would look like one that has died.
     refused = world.broadcast_object(_missing(world.gather_objects(peers is not None)))
     if refused is None and peers is not None:
         if tell_stalled is None:
@@ -267,7 +269,7 @@ def _missing(connected: list[bool] | None) -> int | None:
 
 
 def _listen(hosts: list[str]) -> tuple[socket.socket | None, _Address | None]:
-    """Return a listening socket and its address; only local if all ranks are on this node."""
+    """Return a listening socket and its address; a local address if all ranks are on this node."""
     is_one_node = len(set(hosts)) == 1
     allow_files(len(hosts))
     try:
@@ -288,7 +290,7 @@ def allow_files(more: int) -> None:
 
 
 def _accept(listener: socket.socket, address: _Address, count: int) -> dict[int, socket.socket] | None:
-    """Return the connections of all other ranks, None if one is missing; others are closed."""
+    """Return the connections of all other ranks, None if one is missing; connections of strangers are closed."""
     peers: dict[int, socket.socket] = {}
     listener.settimeout(_CONNECT_S)
     try:
@@ -296,7 +298,7 @@ def _accept(listener: socket.socket, address: _Address, count: int) -> dict[int,
             peer, _ = listener.accept()
             peer.settimeout(_CONNECT_S)
             hello = _read(peer, _TOKEN_BYTES + 4)
-            # Anybody on the network may connect; only ranks have got the token, by a broadcast.
+            # Any program on the network can connect; only ranks know the token, from a broadcast.
             if len(hello) == _TOKEN_BYTES + 4 and hmac.compare_digest(hello[:_TOKEN_BYTES], address.token):
                 peers[struct.unpack("!I", hello[_TOKEN_BYTES:])[0]] = _kept_alive(peer)
             else:
@@ -309,7 +311,7 @@ def _accept(listener: socket.socket, address: _Address, count: int) -> dict[int,
 
 
 def _connect(address: _Address, rank: int) -> dict[int, socket.socket] | None:
-    """Return rank 0 -> a connection to it, on which this rank has said which one it is; None if there is no answer."""
+    """Return rank 0 -> a connection to it, over which this rank has sent its number; None if rank 0 does not answer."""
     try:
         peer = socket.create_connection((address.host, address.port), timeout=_CONNECT_S)
         peer.sendall(address.token + struct.pack("!I", rank))
@@ -322,7 +324,7 @@ def _kept_alive(peer: socket.socket) -> socket.socket:
     """Enable TCP keep-alive: after 3 s of silence, the kernel probes the other side every second."""
     peer.settimeout(None)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # 3 s of silence and 4 probes make 7 s. No probes are sent while data are unacknowledged: TCP_USER_TIMEOUT.
+    # 3 s of silence and 4 probes make 7 s. While data are unacknowledged, no probes are sent: TCP_USER_TIMEOUT holds.
     settings = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": _LOST_MS}
     for name, value in settings.items():
         if hasattr(socket, name):

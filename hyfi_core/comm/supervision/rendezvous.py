@@ -1,4 +1,4 @@
-"""Waiting for the other ranks when a process starts: said soon, ended by signals, and never longer than allowed.
+"""Waiting for the other ranks when a process starts: reported soon, ended by signals, and never longer than allowed.
 
 ::
 
@@ -37,7 +37,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Expected:
-    """What a process's environment says about the other ranks.
+    """The other ranks that a process's environment makes it wait for.
 
     Attributes:
         launcher: ``mpi``, ``slurm`` or ``torchrun``: what seems to have started the process.
@@ -49,7 +49,7 @@ class Expected:
 
     @property
     def variables(self) -> list[str]:
-        """The variables that say so, those with a rank or a number of ranks first."""
+        """Names of the launcher's variables, those with a rank or a number of ranks first."""
         if self.launcher == "torchrun":
             of_torchrun = [name for name in _TORCHRUN if name in self.environment]
             return of_torchrun + sorted(name for name in self.environment if name.startswith("TORCHELASTIC_"))
@@ -60,11 +60,11 @@ class Expected:
 
     @property
     def started(self) -> bool:
-        """Whether the variables are a launcher's: RANK and WORLD_SIZE without torchrun's run id may be anybody's."""
+        """Whether a launcher has set the variables: RANK and WORLD_SIZE without torchrun's run id may be anybody's."""
         return self.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in self.environment
 
     def check_numbers(self) -> None:
-        """Check that torchrun's rank is one of its ranks: others would wait for the rest until the time limit.
+        """Check that torchrun's rank is below its number of ranks: otherwise all ranks would wait until the time limit.
 
         Raises:
             RendezvousError: It is not, or one of the two variables is not a number.
@@ -149,7 +149,7 @@ def joined(start: Callable[[], T], expected: Expected, interrupted: Callable[[],
     begin_s, has_warned = time.monotonic(), False
     helper.start()
     while helper.is_alive():
-        # For a moment only: Python runs signal handlers in this thread, between two of its instructions.
+        # Only for a moment: Python runs signal handlers in this thread, between two of its instructions.
         helper.join(_POLL_S)
         waited_s = time.monotonic() - begin_s
         if interrupted() and (has_warned or not expected.started):
@@ -174,6 +174,6 @@ def _say(expected: Expected, waited_s: float, limit_s: float) -> None:
         f"hyfi: {socket.gethostname()}, process {os.getpid()}: waiting for other ranks since {waited_s:.3g} s: "
         f"{expected.describe()}. {expected.advice()}. It waits {until}; Ctrl-C or SIGTERM ends it\n"
     )
-    # In one piece: ``print`` writes the end of the line by itself, and lines of several ranks would mix.
+    # In one write: ``print`` writes the end of the line separately, and lines of several ranks would mix.
     sys.stderr.write(line)
     sys.stderr.flush()

@@ -1,7 +1,7 @@
 """Room in ``/dev/shm``, by which MPICH's ranks of a node exchange messages.
 
-MPICH maps a file there without looking for room: on a full file system, writing to it ends the rank with signal 7. Open
-MPI and UCX use other memory then.
+MPICH maps a file there without checking that there is room: on a full file system, writing to it ends the rank with
+signal 7. Open MPI and UCX use other memory if there is no room.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FOLDER = Path("/dev/shm")
 _CELLS, CELLS_VARIABLE = 64, "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS"
 _CELL_SIZE_VARIABLE = "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_CELL_SIZE"
 _CELL_BYTES = 16_521
-"""Of a cell of 16 KiB with its header: measured with MPICH 5.0.2 on 1 to 8 ranks."""
+"""Size of a cell of 16 KiB with its header, measured with MPICH 5.0.2 on 1 to 8 ranks."""
 _START_S = 60.0
 _NAMED = 3
 
 
 def ranks_here(environment: Mapping[str, str]) -> int | None:
-    """Return how many ranks this process's node has at least, from the variables of its launcher; None if unknown."""
+    """Return the least number of ranks on this process's node, from its launcher's variables; None if unknown."""
     if "MPI_LOCALNRANKS" in environment:
         return int(environment["MPI_LOCALNRANKS"])
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")  # "2", "2(x3)", "4,2"
@@ -43,7 +43,7 @@ def check_shared_memory(ranks: int, environment: Mapping[str, str], folder: Path
         folder: Where MPICH makes its file.
 
     Raises:
-        RequestError: It has not.
+        RequestError: There is not enough room.
     """
     cells = environment.get(CELLS_VARIABLE, str(_CELLS))
     if ranks < 2 or _CELL_SIZE_VARIABLE in environment or not cells.isdigit() or not folder.is_dir():
@@ -79,7 +79,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _starting_bytes(folder: Path) -> int:
-    """Return what ranks that are starting, perhaps those of this job, have taken already."""
+    """Return how many bytes ranks have taken that started within the last minute: perhaps those of this job."""
     began_s = time.time() - _START_S
     starting = 0
     for path, size in _allocated(folder):
@@ -94,6 +94,6 @@ def _allocated(folder: Path) -> list[tuple[Path, int]]:
     with suppress(OSError):
         for path in folder.iterdir():
             with suppress(OSError):
-                # What is allocated, in units of 512 bytes on every file system: files of tmpfs have holes.
+                # Not the file's length, because files of tmpfs have holes; blocks are 512 bytes on every file system.
                 files.append((path, path.stat().st_blocks * 512))
     return files

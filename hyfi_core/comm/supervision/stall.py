@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from hyfi_core.comm.supervision.heartbeat import Beat
 
 LEAST_S = 300.0
-"""Least automatic limit."""
+"""The smallest automatic limit."""
 STEPS = 10.0
-"""The automatic limit in longest steps."""
+"""The automatic limit as a multiple of the longest step."""
 SLOW_S = 1800.0
-"""Least limit while a rank compiles, writes a checkpoint, or takes its first step."""
+"""The smallest limit while a rank compiles, writes a checkpoint, or takes its first step."""
 STOPPING_S, STOPPING_STEPS = 10.0, 3.0
-"""The same for ranks that were requested to stop: schedulers kill soon."""
+"""``LEAST_S`` and ``STEPS`` after a request to stop: schedulers kill soon."""
 _SHOWN = 8
 
 
@@ -113,7 +113,7 @@ class StallRule:
         still = {rank: now_s - health.moved_s for rank, health in self._ranks.items()}
         limits_s = {rank: self._event_limit_s(health.beat) for rank, health in self._ranks.items()}
         late = [rank for rank, seconds in still.items() if limits_s[rank] and seconds > limits_s[rank]]
-        # Those that wait are held up; those that compute hold up.
+        # Ranks that wait are held up by those that compute.
         computing = [rank for rank in late if not self._ranks[rank].beat.waits]
         if computing:
             lines = [
@@ -131,13 +131,13 @@ class StallRule:
         """Return the limit for heartbeats; 0: none."""
         limit_s = max(LEAST_S, STEPS * self._longest_s) if self.limit_s is None else self.limit_s
         if any(health.beat.stops for health in self._ranks.values()):
-            # Also where there is no limit: after a request to stop, a scheduler kills soon.
+            # Even if there is no limit otherwise: after a request to stop, a scheduler kills soon.
             return min(limit_s or float("inf"), max(stopping_s, STOPPING_STEPS * self._longest_s))
         return limit_s
 
     def _event_limit_s(self, beat: Beat) -> float:
         limit_s = self._limit_s(3 * STOPPING_S)
-        # The first step captures and compiles; no step has shown yet what is long.
+        # The first step captures and compiles, and no earlier step shows how long one takes.
         return max(limit_s, SLOW_S) if limit_s and (beat.slow or self._begun == 1) else limit_s
 
     def _why(self, limit_s: float) -> str:

@@ -34,9 +34,11 @@ PEER_LOST_S = 2.0
 _PERIOD_S = 0.5
 _LONG_S = 1.0  # waits longer than this are written to the board
 _STUCK_S = 3.0  # if no rank computes for this long, the job is deadlocked
-_ENDED_S = 1.5  # the same, if a rank has ended
-_STAY_S = 5.0  # how long a rank that leaves keeps its connections: others then say that they wait for it
-_SLOWEST_BYTES_S = 50e6  # lowest speed of a large message, during which no rank computes either
+_ENDED_S = 1.5  # in place of ``_STUCK_S`` if a rank has ended
+_STAY_S = (
+    5.0  # time for which a rank that leaves keeps its connections, so that others can report that they wait for it
+)
+_SLOWEST_BYTES_S = 50e6  # lowest speed of a large message: while it is sent, it is no deadlock that no rank computes
 _RANKS_PER_PERIOD = 256  # with more ranks, each reads the board less often
 
 
@@ -74,14 +76,14 @@ class RankSupervisor:
         comm: all ranks.
         board: None if there is none: then a failure still stops all ranks, but deadlocks are not detected.
         peers: detects killed ranks; None if not possible.
-        limit_s: for one wait; 0 for none.
+        limit_s: time limit of one wait; 0 for none.
     """
 
     def __init__(self, comm: Communicator, board: Board | None, peers: PeerWatch | None, limit_s: float) -> None:
         self._comm, self._board, self._peers, self._limit_s = comm, board, peers, limit_s
         self._process = os.getpid()
         self._leaving = threading.Event()
-        # The states when the job last went on, and the time.
+        # States of all ranks when the job last made progress, and the time.
         self._unchanged: tuple[list[RankStatus], float] = ([], 0.0)
 
     def install(self) -> None:
@@ -100,7 +102,7 @@ class RankSupervisor:
                 self.fail(failed.exc_value)
 
         sys.excepthook, threading.excepthook = main_hook, thread_hook
-        # The last registered runs first: before the backend ends, and with it the messages that others wait for.
+        # Registered last, so it runs first: before the backend ends the connections on which others may still wait.
         atexit.register(self._leave)
         if self._board is not None:
             threading.Thread(target=self._watch, args=(self._board,), daemon=True, name="hyfi-watch").start()
@@ -140,7 +142,7 @@ class RankSupervisor:
         self._abort()
 
     def _end_quietly(self, board: Board) -> NoReturn:
-        """Stop because another rank has failed, which reports the cause."""
+        """End all ranks without a message, after giving the rank that has failed time to report the cause."""
         deadline_s = time.monotonic() + PEER_LOST_S
         with contextlib.suppress(RuntimeError):
             while not board.reported and time.monotonic() < deadline_s:
@@ -150,7 +152,7 @@ class RankSupervisor:
 
     def _abort(self) -> NoReturn:
         if self._peers is not None:
-            # They then know that this end is reported, and say nothing of their own.
+            # The others then know that this end is reported, and do not report it as well.
             self._peers.fail()
         self._comm.abort(FAULT)
 
@@ -181,7 +183,7 @@ class RankSupervisor:
             time.sleep(pause_s)
         if not first:
             board.leave()
-        # A rank that still reads the board of one that has ended prints a warning with a stack.
+        # If the board's host ended earlier, a rank that still reads the board would print a warning with a stack.
         deadline_s = time.monotonic() + _STAY_S
         while first and board.left < self._comm.size - 1 and time.monotonic() < deadline_s:
             time.sleep(pause_s)
@@ -202,11 +204,10 @@ class RankSupervisor:
         wait = ACTIVITY.wait
         if wait is None or now_s - wait.since_s < _LONG_S:
             return
-        # Once for each wait.
-        if wait.ended is None:
+        if wait.ended is None:  # not yet on the board
             self._note(board, wait)
         states = board.states()
-        # A rank that computes may take long; any report, such as of a wait that ended, shows that the job goes on.
+        # A rank that computes may take long; any new report, such as of the end of a wait, shows that the job goes on.
         if states != self._unchanged[0] or any(status.state == "computes" for status in states):
             self._unchanged = states, now_s
         if ACTIVITY.wait is not wait:  # it ended while the board was read

@@ -30,7 +30,7 @@ class PostedMessage:
 
     Attributes:
         message: as passed; a send's tensor is a copy unless the world is strict.
-        version: of the tensor when it was posted; None for inference tensors.
+        version: version counter of the tensor when it was posted; None for inference tensors.
         done: whether it has been paired.
     """
 
@@ -69,7 +69,7 @@ class GroupCall:
         first: the rank that entered it first.
         inputs: rank -> its input.
         taken: number of ranks that have their result.
-        result: of a reduction, computed once; None before, and of other calls.
+        result: result of a reduction, computed once; None before that, and in other calls.
     """
 
     what: str
@@ -101,13 +101,13 @@ class ThreadGroup:
             operation.start()
             return
         self._streams[rank].append(operation)
-        # A list, not a generator: every stream is tried in each round. One that moves may let another move.
+        # A list, so that ``any`` tries every stream in each round. An operation that completes may let others complete.
         while any([self._moved(stream) for stream in self._streams]):
             pass
 
     @staticmethod
     def _moved(stream: deque[Operation]) -> bool:
-        """Begin and complete operations of one rank's stream; return whether there were any."""
+        """Begin and complete operations of one rank's stream; return whether any began or completed."""
         moved = False
         while stream:
             first = stream[0]
@@ -172,9 +172,9 @@ class ThreadGroup:
         return [call.inputs[rank] for rank in range(len(self.members))]
 
     def reduce(self, number: int, call: GroupCall, op: ReduceOp) -> torch.Tensor:
-        """Return the inputs of all ranks reduced in rank order; as ``take``."""
+        """Return the inputs of all ranks, reduced in rank order; the last rank removes the call."""
         if call.result is None:
-            with torch.inference_mode(False), torch.no_grad():  # regardless of the modes of the ranks
+            with torch.inference_mode(False), torch.no_grad():  # whatever the modes of the calling rank
                 call.result = reduced([call.inputs[rank] for rank in range(len(self.members))], op)
         self._count_taken(number, call)
         return call.result
@@ -186,7 +186,7 @@ class ThreadGroup:
             del self._calls[number]
 
     def _queues_of(self, source: int, target: int, tag: int) -> _MessageQueues:
-        # Strict as NCCL, which knows no tags.
+        # In strict mode without the tag: NCCL has no tags.
         return self._queues.setdefault((source, target, 0 if self.world.strict else tag), _MessageQueues())
 
     def _pair(self, source: int, target: int, queues: _MessageQueues) -> None:
@@ -194,7 +194,7 @@ class ThreadGroup:
         while queues.sends and queues.receives:
             sent, received = queues.sends.popleft(), queues.receives.popleft()
             self._refuse_mismatch(source, target, sent, received)
-            with torch.inference_mode():  # regardless of the modes of the two ranks
+            with torch.inference_mode():  # whatever the modes of the two ranks
                 received.message.tensor.copy_(sent.message.tensor)
             sent.done = received.done = True
             self.world.notify((self.members[source], self.members[target]))

@@ -1,4 +1,4 @@
-"""Ranks as threads take turns: one that waits hands its turn to the next that can go on.
+"""Ranks as threads take turns: a rank that waits hands its turn to the next rank that can go on.
 
     rank 0   ── run ── waits │                  │ ── run ── …
     rank 1                   │ ── run ── waits  │
@@ -7,8 +7,8 @@
 Python runs one thread at a time, and PyTorch lets go of the interpreter in every operator. If many threads could run,
 each operator would hand over to another thread: hundreds of switches between threads in each step of a rank, which take
 longer than the step. So the number of ranks that run at once adapts. It falls to one while turns are short, as in
-Python code and tiny operators. It grows by one at each tick without a new turn: a rank that computes for long, or waits
-for something other than a message, never blocks the others for long.
+Python code and tiny operators. It grows by one at each tick in which no turn was handed on, so that a rank that
+computes for long, or waits for something other than a message, never blocks the others for long.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Waiter:
     """A thread that sleeps until it is given a turn.
 
     Attributes:
-        rank: of the whole world.
-        ready: whether it may go on.
+        rank: its rank in the whole world.
+        ready: returns whether it may go on.
         what: describes what it waits for.
         woken: held by the thread that wakes it.
     """
@@ -105,7 +105,7 @@ class ThreadWorld:
         """End all ranks: each raises from its current wait."""
         with self.lock:
             self.failed = True
-            # Whoever waits for a turn must get one to raise from its wait.
+            # Every rank gets a turn, because it must run to raise from its wait.
             self._turns = self.size
             self.notify(range(self.size))
 
@@ -140,8 +140,8 @@ class ThreadWorld:
         """Wait, under ``lock``, until ``ready``.
 
         Args:
-            rank: of the whole world.
-            ready: called after each change that ``notify`` tells this rank.
+            rank: its rank in the whole world.
+            ready: called again whenever ``notify`` is called for this rank.
             describe: describes the wait; like ``ready``, it may be called by other threads, under ``lock``.
 
         Raises:
@@ -155,7 +155,7 @@ class ThreadWorld:
             self._sleep(waiter)
 
     def pause(self, rank: int) -> None:
-        """Let other ranks run, under ``lock``: called by a rank that polls, in vain."""
+        """Let other ranks run, under ``lock``; called by a rank that polls and has received nothing."""
         begun_s = self._running.get(rank)
         # Not at once: a rank that polls between two slices of work would lose its turn at each of them.
         if self._ready and begun_s is not None and time.monotonic() - begun_s > _POLLING_S:
@@ -186,7 +186,7 @@ class ThreadWorld:
     def _detect_deadlock(self) -> None:
         """End all ranks with an error if each has waited or ended for some time: none could wake another."""
         still_s = time.monotonic() - self._still_since_s
-        # A rank that may go on, or runs, is neither waiting nor ended.
+        # Ranks that run, or are ready to, neither wait nor have ended.
         if still_s < _STUCK_S or len(self._waiting.keys() | self._ended) < self.size or not self._waiting:
             return
         waiters = [waiter for _, of_rank in sorted(self._waiting.items()) for waiter in of_rank]
@@ -205,8 +205,8 @@ class ThreadWorld:
         """Hand on the turn of this rank, and return when it has one again."""
         self._running.pop(waiter.rank, None)
         self._wake_next()
-        # The turn was handed on under the lock, so a wake-up between these two lines is not lost: ``woken`` remembers
-        # it.
+        # A wake-up between the release and the next line is not lost: it releases ``woken``, which is then acquired at
+        # once.
         self.lock.release()
         waiter.woken.acquire()
         self.lock.acquire()

@@ -10,7 +10,7 @@ from hyfi_core.errors import RequestError
 
 
 class Abmilx(nn.Module):
-    """Each head looks at its part of a feature vector; similar tiles share their attention.
+    """Each head computes attention from its part of a feature vector; similar tiles share their attention.
 
     Tang et al., "Revisiting End-to-End Learning with Slide-level Supervision in Computational Pathology", NeurIPS 2025
     (arXiv:2506.02408): attention that concentrates on few tiles early keeps an encoder from learning; heads and
@@ -20,14 +20,14 @@ class Abmilx(nn.Module):
         s' = s + softmax(q kᵀ / √d) (v s)           q, k = W_qk LayerNorm(xᵐ)       refinement by similarity
         z = [Σ_i softmax_i(s'¹) x¹_i  …  xᴹ]        logits = W W_p z
 
-    Time of the refinement grows with N²; its memory with N where PyTorch has a fused attention.
+    The refinement takes time proportional to N², and memory proportional to N if PyTorch has a fused attention.
 
     Args:
         features: Length D of a feature vector.
         classes: Number K of logits.
         hidden: Length of x, a multiple of ``heads``.
         heads: Number M of heads.
-        dropout: Of x, in training.
+        dropout: Dropout of x, in training.
 
     Raises:
         RequestError: There is no head, or heads do not divide x.
@@ -54,9 +54,9 @@ class Abmilx(nn.Module):
         return self.classifier(self.projection(pooled)), attention.mean(0).squeeze(1)
 
     def _refined(self, parts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores ``(M, N, 1)``: those of each tile plus a weighted sum of those of similar tiles."""
+        """Return scores ``(M, N, 1)``: the score of each tile plus a weighted sum of the scores of similar tiles."""
         queries, keys = self.similarity(self.norm(parts)).chunk(2, -1)
-        # Fused kernels need values as wide as keys; without them N x N similarities would be in memory.
+        # Fused kernels need values as wide as keys; without such kernels, N x N similarities would be in memory.
         values = F.pad(self.shared * scores, (0, keys.shape[-1] - 1))
         spread = F.scaled_dot_product_attention(queries[None], keys[None], values[None])[0]
         return scores + spread[..., :1]

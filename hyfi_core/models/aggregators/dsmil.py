@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Dsmil(nn.Module):
-    """The mean of two classifiers: of the best tile of each class, and of tiles weighted by similarity to it.
+    """The mean of two classifiers: one of each class's best tile, one of all tiles weighted by similarity to it.
 
     Li, Li and Eliceiri, "Dual-stream Multiple Instance Learning Network for Whole Slide Image Classification with
     Self-supervised Contrastive Learning", CVPR 2021 (arXiv:2011.08939), with the scaled softmax of its code::
@@ -34,7 +34,7 @@ class Dsmil(nn.Module):
         """Return logits ``(K,)`` and attention ``(N,)``, the mean of the classes', of tiles ``(N, D)``."""
         best, critical = self.tile_classifier(bag).max(0)
         queries = self.query(bag)
-        # Over tiles, for each class by itself.
+        # The softmax is over tiles, for each class separately.
         similar = (queries @ queries[critical].mT / queries.shape[1] ** 0.5).softmax(0)
         seen = similar.mT @ self.information(bag)
         return (best + self.bag_classifier(seen.flatten())) / 2, similar.mean(1)

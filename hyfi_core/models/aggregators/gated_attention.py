@@ -26,7 +26,7 @@ class GatedScore(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, bag: torch.Tensor) -> torch.Tensor:
-        """Return scores ``(N, M)`` of ``(N, D)``."""
+        """Return scores ``(N, M)`` of tiles ``(N, D)``."""
         gated = self.dropout(self.v(bag).tanh()) * self.dropout(self.u(bag).sigmoid())
         scores: torch.Tensor = self.w(gated)
         return scores
@@ -75,6 +75,6 @@ class GatedAttention(nn.Module):
 
     def forward(self, bag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits ``(K,)`` and attention ``(N,)``, the mean of the heads', of tiles ``(N, D)``."""
-        # Over tiles, the second last dim: (1, N, D) works as well.
+        # Tiles are the second last dim, so that (1, N, D) works as well.
         attention = self.score(bag).softmax(-2)
         return self.classifier((attention.mT @ bag).flatten(-2)), attention.mean(-1)

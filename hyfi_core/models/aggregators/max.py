@@ -23,7 +23,7 @@ class MaxAggregator(nn.Module):
         self.classifier = nn.Linear(features, classes)
 
     def forward(self, bag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits ``(K,)`` and attention ``(N,)``, the share of classes that chose a tile, of ``(N, D)``."""
+        """Return logits ``(K,)`` and attention ``(N,)``, the share of classes that take a tile, of ``(N, D)``."""
         logits, chosen = self.classifier(bag).max(0)
         # A maximum has no attention of its own: each class gives its share to the tile that it took.
         return logits, F.one_hot(chosen, len(bag)).to(logits.dtype).mean(0)

@@ -15,8 +15,8 @@ class TransMil(nn.Module):
     """Two transformer layers over tiles and a class token, between them convolutions over tiles laid in a square.
 
     Shao et al., "TransMIL: Transformer based Correlated Multiple Instance Learning for Whole Slide Image
-    Classification", NeurIPS 2021 (arXiv:2106.00908). Tiles are laid row by row in a square, whose end the first tiles
-    fill again: so the order of tiles matters.
+    Classification", NeurIPS 2021 (arXiv:2106.00908). Tiles are laid row by row in a square, and the first tiles
+    fill its end again, so the order of tiles matters.
 
     Args:
         features: Length D of a feature vector.
@@ -54,11 +54,11 @@ class TransMil(nn.Module):
 
 
 def _of_tiles(attention: torch.Tensor, tiles: int) -> torch.Tensor:
-    """Return the attention ``(N,)`` of the token to tiles, from that to the token and the square."""
+    """Return the token's attention to tiles ``(N,)``, from its attention to the token itself and the square."""
     once, again = attention[1 : tiles + 1], attention[tiles + 1 :]
     positive = (once + F.pad(again, (0, tiles - len(again)))).clamp(min=0)
     total = positive.sum()
-    # If nothing is positive, all tiles alike.
+    # If no value is positive, all tiles get the same attention.
     return torch.where(total > 0, positive / total.clamp(min=torch.finfo(total.dtype).tiny), 1.0 / tiles)
 
 
@@ -91,13 +91,13 @@ class NystromLayer(nn.Module):
         return self._attended(x)[0]
 
     def with_attention(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens, and the attention ``(n,)`` of the first to all, the mean of heads."""
+        """Return tokens ``(n, width)``, and the attention ``(n,)`` of the first token to all, the mean over heads."""
         result, (left, middle, right) = self._attended(x)
         first = left[:, _padding(len(x), self.landmarks), None] @ middle @ right
         return result, first.squeeze(1).mean(0)[_padding(len(x), self.landmarks) :]
 
     def _attended(self, x: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return the refined tiles ``(N, D)``, and the three matrices whose product approximates the attention."""
+        """Return tokens ``(n, width)``, and the three matrices whose product approximates the attention."""
         padding = _padding(len(x), self.landmarks)
         tokens = F.pad(self.norm(x), (0, 0, padding, 0))  # in front, so that landmarks are means of equal parts
         q, k, v = self.qkv(tokens).unflatten(1, (3, self.heads, -1)).permute(1, 2, 0, 3)
@@ -112,14 +112,14 @@ class NystromLayer(nn.Module):
 
 
 def _padding(tokens: int, landmarks: int) -> int:
-    """Return how many tokens to add for a multiple of the landmarks."""
+    """Return how many tokens to add so that landmarks divide their number."""
     return -tokens % min(landmarks, tokens)
 
 
 def pseudo_inverse(x: torch.Tensor, iterations: int = 6) -> torch.Tensor:
     """Return an approximate Moore-Penrose inverse of matrices ``(…, m, m)``: equation 11 of the Nyströmformer."""
     rows, columns = x.abs().sum(-1).amax(), x.abs().sum(-2).amax()
-    # With this beginning the iteration converges: the norm of x z is at most 1.
+    # From this initial value the iteration converges: the norm of x z is at most 1.
     z, one = x.mT / (rows * columns), torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     for _ in range(iterations):
         xz = x @ z
@@ -128,7 +128,7 @@ def pseudo_inverse(x: torch.Tensor, iterations: int = 6) -> torch.Tensor:
 
 
 class PositionConvolutions(nn.Module):
-    """Tiles, laid in a square, plus depthwise convolutions of 7, 5 and 3: TransMIL's position encoding (PPEG).
+    """Adds depthwise convolutions of 7, 5 and 3 over tiles in a square: TransMIL's position encoding (PPEG).
 
     Args:
         width: Of tokens.
