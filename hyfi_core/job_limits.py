@@ -140,7 +140,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Iterator[MemoryLimit]:
 
 
 def _of_shell(proc: Path) -> Iterator[MemoryLimit]:
-    """Yield what is left of the limits that ``ulimit`` has set for this process."""
+    """Yield how much memory the limits leave that ``ulimit`` has set for this process."""
     try:
         import resource
     except ImportError:  # not on Windows

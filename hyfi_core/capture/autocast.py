@@ -26,7 +26,7 @@ def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str) -> 
 
     Args:
         program: the captured model.
-        dtype: of autocast.
+        dtype: dtype of autocast.
         device: device type; autocast differs between device types.
     """
     # Fake tensors follow the rules of autocast without memory, also for a device that this machine lacks.

@@ -42,7 +42,7 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
     Args:
         model: any module that takes one image tensor; not changed.
         shape: (micro-batch, channels, height, width).
-        dtype: of the images.
+        dtype: dtype of the images.
 
     Raises:
         RequestError: the model cannot be captured; the message names the reason, the module and the line.
@@ -286,8 +286,8 @@ def _declare(values: dict[str, ValueInfo], name: str, value: Any, traced: str | 
 
     Args:
         values: gets its shape and dtype.
-        name: of the value.
-        value: of the trace.
+        name: name of the value.
+        value: value of the trace.
         traced: stack of the line that computes it; None: it is an input.
 
     Raises:
@@ -329,7 +329,7 @@ def _assemble(
         exported: the exported graph.
         values: shape and dtype of each value.
         operators: in order.
-        outputs: of the graph: new values of buffers, then what the model returns.
+        outputs: outputs of the graph: new values of buffers, then what the model returns.
 
     Raises:
         RequestError: the model changes a parameter or its input, or computes with what is not a tensor.

@@ -267,7 +267,7 @@ class _Walk:
         """Yield a value that a function reads, if a forward may depend on it, and the values that it reads in turn.
 
         Args:
-            name: of the value in the function.
+            name: name of the value in the function.
             value: any.
             own: whether the function is the user's own code, whose calls are followed to any depth.
             depth: how many more nested calls between functions of packages are followed.

@@ -85,7 +85,7 @@ class Program:
         operators: in the order of execution.
         values: shape and dtype of every value.
         parameters: value name -> name in the user's module.
-        buffers: the same for buffers.
+        buffers: value name -> name of the buffer in the user's module.
         constants: value name -> tensor lifted out of the code.
         image: the input value.
         outputs: the leaves of the model's output, each a ``Ref`` or a constant.

@@ -98,7 +98,7 @@ def release(model: nn.Module, names: Collection[str]) -> Former:
 
     Args:
         model: changed.
-        names: of the tensors; all names of a tied one.
+        names: names of the tensors; all names of a tied one.
 
     Returns:
         (weak reference to a released tensor, its name) of each: code of the user, such as the loss, may still hold it.

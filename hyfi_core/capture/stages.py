@@ -66,7 +66,7 @@ class _ValueUses(NamedTuple):
     """A value and the operators that it connects.
 
     Attributes:
-        name: of the value.
+        name: name of the value.
         maker: position of the operator that computes it.
         users: positions of the operators that take it, ascending; results count as one more, after all operators.
         in_order: whether, for any cuts, no user is in an earlier stage than the users before it.

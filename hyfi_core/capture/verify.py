@@ -53,8 +53,8 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
 
     Args:
         model: any, in the mode in which it will be trained; restored afterwards.
-        shape: of a micro-batch; smaller images are used if the model accepts them.
-        dtype: of the images.
+        shape: shape of a micro-batch; smaller images are used if the model accepts them.
+        dtype: dtype of the images.
         output: selects the logits from the output.
 
     Returns:
@@ -81,8 +81,8 @@ def _compare(
 
     Args:
         model: in the mode to compare.
-        shape: of a micro-batch.
-        dtype: of the images.
+        shape: shape of a micro-batch.
+        dtype: dtype of the images.
         pick: selects the logits from the output.
         mode: for the message, such as ", in evaluation mode".
         stored: gets the tensors that the model may have stored.
@@ -231,8 +231,8 @@ def _steps(
 
     Args:
         model: has the parameters; its training mode counts.
-        shape: of the images.
-        dtype: of the images.
+        shape: shape of the images.
+        dtype: dtype of the images.
         run: the forward.
         buffers: returns the present buffers by name.
     """

@@ -31,7 +31,7 @@ def gpu_support(version: str, query: Callable[[], int] | None, environment: Mapp
     Args:
         version: ``MPI_Get_library_version``.
         query: ``MPIX_Query_cuda_support`` of the library; None if it has none.
-        environment: of the process.
+        environment: environment of the process.
     """
     off = [name for name in (GPU_VARIABLE, *_SWITCHED_OFF) if environment.get(name, "").lower() in ("0", "false", "no")]
     if off:

@@ -112,7 +112,7 @@ class _Requests:
     """Pending requests, and the tensors that must outlive them.
 
     Args:
-        requests: of MPI.
+        requests: MPI requests.
         describe: describes the wait.
         keep: the memory that MPI reads and writes.
         finish: called once, when all have completed.

@@ -108,7 +108,7 @@ def polled(pending: Pending | None) -> Iterator[None]:
     """Make progress on a communication while the body computes. The body must not communicate.
 
     Args:
-        pending: used by nobody else during the body; None: just run the body.
+        pending: not used elsewhere during the body; None: just run the body.
     """
     # A completed communication needs no thread: waking it takes longer than most small messages.
     if pending is None or not pending.needs_polls or pending.test():

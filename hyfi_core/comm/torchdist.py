@@ -191,9 +191,8 @@ class TorchCommunicator:
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's value."""
         data = encoded(value) if self.rank == root else torch.empty(0, dtype=torch.uint8)
-        head = torch.zeros(
-            _HEAD_BYTES, dtype=torch.uint8
-        )  # the length and as many bytes as fit: a small value needs no more
+        # The length and as many bytes as fit: a small value needs only this broadcast.
+        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
         head[:8] = torch.tensor([data.numel()]).view(torch.uint8)
         first = data[: _HEAD_BYTES - 8]
         head[8 : 8 + first.numel()] = first
@@ -316,7 +315,7 @@ def world(
 
 
 def _world(limit_s: float, gpu: int | None) -> TorchCommunicator:
-    """Return the communicator of all ranks, after ``init_process_group`` if nobody has called it."""
+    """Return the communicator of all ranks, after ``init_process_group`` unless that has been called."""
     if gpu is not None:
         torch.cuda.set_device(gpu)  # each thread has a current device of its own
     if not dist.is_initialized():

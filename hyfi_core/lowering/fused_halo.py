@@ -35,7 +35,7 @@ class Flow:
     """An operator that may be part of a fused run.
 
     Attributes:
-        name: of the operator.
+        name: name of the operator.
         takes: input maps.
         makes: output maps, all with the same layout.
         window: its window; None for pointwise operators.

@@ -47,12 +47,12 @@ def in_place(ranked: RankProgram, alone: bool = False) -> RankProgram:
         alone: whether there is no other rank; others may wait for gradients, which a segment completes at its end.
     """
     uses = Counter(name for instruction in ranked.instructions for name in instruction.inputs)
-    # Whoever gets a result of the program counts as one more user.
+    # A result of the program is read outside of it, too: that counts as one more user.
     uses.update(ranked.results)
     fresh: set[str] = set()
     instructions: list[Instruction] = []
     for instruction in ranked.instructions:
-        # Used once, so by this instruction: nobody reads the value afterwards.
+        # Used once, so by this instruction: the value is not read afterwards.
         free = {name for name in instruction.inputs if name in fresh and uses[name] == 1}
         if isinstance(instruction, LocalCall) and not (alone and _is_small_relu(instruction, ranked)):
             instruction = _in_place(instruction, free)
@@ -95,7 +95,7 @@ def _pools_over(instructions: list[Instruction], fresh: set[str]) -> Iterator[In
         if isinstance(instruction, (CustomCall, CollectiveCall)) and isinstance(instruction.operator, _POOLS):
             # When the pool runs backward, users after it have already done so, users before it have not.
             other_users = (at for at in users.get(str(instruction.inputs[0]), ()) if at != index)
-            # Only values of ``fresh`` are listed: other memory belongs to somebody else.
+            # Only values of ``fresh`` are listed: other memory is also held elsewhere.
             is_fresh = str(instruction.inputs[0]) in users
             if is_fresh and all(_saves_nothing(instructions[at], pools_save=at < index) for at in other_users):
                 operator: Any = replace(instruction.operator, overwrites_map=True)

@@ -92,7 +92,7 @@ def join_calls(ranked: RankProgram) -> RankProgram:
     """
     drawn = {name for op in ranked.drawn for name in op.outputs if name is not None}
     uses = Counter(name for instruction in ranked.instructions for name in instruction.inputs if name is not None)
-    # A result of the program is used once more, by whoever gets it: it must leave the joined call.
+    # A result of the program is used once more, outside of it: it must leave the joined call.
     uses.update(ranked.results)
     instructions: list[Instruction] = []
     run: list[LocalCall] = []
@@ -134,7 +134,7 @@ def _as_one(run: list[LocalCall], uses: Counter[str]) -> list[LocalCall]:
     within = Counter(name for call in run for name in call.inputs)
     computed = dict.fromkeys(name for call in run for name in call.outputs if name is not None)
     inputs = tuple(dict.fromkeys(name for call in run for name in call.inputs if name not in computed))
-    # More users in all than within: somebody outside reads it.
+    # With more users than those in the joined call, a user outside reads it.
     outputs = tuple(name for name in computed if uses[name] > within[name])
     return [LocalCall(JoinedCalls(tuple(run), inputs, outputs), inputs, outputs, parts=tuple(run))]
 

@@ -28,7 +28,7 @@ def sum_in_planes(program: Program, branches: Branches, results: Iterable[str]) 
     """
     if not branches.owners:
         return program, branches
-    # A partial sum that somebody else reads has to stay as it is.
+    # A partial sum that another operator reads has to stay unchanged.
     uses = Counter(name for op in program.operators for name in op.inputs)
     uses.update((*results, *refs_in(program.outputs), *program.mutations.values()))
     maker = {name: op for op in program.operators for name in op.outputs if name is not None}
@@ -39,7 +39,7 @@ def sum_in_planes(program: Program, branches: Branches, results: Iterable[str]) 
         if root.name in inner:
             continue
         tree, terms = _tree(root, maker, inner)
-        planes: dict[int, list[str]] = {}  # plane -> the terms that it computes and nobody else reads
+        planes: dict[int, list[str]] = {}  # plane -> the terms that it computes and that only this sum reads
         for name in terms:
             if name in maker and maker[name].name in owners and uses[name] == 1:
                 planes.setdefault(owners[maker[name].name], []).append(name)
@@ -97,7 +97,7 @@ def _tree(root: Operator, maker: dict[str, Operator], inner: set[str]) -> tuple[
 def _regrouped(
     tree: Sequence[Operator], terms: Sequence[str], together: dict[int, list[str]], owners: dict[str, int]
 ) -> list[Operator]:
-    """Return the sums of a tree in another order: first the terms of each plane, then what is left.
+    """Return the sums of a tree in another order: first the terms of each plane, then all others.
 
     Args:
         tree: the sums, the root last.

@@ -28,7 +28,7 @@ class Plane:
     Attributes:
         branches: which plane computes what.
         index: this plane.
-        device: of values.
+        device: device of values.
         channels_last: whether maps are channels-last.
     """
 

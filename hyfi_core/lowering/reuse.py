@@ -44,7 +44,7 @@ class TapeFacts:
     Attributes:
         active: values that carry a gradient.
         parameters: values whose gradients stay, with the parameter.
-        outputs: of the program, whose cotangents come from the user's loss.
+        outputs: outputs of the program, whose cotangents come from the user's loss.
         exits: values whose cotangents come from other stages, in memory that is handed over.
         values: shape and type of every value.
     """
@@ -83,7 +83,7 @@ class BackwardMemory:
         self._shared: set[int] = set()  # pieces that others may hold, too
         self._deferred: Memory = _NOTHING  # pieces that gradients of weights will still read
         self._held: dict[str, _Cotangent] = {}
-        # Nobody else holds what arrives from other stages; it may be missing, hence not certain.
+        # Cotangents from other stages are held only here; one may be missing, so it is not certain to arrive.
         for name in facts.exits:
             self._held[name] = _Cotangent(self._new(), certain=False)
         for name in facts.outputs:

@@ -133,7 +133,7 @@ def _last_uses(ranked: RankProgram) -> dict[str, int]:
     """Return value -> index of the instruction after which it is no longer needed."""
     last: dict[str, int] = {}
     for index, instruction in enumerate(ranked.instructions):
-        # Outputs, too: one that nobody reads is dropped where it is made.
+        # Outputs, too: an output that is never read is dropped after the step that computes it.
         for name in (*instruction.inputs, *instruction.outputs):
             if name is not None:
                 last[name] = index

@@ -55,7 +55,7 @@ def boundary(
         grids: (rows, columns) of the sending stage's ranks, and of the receiving stage's.
         active: values whose cotangents are sent back.
         channels_last: whether maps are received in this format.
-        device: of values.
+        device: device of values.
     """
     carried = []
     for name in source.exits[target]:

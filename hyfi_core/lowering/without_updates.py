@@ -62,7 +62,7 @@ def _of_image(program: Program) -> set[str]:
     names = {program.image}
     for op in program.operators:
         if any(name in names for name in op.inputs):
-            # The first output is the map; the others are statistics, which all cells have alike.
+            # The first output is the map; the others are statistics, equal in all cells.
             outputs = op.outputs[:1] if has_live_statistics(op) else op.outputs
             names.update(name for name in outputs if name is not None)
     return names

@@ -175,7 +175,7 @@ class AmoebaNetD(nn.Module):
         classes: outputs of the linear head.
         layers: normal cells, a multiple of 3.
         filters: width of the network, a multiple of 16; cells start with a quarter of it.
-        in_channels: of the image.
+        in_channels: number of channels of the image.
 
     Raises:
         ValueError: ``layers`` is no multiple of 3, or ``filters`` no multiple of 16.

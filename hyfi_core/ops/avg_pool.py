@@ -158,7 +158,7 @@ class WindowCounts:
         """Return the counts of the windows of some outputs.
 
         Args:
-            window: of the pool.
+            window: window of the pool.
             outputs: the outputs whose windows to count.
             map_box: the whole map.
             include_pad: whether padding counts.
@@ -202,10 +202,10 @@ def counts(window: AxisWindow, start: int, stop: int, length: int, include_pad: 
     """Return for each output in [start, stop) how many positions its window counts, of the map and of padding.
 
     Args:
-        window: of the pool, along one axis.
+        window: window of the pool, along one axis.
         start: first output.
         stop: the output after the last.
-        length: of the map.
+        length: length of the map.
         include_pad: whether padding counts.
     """
     beyond = window.padding if include_pad else 0

@@ -35,7 +35,7 @@ class Banded:
 
     Attributes:
         halo: halo exchange, with its fill value outside of the map.
-        window: of the pool.
+        window: window of the pool.
         output: this rank's part of the output; may be empty.
         canvas_padding: (y, x) padding that is left to the native call.
         apart: whether inner outputs may be computed separately; False: always on one canvas.

@@ -43,7 +43,7 @@ class CustomOperator(Protocol):
 
         Args:
             saved: what ``forward`` saved.
-            cotangents: of the outputs; None means zero.
+            cotangents: cotangents of the outputs; None means zero.
             needs_grad: for every input, whether its cotangent is needed; empty: all are.
         """
         ...
@@ -67,7 +67,7 @@ class Collective(Protocol):
         Args:
             comm: the ranks of the stage.
             saved: what ``forward`` saved.
-            cotangents: of the outputs; None means zero.
+            cotangents: cotangents of the outputs; None means zero.
             needs_grad: for every input, whether its cotangent is needed, the same on all ranks; empty: all are.
         """
         ...
@@ -80,7 +80,7 @@ class Recomputable(ABC):
         """Return the operations per value of the output, besides reading and writing maps.
 
         Args:
-            shapes: of the inputs.
+            shapes: shapes of the inputs.
         """
         return 0.0
 

@@ -89,7 +89,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Return the map, normalised by known statistics; ``inverse``: 1/σ = 1/sqrt(variance + eps)."""
         if not own.numel():
             return torch.empty_like(own)
-        # The native kernel takes a 16-bit map with all else in float32, or everything in one dtype.
+        # The native kernel takes a 16-bit map with all other inputs in float32, or all inputs in one dtype.
         scale, offset = (None if item is None else item.to(mean.dtype) for item in (weight, bias))
         if own.is_cuda:
             # One kernel instead of three: evaluation mode copies the mean and computes 1/σ first.
@@ -280,11 +280,11 @@ class BatchNorm(AsyncBackward, Recomputable):
         This holds on owned pixels; on other computed copies dx is gain · dy.
 
         Args:
-            weight: of the norm.
-            mean: of the map.
-            variance: of the map.
+            weight: weight of the norm.
+            mean: mean of the map.
+            variance: variance of the map.
             means: (mean of dy, mean of dy · x̂) over the map, for each channel.
-            dims: of the map's tensor.
+            dims: number of dims of the map's tensor.
         """
         # In float64: one number for each channel, rounded only when it is applied to pixels.
         inverse = (variance.double() + self.eps).rsqrt()

@@ -35,7 +35,7 @@ class BoundaryValue:
     """One value that is sent.
 
     Attributes:
-        name: of the value.
+        name: name of the value.
         shape: global, with height and width as separate dims.
         dtype: in the message, and at the receiver.
         gradient: whether its cotangent is sent back.
@@ -133,7 +133,7 @@ class BoundaryTransfer:
         sources: number of ranks of the first stage.
         targets: number of ranks of the second stage.
         channels_last: whether four-dimensional values are sent and received in this format.
-        device: of values; a rank that receives nothing has an empty part there, too.
+        device: device of values; a rank that receives nothing has an empty part there, too.
     """
 
     values: tuple[BoundaryValue, ...]
@@ -192,7 +192,7 @@ class BoundaryTransfer:
         received, result = _unpacked(self, self.outgoing(source, back=True), messages, only_read=False), {}
         for value in self.values:
             box, parts = self.origin(value, source, at_source=True), received.get(value.name, [])
-            # A rank that sent a replicated value to nobody has no share of its cotangent.
+            # A rank that did not send a replicated value to any rank has no share of its cotangent.
             if not value.gradient or (box is None and not parts):
                 continue
             full = self._only(value, box, parts)
@@ -267,7 +267,7 @@ def cut_out(
 
     Args:
         boundary: between the two stages.
-        position: of this rank in its stage.
+        position: position of this rank in its stage.
         pieces: the pieces that it sends to one rank of the other stage.
         tensors: name -> this rank's part of the value, or of its cotangent; a missing one (a cotangent that was not
             computed) is zeros.

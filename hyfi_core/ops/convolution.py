@@ -44,8 +44,8 @@ class _SavedConvolution:
         conv_input: the input of the native call: own part or canvas; the own part if the canvas is built again.
         strips: received strips; none if the canvas is kept.
         weight: the weight as it was passed.
-        dtype: of the input map; under autocast the others differ.
-        shape: of the input map.
+        dtype: dtype of the input map; under autocast the others differ.
+        shape: shape of the input map.
     """
 
     conv_input: torch.Tensor
@@ -78,7 +78,7 @@ class _ReachingStrip:
 
     Attributes:
         index: among the received strips.
-        box: of the strip.
+        box: box of the strip.
         call: the call that gives its contribution.
     """
 
@@ -93,10 +93,10 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
 
     Attributes:
         halo: halo exchange of the input.
-        window: of the convolution.
+        window: window of the convolution.
         output: this rank's part of the output; may be empty.
         canvas_padding: (y, x) padding that is left to the native call.
-        groups: of the convolution.
+        groups: number of groups of the convolution.
         apart: whether own part and strips may be computed separately; False: always on a canvas.
         keeps_canvas: whether a canvas is kept for backward; False: backward builds it again from own part and strips.
     """

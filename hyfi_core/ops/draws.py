@@ -44,10 +44,10 @@ def positions(
     """Return the position of every element of a part in the whole value, int64.
 
     Args:
-        shape: of the whole value.
-        dims: of space, (y, x); None for a replicated value.
+        shape: shape of the whole value.
+        dims: indices of height and width, (y, x); None for a replicated value.
         box: (y0, y1, x0, x1) of the part.
-        device: of the result.
+        device: device of the result.
         first: position of the whole value's first element.
     """
     result = torch.full((), first, dtype=torch.int64, device=device)
@@ -70,7 +70,7 @@ def uniform(key: int, where: torch.Tensor, dtype: torch.dtype, low: float = 0.0,
     Args:
         key: 64 bits.
         where: int64 positions.
-        dtype: of the result; float64 has 53 random bits, others 24.
+        dtype: dtype of the result; float64 has 53 random bits, others 24.
         low: smallest number.
         high: upper limit, which is never reached.
     """
@@ -130,7 +130,7 @@ def integers(key: int, where: torch.Tensor, dtype: torch.dtype, *limits: int) ->
     Args:
         key: 64 bits.
         where: int64 positions.
-        dtype: of the result.
+        dtype: dtype of the result.
         limits: as of ``range``: (high,) or (low, high).
     """
     # 0 is the default of low.
@@ -164,8 +164,8 @@ def poisson(key: int, where: torch.Tensor, dtype: torch.dtype, rate: torch.Tenso
     Args:
         key: 64 bits.
         where: int64 positions.
-        dtype: of the result.
-        rate: of the shape of the positions; the result is NaN where it is negative or not finite.
+        dtype: dtype of the result.
+        rate: rates in the shape of the positions; the result is NaN where a rate is negative or not finite.
     """
     number, wide = _uniform(key, where, torch.float64), rate.to(torch.float64).expand(where.shape)
     valid = (wide >= 0) & wide.isfinite()

@@ -214,7 +214,7 @@ class WholeMaxPool:
     """``max_pool2d`` of a map that one rank has whole; its cotangent overwrites the map where allowed.
 
     Attributes:
-        window: of the pool; within the padding.
+        window: window of the pool; within the padding.
         overwrites_map: whether the map may be overwritten.
     """
 

@@ -29,8 +29,8 @@ class PlaneValue:
     """A value that is sent from one plane to others.
 
     Attributes:
-        name: of the value.
-        shape: of this rank's tensor.
+        name: name of the value.
+        shape: shape of this rank's tensor.
         dtype: in the run, so after autocast.
         owner: the plane that computes it.
         takers: the planes that receive it.
@@ -57,7 +57,7 @@ class PlaneExchange:
     Attributes:
         values: all values that any plane sends.
         plane: index of this rank's plane.
-        device: of received tensors.
+        device: device of received tensors.
         channels_last: whether maps are received in this memory format.
         active: names of values whose cotangents are sent back.
     """
@@ -173,7 +173,7 @@ def _bundles(values: Sequence[PlaneValue]) -> list[list[PlaneValue]]:
 
 def _total(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum, in the memory of the first."""
-    # Received memory, which nobody else reads.
+    # Received memory, to which nothing else refers.
     total = tensors[0]
     for tensor in tensors[1:]:
         total.add_(tensor)

@@ -133,7 +133,7 @@ class FirstMaximum:
 
     Attributes:
         box: this rank's part of the map; may be empty.
-        width: of the whole map, for positions in row-major order.
+        width: width of the whole map, for positions in row-major order.
         last_nan: which of several NaN counts: the last, as in that pool, or the first, as in ``torch.max``.
     """
 
@@ -163,9 +163,8 @@ class FirstMaximum:
             # From positions in this part to positions in the whole map.
             position = (self.box.y0 + local // self.box.width) * self.width + self.box.x0 + local % self.box.width
             if self.last_nan:
-                position = torch.where(
-                    own_top.isnan(), -position, position
-                )  # so that the minimum below is the last position
+                # Negated, so that the minimum below is the last position.
+                position = torch.where(own_top.isnan(), -position, position)
             where = torch.where((own_top == top) | (own_top.isnan() & top.isnan()), position, where)
         own_where = where.clone()
         # Of ranks with equal maxima, the one with the first position gets the gradient, as in one process.

@@ -19,7 +19,7 @@ class WindowPlaces:
     """The windows of a max pool.
 
     Attributes:
-        width: of the map.
+        width: width of the map.
         kernel: (y, x).
         stride: (y, x).
         padding: (y, x).

@@ -36,7 +36,7 @@ def one_map(rule: Rule) -> Rule:
 
 
 def on_tiles(builder: Builder, op: Operator) -> None:
-    """An operator that treats each entry of a batch by itself: called on this rank's tiles."""
+    """An operator that computes each entry of a batch separately: called on this rank's tiles."""
     split = builder.splits[op.args[0].name].owned
     emit_on_part(builder, op, split, split, op)
 

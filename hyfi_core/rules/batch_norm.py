@@ -126,7 +126,7 @@ class NormByMap(KeepsStatistics):
     Attributes:
         has_weight: whether there is a weight.
         has_bias: whether there is a bias.
-        momentum: of the running statistics, if any.
+        momentum: momentum of the running statistics, if any.
         eps: added to the variance.
     """
 
@@ -233,7 +233,7 @@ class _Running(KeepsStatistics):
     """Updates a running statistic by that of a batch; a second run returns the result of the first.
 
     Attributes:
-        momentum: of the running statistic.
+        momentum: momentum of the running statistic.
         factor: multiplies the batch's statistic, such as n / (n - 1) for an unbiased variance.
     """
 

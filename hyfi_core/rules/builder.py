@@ -67,12 +67,12 @@ class Builder:
         gather_bytes: size of the largest map that every rank may gather for an operator.
 
     Attributes:
-        program: the same.
-        grid: the same.
-        rank: the same.
-        runs: the same.
-        replicas: the same.
-        gather_bytes: the same.
+        program: see above.
+        grid: see above.
+        rank: see above.
+        runs: see above.
+        replicas: see above.
+        gather_bytes: see above.
         splits: the layout of each split value; read only.
         values: global shape and type of every value; read only.
         ahead: operators whose results are split by how later operators use them; rules add them.

@@ -23,7 +23,7 @@ def emit(
     """Emit an operator of the model, called on this rank's tensors.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the operator.
         names: values of the operator -> values to call it on, such as redistributed ones; others are used as they are.
         split: how the outputs are split.
@@ -39,7 +39,7 @@ def emit_on_part(
     """Emit an operator of the model, called on this rank's part of its first argument, which is its only map.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the operator.
         part_split: how the map is split when the operator is called; it is redistributed if necessary.
         split: how the outputs are split.

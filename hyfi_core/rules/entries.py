@@ -95,9 +95,9 @@ def _fitted(builder: Builder, op: Operator, name: str, split: Split, dim_count: 
     """Return the name of this rank's part of a value that broadcasts to a split one.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the operator that takes the value.
-        name: of the value.
+        name: name of the value.
         split: how the target of the broadcast is split.
         dim_count: number of dims of that target.
     """

@@ -44,7 +44,7 @@ def operands(builder: Builder, op: Operator, sizes: Sequence[int]) -> tuple[dict
     """Redistribute an operator's values so that each rank has the same pixels of all of them.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the operator; at least one of its values is split.
         sizes: shape to which its values broadcast; only height, width and the number of dims are used.
 
@@ -124,7 +124,7 @@ def _aligned(builder: Builder, name: str, split: Split, anchor: Split) -> str:
     """Return the name of a value with the pixels of ``name`` that each rank's part of the result needs.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         name: an operand.
         split: how it is split, with dims numbered as in the result.
         anchor: how the result is split.
@@ -147,9 +147,9 @@ def _reaches_space(shape: Sequence[int], full: Sequence[int], split: Split) -> b
     """Whether a replicated operand has a height or width above 1, so that each rank needs its part of it.
 
     Args:
-        shape: of the operand.
+        shape: shape of the operand.
         full: shape of the result.
-        split: of the result.
+        split: split of the result.
     """
     # Dims are aligned at their ends, as in broadcasting.
     missing = len(full) - len(shape)

@@ -45,8 +45,8 @@ def _places(
     """Return (indices in this rank's part, 0 for positions of other ranks; whether each position is in this part).
 
     Args:
-        split: of the flat map.
-        rank: of this process.
+        split: split of the flat map.
+        rank: rank of this process.
         positions: in the flat map.
         operator: its name, for the error about a position outside of the map.
         from_end: whether negative positions count from the end, as in ``h[rows, positions]``.

@@ -128,9 +128,9 @@ def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Spli
     """Return the name of a factor with the pixels of the anchor; gather it if its pixels have other letters.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the product.
-        name: of the factor.
+        name: name of the factor.
         term: its letters, one for each dim.
         anchor: the split of the first factor that is a map.
         space: the letters of the anchor's height and width.

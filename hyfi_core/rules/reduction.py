@@ -105,8 +105,8 @@ def _sum_over_space(
     """Emit a sum or a mean over both height and width.
 
     Args:
-        builder: of the rank's program.
-        name: of the map.
+        builder: builder of the rank's program.
+        name: name of the map.
         output: name of the result.
         dims: reduced dims, height and width among them.
         keepdim: whether they stay, with size 1.
@@ -268,11 +268,11 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     Up to ``MOST_ROWS`` ranks send rows of their own, without cancellation; more sum Σ x and Σ x², a short message.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         name: a map; margins of a fused run do not count.
         dims: the reduced dims, including height and width.
         keepdim: whether they are kept as size 1.
-        groups: of channels: the map is first reshaped to (B, groups, rest), and ``dims`` must be (2,); 0: none.
+        groups: number of channel groups; if not 0, the map is reshaped to (B, groups, rest) and ``dims`` must be (2,).
     """
     split = builder.splits[name].owned
     part, ranks, rank = builder.part(name, split), len(split.layout.parts), builder.rank

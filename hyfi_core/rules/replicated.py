@@ -37,7 +37,7 @@ def gathered(builder: Builder, op: Operator, problem: str = "cannot be computed 
     """Gather the maps that an operator takes and compute it as a whole on every rank; then keep only parts of maps.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: any operator.
         problem: the reason, for the message about maps that are too large.
 
@@ -70,7 +70,7 @@ def _has_map_of(builder: Builder, output: str, name: str, split: Split) -> bool:
         builder: knows the shapes.
         output: result of an operator on gathered maps.
         name: one of these maps.
-        split: of that map; outputs are cut only if it is plain.
+        split: split of that map; outputs are cut only if it is plain.
     """
     input_shape, output_shape = builder.shape(name), builder.shape(output)
     return (
@@ -85,8 +85,8 @@ def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[t
 
     Args:
         split: layout of the result; its dims are those of ``shape``, or negative for a missing one.
-        rank: of the result.
-        shape: of the replicated value.
+        rank: number of dims of the result.
+        shape: shape of the replicated value.
     """
     box, divided = split.held[rank], split
     if not split.plain:

@@ -184,9 +184,9 @@ def _over_all_pixels(builder: Builder, op: Operator, names: tuple[str, str, str]
     """Emit attention of replicated queries to keys and values that are pixels, each rank having those of its part.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the attention.
-        names: of query (..., N, C), key (..., H · W, C) and value (..., H · W, V).
+        names: names of query (..., N, C), key (..., H · W, C) and value (..., H · W, V).
         scale: factor of the scores; None: 1 / √C.
     """
     query, key, value = names

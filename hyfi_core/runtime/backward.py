@@ -12,7 +12,7 @@ memory is held longer: relus and norms overwrite their cotangent, so there is no
 
 A schedule may defer them further: ``run_first`` computes the cotangents that earlier stages wait for, and keeps what
 weights need (the input and the cotangent of each convolution and linear layer); ``run_rest`` computes the gradients of
-weights when the schedule comes to it. Nothing is computed twice; all else is freed in between.
+weights when the schedule comes to it. Nothing is computed twice; everything else is freed in between.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _DeferredGradients:
     """Deferred weight gradients.
 
     Attributes:
-        record: of the operator's forward.
+        record: record of the operator's forward.
         rest: computes the gradients.
         names: parameters whose gradients are complete with these.
     """
@@ -118,7 +118,7 @@ class BackwardPass:
 
         Args:
             records: in forward order; unless ``keep``, removed from the end so that memory is freed.
-            cotangents: of the output values.
+            cotangents: cotangents of the output values.
             keep: whether the records will be used again.
 
         Returns:
@@ -151,7 +151,7 @@ class BackwardPass:
 
         Args:
             records: in forward order; removed from the end so that memory is freed.
-            cotangents: of the output values.
+            cotangents: cotangents of the output values.
 
         Returns:
             Cotangents of values that entered from outside.

@@ -41,7 +41,7 @@ class PixelParts(ImageParts, Protocol):
     """A batch that is computed from pixels, always the same: to save memory, only these are kept.
 
     Attributes:
-        pixel_dtype: of the pixels.
+        pixel_dtype: dtype of the pixels.
     """
 
     pixel_dtype: torch.dtype
@@ -155,8 +155,8 @@ def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype
     """Return the tensor ``(samples, C, h, w)`` of one part of a batch; any floating-point dtype may replace another.
 
     Raises:
-        RequestError: a reader returned something else than a tensor of this shape, or the dtype is none that the model
-            takes.
+        RequestError: a reader returned something else than a tensor of this shape, or the model does not take its
+            dtype.
     """
     box = part.box
     if isinstance(images, torch.Tensor):
@@ -224,7 +224,7 @@ class ImageBatch:
     """A replica's batch in one call of the engine, with the shapes on which all ranks have agreed.
 
     Attributes:
-        images: of the whole batch.
+        images: images of the whole batch.
         shape: ``(B, C, H, W)`` of the whole batch.
         micro: ``(b, C, H, W)`` of one micro-batch.
     """
@@ -265,9 +265,9 @@ class Reader:
 
     Args:
         plan: directions and micro-batches.
-        shape: of the whole batch for which the engine was created.
+        shape: shape of the whole batch for which the engine was created.
         groups: for counting the read bytes.
-        device: of the result.
+        device: device of the result.
         dtype: that the model takes: floating-point images are converted, others must have it.
         channels_last: whether images are converted to this format.
     """

@@ -192,7 +192,7 @@ def publish(
         folder: final name; an existing folder is replaced.
         files: from ``write_tensors``, of all ranks.
         model: goes to ``model.json``.
-        groups: of the optimizer.
+        groups: parameter groups of the optimizer.
         state: goes to ``state.json``.
         index: goes to ``model.safetensors.index.json``.
     """
@@ -222,7 +222,7 @@ def load_checkpoint(path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     """Open the weights and read ``model.json`` of a checkpoint folder or link.
 
     Args:
-        path: of the folder or link.
+        path: path of the folder or link.
         share: (index of this rank, number of ranks that load it together): each compares some of the digests.
 
     Raises:
@@ -320,8 +320,8 @@ def _stored_tensors(folder: Path, name: str, model: Mapping[str, Any], share: tu
     """Return the tensors of a checkpoint's file or files, read when needed.
 
     Args:
-        folder: of the checkpoint.
-        name: of the file, if there is one.
+        folder: folder of the checkpoint.
+        name: name of the file, if there is one.
         model: its ``model.json``.
         share: (k, n): this rank checks the digests of every n-th file, from the k-th.
     """

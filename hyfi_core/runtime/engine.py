@@ -62,7 +62,7 @@ class Engine(EngineState, EngineFacts):
 
     Attributes:
         plan: the plan, with "auto" cuts replaced by names.
-        device: of the model.
+        device: device of the model.
         optimizer: this rank's ``torch.optim.Optimizer``; learning-rate schedulers take it.
         random: the key of random operators, the same on all ranks of a replica.
         events: actions of this rank in the last step: (action, begin, end) in seconds; with cells those of the first;
@@ -230,7 +230,7 @@ class Engine(EngineState, EngineFacts):
 
         Args:
             images: the replica's whole batch; see ``predict``. Only ``input_parts`` of it are read.
-            labels: of the whole batch, first dim B.
+            labels: labels of the whole batch, first dim B.
 
         Returns:
             The loss of the whole batch, of all micro-batches and replicas, the same on every rank.

@@ -120,7 +120,7 @@ class Executor:
                 outputs, saved = call.operator.forward(inputs)
         else:
             outputs, saved = yield from within(without_grad, call.operator.forward(self._comm_of(call), inputs))
-        # Not strict: the program does not name outputs that nobody uses.
+        # Not strict: the program does not name outputs that are not used.
         values.update((n, out) for n, out in zip(call.outputs, outputs, strict=False) if n is not None)
         for name in step.drops:
             values.pop(name, None)
@@ -171,7 +171,7 @@ class Executor:
 
         Args:
             records: from ``forward``; unless ``keep``, removed from the end so that memory is freed.
-            cotangents: of the output values.
+            cotangents: cotangents of the output values.
             parameters: value name -> parameter.
             keep: whether the records will be used again.
             complete: called with the value names of parameters as soon as their gradients are complete, also inside of
@@ -190,7 +190,7 @@ class Executor:
 
         Args:
             records: from ``forward``; removed from the end so that memory is freed.
-            cotangents: of the output values.
+            cotangents: cotangents of the output values.
             parameters: value name -> parameter.
 
         Returns:
@@ -296,7 +296,7 @@ def autocasting(
     """Return the autocast context for ``dtype``; None: no autocast.
 
     Args:
-        device: of the computation.
+        device: device of the computation.
         dtype: see above.
         cached: whether autocast caches converted weights, which needs memory; None: unless a context around it, such as
             ``without_grad``, has turned that off.
@@ -312,7 +312,7 @@ def evaluating(model: nn.Module, device: torch.device, autocast: torch.dtype | N
 
     Args:
         model: any.
-        device: of the model.
+        device: device of the model.
         autocast: dtype of autocast; None: no autocast.
     """
     # One by one: ``model.train()`` afterwards would also switch modules that the user keeps in evaluation mode.

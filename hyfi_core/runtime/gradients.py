@@ -113,7 +113,7 @@ class StepGradients:
         """Wait for all reductions, run hooks, and add the gradients that ``begin`` has set aside.
 
         Args:
-            hooks: of parameters.
+            hooks: hooks of parameters.
             unreached: names of parameters on which no used output depends. If the loss does not read them either, their
                 gradient is None.
         """
@@ -151,7 +151,7 @@ class EarlierGradients:
     """Gradients that earlier calls have accumulated, so that only those of this call are reduced.
 
     Args:
-        parameters: of the model; tied ones may come twice.
+        parameters: parameters of the model; tied ones may come twice.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -177,7 +177,7 @@ class GradientsOfCells:
     """``StepGradients`` for the cells of a rank, which add to the same gradients: complete after the last cell.
 
     Args:
-        gradients: of the rank.
+        gradients: gradients of the rank.
         cells: number of cells.
     """
 
@@ -293,7 +293,7 @@ class ReductionGroup:
         parameters: the same on all ranks of the group, those used last first.
         comm: the ranks that hold them, in all replicas.
         mean_over: divisor of sums.
-        dtype: of gradients in messages, None for their own.
+        dtype: dtype of gradients in messages; None: their own.
     """
 
     def __init__(

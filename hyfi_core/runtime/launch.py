@@ -168,9 +168,9 @@ def init(supervised: bool = True, interrupted: Callable[[], bool] = lambda: Fals
     ranks = ranks_here(os.environ) if MPI.get_vendor()[0] == "MPICH" else None
     if ranks is not None:
         check_shared_memory(ranks, os.environ)
-    everybody = world(expected, interrupted)
-    _check_tasks(everybody.size, expected)
-    return _supervised(everybody) if supervised else everybody
+    comm = world(expected, interrupted)
+    _check_tasks(comm.size, expected)
+    return _supervised(comm) if supervised else comm
 
 
 def _library_limit_s(limit_s: float) -> float:

@@ -56,7 +56,7 @@ def lower_model(
     Args:
         subject: the model and its settings; it remembers the fused runs of cells in evaluation.
         program: the captured model.
-        plan: of the run; cells count as ranks.
+        plan: plan of the run; cells count as ranks.
         placement: which ranks hold which stage.
         comm: the ranks of the replica, plane after plane.
         cells: number of cells of one process.
@@ -152,7 +152,7 @@ class _LoweringSettings:
     """What lowering needs to know of every stage.
 
     Attributes:
-        plan: of the run.
+        plan: plan of the run.
         placement: which ranks hold which stage.
         rank: position of this rank in its plane, as in the placement.
         trained: values of the parameters that are trained.
@@ -161,8 +161,8 @@ class _LoweringSettings:
         cell_runs: fused runs of cells in evaluation mode, chosen by memory; None: each stage chooses them by cost.
         cells: number of cells of one process.
         spills: whether maps are spilled.
-        plane: of this rank.
-        compiler: of segments; None: they run as they are.
+        plane: plane of this rank.
+        compiler: compiler of segments; None: they run as they are.
         updates: whether this rank or cell computes new values of buffers; with two directions all do.
     """
 
@@ -232,7 +232,7 @@ class _StagesOfRank:
         """Return a stage as the rank at a position of its grid runs it.
 
         Args:
-            index: of the stage.
+            index: index of the stage.
             position: number of the rank in the stage's grid, row-major.
         """
         stage, settings = self._stages[index], self._settings

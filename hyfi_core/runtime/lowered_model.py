@@ -58,11 +58,11 @@ class LoweredModel:
         hosted: (stage, direction) -> the stage, for all that this rank holds.
         boundaries: (from, to) -> boundary transfer between two stages, the same on every rank.
         parameters: for each stage, the user's names of the parameters that it uses.
-        buffers: the same for buffers.
+        buffers: for each stage, the user's names of the buffers that it uses.
         trained: the user's names of parameters that get a gradient.
         outputs: the leaves of the model's output that ``pick`` takes: values of the program, and constants.
         pick: turns these leaves into the result of the user's ``output`` function.
-        digest: of the whole model's program, the same on every rank.
+        digest: digest of the whole model's program, the same on every rank.
     """
 
     program: Program

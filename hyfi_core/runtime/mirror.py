@@ -42,7 +42,7 @@ class _InTransit:
     """Flat tensors of a pending exchange.
 
     Attributes:
-        stage: of the tensors.
+        stage: stage of the tensors.
         pending: the exchange.
         flats: one for each dtype.
         weights: parameters to be overwritten by the received weights; empty otherwise.

@@ -29,7 +29,7 @@ class ParameterOwnership:
         model: the user's module.
         lowered: its stages.
         groups: the plan's groups.
-        device: of tensors that are gathered.
+        device: device of tensors that are gathered.
     """
 
     def __init__(self, model: nn.Module, lowered: StageNames, groups: Groups, device: torch.device) -> None:
@@ -119,7 +119,7 @@ class ParameterOwnership:
         """Gather tensors from their owners on rank 0; None elsewhere (collective).
 
         Args:
-            names: of the tensors to send, in order: on rank 0 all that other ranks own, elsewhere at least its own.
+            names: names of tensors to send, in order: on rank 0 all that other ranks own, elsewhere at least its own.
             mine: name -> tensor, of all that this rank owns.
             like: name -> tensor of the shape and dtype that rank 0 receives.
             order: names in the order of the result; names that no rank owns or sends are left out.
@@ -284,7 +284,7 @@ def made_optimizer(
 
     Args:
         make: the function. It may choose among the parameters, such as matrices for ``torch.optim.Muon``.
-        parameters: of this rank.
+        parameters: parameters of this rank.
         staged: whether there are several stages. If the function chooses none of this rank's parameters, it is called
             again with empty ones of 1 to 5 dims added, because optimizers refuse empty lists.
 

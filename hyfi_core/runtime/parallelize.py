@@ -53,7 +53,7 @@ def parallelize(
 
     Args:
         model: any ``nn.Module`` of one image tensor, unchanged; parameters and buffers are set to those of rank 0.
-        shape: of the whole batch of one replica, ``(B, C, H, W)``; with ``plan.shares`` B is this replica's entry.
+        shape: shape of one replica's whole batch, ``(B, C, H, W)``; with ``plan.shares`` B is this replica's entry.
         plan: ``plan.ranks`` must be ``comm.size``; None with a ``strategy``.
         comm: from ``hyfi_core.init()``, or a group of its ranks.
         strategy: "data", "model", "spatial" or "hybrid": creates a plan for ``comm.size`` ranks.
@@ -62,8 +62,8 @@ def parallelize(
         optimizer: creates an optimizer for a list of parameters; needed for ``update``.
         output: selects the logits from the model's output.
         autocast: dtype of autocast: ``torch.bfloat16``, or ``torch.float16`` for prediction alone; None: no autocast.
-        image_dtype: of images, if not that of the parameters: ``torch.uint8`` for a model that scales bytes itself.
-        memory_format: of feature maps, see ``MemoryFormat``; outputs and gradients have that of one process.
+        image_dtype: dtype of images, if not the parameters': ``torch.uint8`` for a model that scales bytes itself.
+        memory_format: format of feature maps, see ``MemoryFormat``; outputs and gradients have that of one process.
         verify: whether rank 0 first compares module and capture on small images, in both modes; refuses a difference.
         release: whether to move to the meta device what this rank's stages do not use of its own copy of ``model``.
         weights: for a model on the meta device: a safetensors file, a folder of them, a state, or a function of a name,

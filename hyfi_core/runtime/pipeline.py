@@ -88,10 +88,10 @@ class _MicroBatch:
     """One micro-batch in one stage between its forward and its backward.
 
     Attributes:
-        records: of the forward; empty until backward if that is recomputed.
+        records: records of the forward; empty until backward if that is recomputed.
         exits: values for other stages, until all are sent.
         leaves: leaves of the model's output, on the last stage.
-        cotangents: of the values received from other stages, until all are sent.
+        cotangents: cotangents of the values received from other stages, until all are sent.
         sends: number of edges along which the exits, then the cotangents, have been sent.
         again: (values before the forward, log of its messages), to compute the forward again; None: its records are
             kept. An image that can be read a second time is not among the values.

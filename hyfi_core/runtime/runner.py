@@ -45,12 +45,12 @@ class StageRunner:
 
     Args:
         subject: the model.
-        plan: of the run.
+        plan: plan of the run.
         comm: all runners of the plan.
         groups: the plan's groups, if they exist already.
         lockstep: the driver of this cell; a cell has its own buffers, and reads its box of the image when it needs it.
             None: this is not a cell.
-        pager: of all cells of the process; None: no paging.
+        pager: pager of all cells of the process; None: no paging.
         updates: whether this runner computes new values of buffers; of the cells of a process, one does.
     """
 
@@ -171,7 +171,7 @@ class StageRunner:
 
         Args:
             inputs: from ``training_input``.
-            labels: of the whole batch.
+            labels: labels of the whole batch.
             arrived: called with a direction before its forwards; returns when its weights are there.
             over_batch: whether the loss is computed over the whole batch.
         """

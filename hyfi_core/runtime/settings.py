@@ -34,8 +34,8 @@ class EngineSettings:
         optimizer: creates an optimizer for a list of parameters.
         output: selects the logits from the model's output.
         autocast: dtype of autocast.
-        image_dtype: of images; None: that of the parameters.
-        memory_format: of feature maps.
+        image_dtype: dtype of images; None: that of the parameters.
+        memory_format: memory format of feature maps.
         verify: whether rank 0 compares the model with its capture.
         release: whether a rank keeps only what its stages use.
         weights: for a model on the meta device.

@@ -54,11 +54,11 @@ class StageExchange:
         boundaries: (from, to) -> boundary transfer.
         placement: which ranks hold which stage.
         comm: the ranks of the plane.
-        device: of buffers.
+        device: device of buffers.
         moves: whether values may leave memory after they have been sent: then they are handed over as copies.
 
     Attributes:
-        device: the same.
+        device: see above.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class StageExchange:
             if edge[0] == stage:
                 position, messages = yield from self._collect(edge, direction, microbatch, back=True)
                 for name, cotangent in boundary.returned(position, messages).items():
-                    # In place: nobody else has the memory of the first cotangent.
+                    # In place: only this sum refers to the memory of the first cotangent.
                     sums[name] = sums[name].add_(cotangent) if name in sums else cotangent
                 self._unpacked(edge, messages)
         return sums

@@ -65,7 +65,7 @@ class FoldedStatistics:
         hosted: the stages of this rank.
         peers: (stage, direction) of this rank -> the rank that holds the same part in the other direction.
         comm: the ranks of the plane.
-        microbatches: of both directions.
+        microbatches: number of micro-batches of both directions together.
         apart: whether copies are changed until ``publish``.
 
     Raises:
@@ -215,7 +215,7 @@ def _calls(program: Program, modules: Mapping[str, nn.Module]) -> dict[str, int]
 
     Args:
         program: a stage.
-        modules: of the model by name.
+        modules: name -> module of the model.
     """
     makers = {output: op for op in program.operators for output in op.outputs if output is not None}
     calls = {}

@@ -193,7 +193,7 @@ class Bindings:
         """Return (ids of the parameters in ``names``, id -> name of tensors that only other stages use).
 
         Args:
-            names: of parameters and buffers that this rank's stages use.
+            names: names of parameters and buffers that this rank's stages use.
             staged: whether there are several stages. Otherwise all ranks have all tensors, and the second is empty.
         """
         named = {**self._parameters, **self._buffers}
@@ -239,11 +239,11 @@ class Subject:
     Attributes:
         model: the user's module.
         settings: chosen by the caller of ``parallelize``.
-        shapes: of the batch of one replica and its micro-batches.
-        device: of the model.
-        dtype: of images: that of the parameters by default.
+        shapes: shapes of the batch of one replica and its micro-batches.
+        device: device of the model.
+        dtype: dtype of images: that of the parameters by default.
         bindings: the model's tensors by the values of a stage's program.
-        compiler: of segments; None: they run as they are.
+        compiler: compiler of segments; None: they run as they are.
         channels_last: whether images are converted to this format.
         programs: captured programs, by shape and flags.
         runs: fused runs chosen by memory, for cells in evaluation mode.

@@ -62,7 +62,7 @@ class PointwiseFunction:
         Args:
             tensors: its arguments that are tensors.
             name: for messages.
-            number: of the recorded operator.
+            number: number of the recorded operator.
         """
         arguments = list(self.constants)
         for position, tensor in zip(self.places, tensors, strict=True):

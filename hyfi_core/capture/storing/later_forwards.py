@@ -46,7 +46,7 @@ def check_later_forwards(
 
     Args:
         model: the user's module.
-        program: of the first forward.
+        program: program of the first forward.
         assigned: the constants that it has stored.
         trace: captures the model as it is now. It takes a list that gets the stored constants; None: attributes that
             change are refused.

@@ -52,7 +52,7 @@ class StoredTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return shape and dtype; refuse all else."""
+        """Return shape or dtype; refuse any other use."""
         # Reading ``x.shape`` calls the ``__get__`` of the attribute: its owner has the name.
         if getattr(getattr(function, "__self__", None), "__name__", "") in _READABLE:
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ class OfImage:
         """Add a function's results, and the tensor that it has changed, if an argument depends on the image.
 
         Args:
-            name: of the function.
+            name: name of the function.
             args: its arguments, without containers.
             results: its result.
         """

@@ -152,7 +152,7 @@ def _describe_settings(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a setting is a number, a text, None, or a pair of such, as Adam's ``betas``."""
+    """Whether a setting is a number, a text, None, or a tuple of these, such as Adam's ``betas``."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (int, float, str))
@@ -227,9 +227,9 @@ class CallConsensus:
         """Refuse training calls that differ between ranks (collective over all ranks).
 
         Args:
-            shape: of the replica's batch.
+            shape: shape of the replica's batch.
             program: digest of the captured program to run; "" or "new" if there is none yet.
-            labels: of the replica's batch.
+            labels: labels of the replica's batch.
             optimizer: its settings, and what was done with it, must be the same on all ranks.
 
         Raises:
@@ -287,7 +287,7 @@ class CallConsensus:
         Args:
             comm: the ranks to compare.
             call: its name.
-            shape: of the images; None: it may differ.
+            shape: shape of the images; None: it may differ.
             program: digest of the program to run; "" or "new" if there is none yet.
             facts: name -> value of everything else that must be equal.
             weights: the scope in which weights are compared; None: they are not.

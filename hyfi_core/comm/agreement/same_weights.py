@@ -136,7 +136,7 @@ class _RankFacts:
         holds: whether the rank computes with it.
         changed: whether it was changed on this rank since the last call, outside of the engine.
         lost: whether values that another rank sent have overwritten that change.
-        digest: of its values; 0 if the rank neither holds nor changed it.
+        digest: digest of its values; 0 if the rank neither holds nor changed it.
     """
 
     holds: bool

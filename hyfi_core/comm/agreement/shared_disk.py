@@ -59,7 +59,7 @@ def require_shared(world: Communicator, folder: Path, purpose: str) -> None:
     mark = world.broadcast_object(f".seen-{secrets.token_hex(8)}" if world.rank == 0 else None)
     if world.rank == 0:
         (folder / mark).touch()  # a full disk is an error of this rank, raised as such
-    # Nobody looks before the file is there.
+    # No rank looks before the file is there.
     world.barrier()
     answers = world.gather_objects((_is_seen(folder / mark), socket.gethostname()))
     if world.rank == 0:

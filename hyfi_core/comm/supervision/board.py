@@ -101,10 +101,10 @@ def open_board(comm: Communicator) -> Board | None:
     address = comm.broadcast_object(address)
     if comm.rank and address is not None:
         store = _connected(*address)
-    everybody = torch.tensor([int(store is not None)])
+    have_store = torch.tensor([int(store is not None)])
     # All or none: a rank without a board would look like one that never reports.
-    comm.all_reduce(everybody, "min")
-    return Board(store, comm.rank, comm.size) if int(everybody) else None
+    comm.all_reduce(have_store, "min")
+    return Board(store, comm.rank, comm.size) if int(have_store) else None
 
 
 def _hosted(hosts: list[str]) -> tuple[Any, list[Any] | None]:

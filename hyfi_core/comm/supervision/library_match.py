@@ -34,7 +34,7 @@ def check_library(version: str, environment: Mapping[str, str]) -> None:
 
     Args:
         version: ``MPI_Get_library_version``.
-        environment: Of the process.
+        environment: Environment of the process.
 
     Raises:
         RequestError: It cannot; the message has the line to use.
@@ -74,7 +74,7 @@ def _refuse_closed_connection(version: str, environment: Mapping[str, str]) -> N
     """Refuse variables of an earlier launcher whose connection this process does not have: MPICH would abort."""
     if "Open MPI" in version or "PMI_PORT" in environment:
         return
-    # PMIx: without an address of its server nobody can connect.
+    # PMIx: without an address of its server no process can connect.
     without_server = "PMIX_RANK" in environment and not any(name.startswith("PMIX_SERVER_URI") for name in environment)
     if "PMI_FD" not in environment and not without_server:
         return
@@ -102,7 +102,7 @@ def _speaks_pmix(environment: Mapping[str, str]) -> bool:
 
 
 def _answers(address: str) -> bool:
-    """Whether somebody accepts connections at an address ``host:port``."""
+    """Whether a process accepts connections at an address ``host:port``."""
     match = re.search(r"([^/;\s\[\]]+):(\d+)$", address.strip())
     if match is None:
         return False

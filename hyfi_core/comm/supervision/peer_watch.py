@@ -98,12 +98,12 @@ class PeerWatch:
         threading.Thread(target=self._watch, daemon=True, name="hyfi-peers").start()
 
     def leave(self) -> None:
-        """Tell the others that this rank ends normally."""
+        """Tell the connected ranks that this rank ends normally."""
         self._leaving = True
         self._send(_LEAVES)
 
     def fail(self) -> None:
-        """Tell the others that this rank ends by an error, which it reports itself."""
+        """Tell the connected ranks that this rank ends by an error, which it reports itself."""
         self._leaving = True
         if self._ends_with_dead:
             self._send(_FAILS)

@@ -41,7 +41,7 @@ class Expected:
 
     Attributes:
         launcher: ``mpi``, ``slurm`` or ``torchrun``: what seems to have started the process.
-        environment: Of the process.
+        environment: Environment of the process.
     """
 
     launcher: str
@@ -60,7 +60,7 @@ class Expected:
 
     @property
     def started(self) -> bool:
-        """Whether a launcher has set the variables: RANK and WORLD_SIZE without torchrun's run id may be anybody's."""
+        """Whether a launcher has set the variables; without torchrun's run id, RANK and WORLD_SIZE prove nothing."""
         return self.launcher != "torchrun" or "TORCHELASTIC_RUN_ID" in self.environment
 
     def check_numbers(self) -> None:

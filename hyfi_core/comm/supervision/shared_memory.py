@@ -39,7 +39,7 @@ def check_shared_memory(ranks: int, environment: Mapping[str, str], folder: Path
 
     Args:
         ranks: Ranks of the node, all with MPICH.
-        environment: Of the ranks.
+        environment: Environment of the ranks.
         folder: Where MPICH makes its file.
 
     Raises:

@@ -157,7 +157,7 @@ class RankSupervisor:
         self._comm.abort(FAULT)
 
     def _leave(self) -> None:
-        """Report that this rank ends, and wait for the others."""
+        """Report that this rank ends, and wait for the other ranks."""
         if self._is_forked():
             return
         self._leaving.set()

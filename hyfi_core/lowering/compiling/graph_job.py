@@ -56,7 +56,7 @@ class GraphJob:
 
     Attributes:
         graph: a ``torch.fx.GraphModule`` of ATen operators, pickled.
-        code: of the graph, in Python; equal for equal graphs, unlike the bytes.
+        code: code of the graph, in Python; equal for equal graphs, unlike the bytes.
         inputs: facts of its inputs.
         grad: whether gradients are computed.
     """

@@ -20,7 +20,7 @@ class ClamSb(nn.Module):
         features: Length D of a feature vector.
         classes: Number K of logits.
         hidden: Length of a compressed feature vector; the attention has half as many rows.
-        dropout: Of compressed features, and in the attention, in training.
+        dropout: Dropout of compressed features, and in the attention, in training.
     """
 
     def __init__(self, features: int, classes: int, hidden: int = 512, dropout: float = 0.25) -> None:

@@ -20,7 +20,7 @@ class Dsmil(nn.Module):
         features: Length D of a feature vector.
         classes: Number K of logits.
         hidden: Length d of a query.
-        dropout: Of features before V, in training.
+        dropout: Dropout of features before V, in training.
     """
 
     def __init__(self, features: int, classes: int, hidden: int = 128, dropout: float = 0.0) -> None:

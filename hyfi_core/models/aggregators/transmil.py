@@ -23,7 +23,7 @@ class TransMil(nn.Module):
         classes: Number K of logits.
         hidden: Width of the transformer, a multiple of ``heads``.
         heads: Heads of its attention.
-        dropout: Of attention outputs, in training.
+        dropout: Dropout of attention outputs, in training.
     """
 
     def __init__(self, features: int, classes: int, hidden: int = 512, heads: int = 8, dropout: float = 0.1) -> None:
@@ -73,9 +73,9 @@ class NystromLayer(nn.Module):
     With as many landmarks as tokens it is exact attention (but for the pseudo-inverse, by iteration).
 
     Args:
-        width: Of tokens.
-        heads: Of attention.
-        dropout: Of its output, in training.
+        width: Width of tokens.
+        heads: Number of attention heads.
+        dropout: Dropout of its output, in training.
         landmarks: m; None: half of the width, as in TransMIL.
     """
 
@@ -131,7 +131,7 @@ class PositionConvolutions(nn.Module):
     """Adds depthwise convolutions of 7, 5 and 3 over tiles in a square: TransMIL's position encoding (PPEG).
 
     Args:
-        width: Of tokens.
+        width: Width of tokens.
     """
 
     def __init__(self, width: int) -> None:

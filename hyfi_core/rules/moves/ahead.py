@@ -43,7 +43,7 @@ def windows_first(
         program: the model.
         op: the view that divides height and width into factors.
         groups: the factors of each dim of its result.
-        sizes: of the factors.
+        sizes: sizes of the factors.
         pairs: the two pairs (factor of y, factor of x).
         batch: the factors of the batch.
 
@@ -51,9 +51,8 @@ def windows_first(
         0 or 1: the index of the pair; None if the factors of a pair do not end in one dim or in neighbouring ones.
     """
     value = op.first_output
-    computing = [
-        op for op in program.operators if any(name in program.values for name in op.outputs)
-    ]  # without assertions
+    # Without assertions, which compute no values.
+    computing = [op for op in program.operators if any(name in program.values for name in op.outputs)]
     for after in computing:
         if value not in after.inputs:
             continue

@@ -40,9 +40,8 @@ class Axis:
     @classmethod
     def of_table(cls, table: Sequence[int]) -> Axis:
         """Return the axis on which output ``i`` reads only input ``table[i]``."""
-        ascending = all(
-            a <= b for a, b in pairwise(table)
-        )  # as for slices: cutting a large map computes many intervals
+        # Ends of an ascending table, as of a slice, are its extremes: cutting a large map computes many intervals.
+        ascending = all(a <= b for a, b in pairwise(table))
 
         def interval(start: int, stop: int) -> tuple[int, int]:
             if ascending:
@@ -119,7 +118,7 @@ def reach(builder: Builder, name: str, axes: tuple[Axis, Axis], fill: float = 0.
     """Choose the layout of an operator's output and emit the redistribution of its input.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         name: the input, a split value.
         axes: the operator along (y, x).
         fill: value outside the map.

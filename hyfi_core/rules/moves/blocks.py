@@ -29,7 +29,7 @@ class _Factor:
     """A common factor of the sizes before and after a view.
 
     Attributes:
-        size: of the factor.
+        size: size of the factor.
         before: the dim that contains it before the view.
         after: the dim that contains it after the view.
     """
@@ -114,7 +114,7 @@ def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], al
     """Return, for height and for width, whether it has two factors of which ranks share the second.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the view.
         factors: all factors of the view, in order.
         along: the indices in ``factors`` of the factors of height, and of the factors of width.
@@ -176,11 +176,11 @@ def _reshaped(
     """Return the name of a new value: ``name`` with each rank's part reshaped.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         name: a split value.
         shape: global shape of the result.
-        cuts: of the result's rows and columns.
-        dims: of the result's height and width.
+        cuts: cuts of the result's rows and columns.
+        dims: dims of the result's height and width.
     """
     split = Split(Layout(cuts[0], cuts[1]), (dims[0], dims[1]))
     local, result = split.local_shape(shape, builder.rank), builder.fresh(name, shape)
@@ -219,8 +219,8 @@ def _folded(layout: Layout, factors: list[_Factor], carriers: tuple[int, int]) -
     """Return how the result of a view into blocks is split; None if that is not possible.
 
     Args:
-        layout: of the blocks, whose rows and columns are the two factors that ranks share.
-        factors: of the view.
+        layout: layout of the blocks; its rows and columns are the two factors that ranks share.
+        factors: factors of the view.
         carriers: index of the shared factor of height, and of width.
     """
     y, x = carriers

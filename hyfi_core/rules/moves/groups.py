@@ -41,9 +41,9 @@ def cat_of_groups(builder: Builder, op: Operator, names: Sequence[str]) -> None:
     """Emit a ``cat`` of groups; each rank's parts of them must be consecutive tiles.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the operator.
-        names: of the groups.
+        names: names of the groups.
 
     Raises:
         RequestError: some rank's tiles are not consecutive.

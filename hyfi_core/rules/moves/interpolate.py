@@ -25,7 +25,7 @@ class _Neighbours:
 
     Attributes:
         places: indices of inputs, of shape (outputs, taps), ascending along both dims.
-        weights: of these inputs, of the same shape.
+        weights: weights of these inputs, in the same shape.
     """
 
     places: torch.Tensor

@@ -70,11 +70,11 @@ def _pad_constant(
     """Emit a padding with one value.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the padding.
         space: (before, after) along y and along x; negative amounts crop.
         around: other dim -> (before, after).
-        value: of the new pixels.
+        value: value of the new pixels.
     """
     name = op.args[0].name
     dims = builder.splits[name].dims

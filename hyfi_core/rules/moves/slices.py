@@ -118,10 +118,10 @@ def _by_slices(
     """Emit the operator whose output pixel (y, x) is input pixel (tables[0][y], tables[1][x]).
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: its first argument is the map.
         tables: output index -> input index, for height and for width.
-        layout: of the result.
+        layout: layout of the result.
         finish: applied to each rank's part of the result; None: nothing.
     """
     name = op.args[0].name

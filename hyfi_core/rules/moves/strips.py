@@ -38,7 +38,7 @@ def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: 
     """Emit an operator along height or width of its first argument, and perhaps along other dims.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the operator.
         dims: one of height and width, and others.
         keepdim: whether reduced dims are kept as size 1; None if it does not reduce.

@@ -26,7 +26,7 @@ def try_overlapped_convolution(
     where several operators share an exchange.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the convolution.
         window: its window.
         split: layout of its output.

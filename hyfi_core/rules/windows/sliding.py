@@ -56,7 +56,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
     """Return how a window operator is divided: its output, the input that each rank needs, and native padding.
 
     Args:
-        builder: of the rank's program.
+        builder: builder of the rank's program.
         op: the operator.
         sliding: its window.
     """

@@ -19,7 +19,7 @@ class Tap:
     """The single input pixel that each output of an operator reads.
 
     Attributes:
-        window: of one tap along (y, x).
+        window: window of one tap along (y, x).
         fill: value outside of the map.
     """
 
@@ -34,8 +34,8 @@ def of_slice(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
 
     Args:
         op: the slice.
-        shape: of its first argument.
-        split: of its first argument.
+        shape: shape of its first argument.
+        split: split of its first argument.
     """
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(shape)
     start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]

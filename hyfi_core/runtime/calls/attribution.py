@@ -59,7 +59,7 @@ class ExplainedPart(NamedTuple):
     Attributes:
         explanation: the logits, and the maps of this part of the last map.
         layout: the parts of all ranks of the stage; with cells, those of all cells of all ranks.
-        position: of this rank, or cell, in the layout.
+        position: position of this rank, or cell, in the layout.
     """
 
     explanation: Explanation

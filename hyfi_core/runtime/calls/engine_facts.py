@@ -23,7 +23,7 @@ class EngineFacts:
     """Facts of an engine on this rank. ``Engine`` sets the attributes.
 
     Attributes:
-        plan: of the engine.
+        plan: plan of the engine.
     """
 
     plan: ParallelPlan

@@ -33,7 +33,7 @@ class EngineState:
     ``Engine`` sets the attributes.
 
     Attributes:
-        plan: of the engine.
+        plan: plan of the engine.
         random: the key of random operators, the same on all ranks of a replica.
         unsaved: names of buffers that training changes and the ``state_dict`` leaves out; ``save`` keeps them.
     """

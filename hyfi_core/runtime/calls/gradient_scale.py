@@ -27,7 +27,7 @@ class GradientScale:
     """Measures the factor by which gradients have been multiplied, in the largest of them.
 
     Args:
-        parameters: of this rank.
+        parameters: parameters of this rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -27,7 +27,7 @@ def undescribed(descriptions: list[Any], leaves: list[Any] | None, device: torch
     Args:
         descriptions: from ``described``, of all leaves.
         leaves: None on ranks that receive.
-        device: of the empty tensors.
+        device: device of the empty tensors.
     """
     if leaves is not None:
         return [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -41,7 +41,7 @@ class PagedCall:
 
         Args:
             subject: the model.
-            plan: of the run.
+            plan: plan of the run.
             of_cells: the model as each cell of a process runs it.
         """
         flights = max(microbatches_in_flight(plan, stage) for stage in range(plan.stages)) if self.trains else 1
@@ -72,10 +72,10 @@ class PagedCall:
         """Return lines of text: what a training step keeps and spills and, on a machine, how long it takes.
 
         Args:
-            paging: of the process.
-            forecasts: of all cells of the process.
+            paging: paging of the process.
+            forecasts: forecasts of all cells of the process.
             subject: the model.
-            plan: of the run.
+            plan: plan of the run.
             machine: the machine model; None: no times.
         """
         lines, limit = [paging.describe(self, forecasts)], paging.pages_bytes(self)

@@ -19,7 +19,7 @@ from hyfi_core.runtime.subject import Subject
 
 Train = Callable[[list[Step]], list[Event]]
 AS_THEY_ARE = 2
-"""Steps of a kind that run as they are before one is recorded: they allocate and load what graphs only use."""
+"""Steps of a kind that run unrecorded before one is recorded: they allocate and load what graphs only use."""
 _SENT = ("halo", "stage", "reduce")
 """Traffic that a repeated step does not count by itself."""
 
@@ -32,9 +32,9 @@ class ReplayedSteps:
 
     Args:
         subject: the model.
-        ranks: of the plan.
+        ranks: number of ranks of the plan.
         mode: whether steps are recorded.
-        counts: of this rank's messages.
+        counts: counts of this rank's messages.
 
     Attributes:
         allowed: whether steps may be repeated now; not while the times of messages are recorded.

@@ -27,7 +27,7 @@ def resolved(
         plan: any.
         subject: the model, which is captured for the largest micro-batch; to cut it, in evaluation mode, too.
         comm: all ranks.
-        device: of the maps.
+        device: device of the maps.
         trains: whether there is backward.
 
     Raises:

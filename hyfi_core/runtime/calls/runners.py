@@ -27,13 +27,13 @@ class Runners(Sequence[StageRunner]):
 
     Args:
         subject: the model.
-        plan: of the run.
+        plan: plan of the run.
         comm: all ranks of the plan.
         groups: its groups.
 
     Attributes:
         cells: number of cells that take turns; 1 without cells.
-        paging: of their maps; None if they are not spilled.
+        paging: paging of their maps; None if they are not spilled.
         groups: one for each cell; empty without cells, since the runner then uses the rank's groups.
 
     Raises:

@@ -5,7 +5,7 @@
 
 A graph repeats kernels on the same memory. So what the user's functions may do differently in each step is not in it:
 reading the image and computing the loss happen between graphs, in every step, and their results are copied to where
-the graphs read them. All else of a step is computed from these and from weights and buffers, which keep their memory.
+the graphs read them. The rest of a step is computed from these and from weights and buffers, which keep their memory.
 
 A recorded step is also executed: each graph runs as soon as it is recorded, so that the loss sees its output.
 
@@ -98,7 +98,7 @@ class StepGraph:
         """Record and execute a step.
 
         Args:
-            steps: of this rank, or of each of its cells.
+            steps: steps of this rank, or of each of its cells.
             train: runs them. It must not read memory of the caller that changes later, except through these steps.
 
         Raises:
@@ -230,7 +230,7 @@ def _copies(leaves: Leaves) -> Leaves:
 
 
 def _put(memory: torch.Tensor | None, cotangent: torch.Tensor | None) -> None:
-    """Copy a cotangent (zeros if None) to the memory where the graphs read it; ``memory`` None: they read none."""
+    """Copy a cotangent (zeros if None) to the memory where graphs read it; ``memory`` None: they do not read it."""
     if memory is None and cotangent is not None:
         raise RequestError(
             "the loss now depends on an output on which it did not depend in the first steps, so that CUDA graphs, "

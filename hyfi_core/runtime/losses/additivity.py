@@ -39,9 +39,9 @@ def why_not_mean(
         loss: the user's.
         pick: turns the leaves of the output into the loss's argument.
         like: leaves of the output of a micro-batch; tensors on the meta device.
-        labels: of the whole batch, of all replicas; on the host.
+        labels: labels of the whole batch, of all replicas; on the host.
         samples: number of samples of a micro-batch.
-        device: of the model, used if the loss cannot compute on the host.
+        device: device of the model, used if the loss cannot compute on the host.
         parts: numbers of equal parts to try; numbers that do not divide that of the labels are left out.
         quick: whether one distribution suffices.
     """

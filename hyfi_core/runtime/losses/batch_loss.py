@@ -32,9 +32,9 @@ class BatchLoss(StepLoss):
     Args:
         function: the loss.
         pick: turns the leaves of the output into the loss's argument.
-        labels: of this replica's batch, on the device.
+        labels: labels of this replica's batch, on the device.
         plan: micro-batches, directions, replicas and their shares.
-        groups: of this rank or cell.
+        groups: communication groups of this rank or cell.
         alike: indices of the leaves of the output that are the same for all images; the loss takes them once.
     """
 

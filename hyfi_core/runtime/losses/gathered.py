@@ -27,7 +27,7 @@ def gather_tensors(
         like: key -> tensor of the same shape and dtype, without values (on the meta device), in an order that is the
             same on all ranks.
         own: key -> tensor, of those that this rank owns.
-        device: of the message and of the result.
+        device: device of the message and of the result.
 
     Returns:
         Key -> new tensor, of all keys of ``like``.

@@ -1,6 +1,6 @@
 """Losses of torch that are the mean of terms of single samples, so that they may be computed for each micro-batch.
 
-Only what the documentation of torch guarantees counts; all else is computed over the whole batch.
+Only what the documentation of torch guarantees counts; any other loss is computed over the whole batch.
 """
 
 from __future__ import annotations

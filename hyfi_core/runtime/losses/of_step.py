@@ -28,9 +28,9 @@ def loss_of_step(
     Args:
         function: the loss.
         pick: turns the leaves of the output into the loss's argument.
-        labels: of this replica's batch, on the device.
-        plan: of the run, with every cell as a rank.
-        groups: of this rank or cell.
+        labels: labels of this replica's batch, on the device.
+        plan: plan of the run, with every cell as a rank.
+        groups: communication groups of this rank or cell.
         over_batch: whether the loss is computed once over the whole batch.
         alike: indices of the leaves of the output that are the same for all images.
     """

@@ -44,7 +44,7 @@ class StepLoss(ABC):
     """The loss as a schedule uses it, on every rank; ranks of the last stage of a direction have the output.
 
     Args:
-        device: of the value.
+        device: device of the value.
 
     Attributes:
         value: the replica's loss (or that of the whole batch), float64 on ranks of the last stage, without dims.
@@ -109,7 +109,7 @@ class MicrobatchLoss(StepLoss):
         pick: turns the leaves of the output into the loss's argument.
         labels: for each micro-batch, its labels.
         weight: the divisor of each loss.
-        device: of the value.
+        device: device of the value.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class TrainingLoss:
 
     Args:
         subject: the model, its loss, what that is computed over, and autocast.
-        plan: of the run.
+        plan: plan of the run.
         groups: communicators of this rank.
     """
 
@@ -66,7 +66,7 @@ class TrainingLoss:
 
         Args:
             lowered: the model for this step's micro-batches.
-            labels: of the replica's batch.
+            labels: labels of the replica's batch.
             forwards_first: whether all forwards come before all backwards: a loss over the batch then needs no second
                 forward.
 

@@ -101,7 +101,7 @@ class CheckpointWriter:
         Args:
             folder: final name of the checkpoint.
             part: this rank's; may be changed when this returns.
-            step: of the weights.
+            step: step of the weights.
             model: goes to ``model.json``; only used on rank 0.
             state: goes to ``state.json``; only used on rank 0.
         """

@@ -76,7 +76,7 @@ def read_engine(
     """Open a checkpoint for a model (collective).
 
     Args:
-        folder: of the checkpoint, the same on every rank.
+        folder: folder of the checkpoint, the same on every rank.
         comm: all ranks.
         model: its names and shapes must be those of the checkpoint.
         with_optimizer: whether optimizer and random state are needed.
@@ -119,7 +119,7 @@ def _opened(
     """Return a checkpoint and, if asked for, its training state; refuse one that does not fit the model.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         share: (rank, ranks): the part of the files whose digests this rank checks.
         own: this rank's ``state_dict`` of the model.
         with_optimizer: whether the training state is needed.
@@ -139,7 +139,7 @@ def check_names(folder: Path, saved: Mapping[str, torch.Tensor], own: Mapping[st
     """Refuse the weights of another model.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         saved: its weights.
         own: the model's ``state_dict``.
 

@@ -83,7 +83,7 @@ class Snapshot:
         """Return whether the copy is complete; does not block."""
         if self._done is not None and not self._done.query():
             return False
-        # Only now: until the copy is complete, the allocator must not give the weights' memory to somebody else.
+        # Only now: until the copy is complete, the allocator must not give the weights' memory to other tensors.
         self._done = self._state = None
         return True
 

@@ -38,7 +38,7 @@ def shard_like(like: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
     Args:
         like: the shard whose division to use.
-        value: of the same shape, with the same values on all ranks.
+        value: tensor of the same shape, with the same values on all ranks.
     """
     from torch.distributed.tensor import DTensor
 
