@@ -28,7 +28,7 @@ class MemoryLimit:
     """A limit of memory.
 
     Attributes:
-        free_bytes: what may still be taken.
+        free_bytes: memory that may still be taken.
         source: where the limit is set; ends the phrase "free on HOST".
         per_process: whether each process has this limit for itself.
     """

@@ -30,7 +30,7 @@ def describe_hidden(error: Exception, folder: Path) -> str | None:
 
     Args:
         error: raised by the import: an ``ImportError``, or an ``AttributeError`` for a module.
-        folder: where the user's own module of that name would be.
+        folder: folder in which the user's own module of that name would be.
     """
     name = getattr(error, "name", None) or ""
     if isinstance(error, AttributeError):

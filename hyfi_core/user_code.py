@@ -19,7 +19,7 @@ def load_user_code(key: str, name: str, what: str) -> Callable[..., Any]:
     Args:
         key: The key of the configuration, for messages.
         name: ``package.module:attribute``.
-        what: What it should be, for messages: "a function that makes a model".
+        what: Noun phrase for messages, such as "a function that makes a model".
 
     Raises:
         RequestError: The module cannot be imported, or has no such function or class.

@@ -328,7 +328,7 @@ def _assemble(
     Args:
         exported: the exported graph.
         values: shape and dtype of each value.
-        operators: in order.
+        operators: operators in their order.
         outputs: outputs of the graph: new values of buffers, then what the model returns.
 
     Raises:

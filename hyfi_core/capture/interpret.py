@@ -27,9 +27,9 @@ def interpret(
     """Run a program.
 
     Args:
-        program: for images of this shape.
-        parameters: by the names of the user's module.
-        buffers: by the same names; not changed.
+        program: a program captured for images of this shape.
+        parameters: parameters by their names in the user's module.
+        buffers: buffers by their names in the user's module; not changed.
         image: ``(B, C, H, W)``.
         watch: called after each operator with all values so far.
 

@@ -233,7 +233,7 @@ def _comparable(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable
     """Return a hashable value; two of them are equal only if ``value`` has not changed in between.
 
     Args:
-        value: any.
+        value: any object.
         depth: levels of containers and objects to look into.
         values: id -> result, of all objects reached so far.
     """

@@ -82,7 +82,7 @@ class Program:
     """A model for one image shape and one set of training flags.
 
     Attributes:
-        operators: in the order of execution.
+        operators: operators in the order of execution.
         values: shape and dtype of every value.
         parameters: value name -> name in the user's module.
         buffers: value name -> name of the buffer in the user's module.

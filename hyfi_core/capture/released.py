@@ -138,7 +138,7 @@ def fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
     Args:
         model: changed.
-        values: by one of the names of each tensor, with its shape, strides and dtype; used as they are.
+        values: values by one of the names of each tensor, with its shape, strides and dtype; used as they are.
     """
     named = named_tensors(model)
     replacements = {}

@@ -80,11 +80,11 @@ def _compare(
     """Compare a model with its capture in the current mode; return None if equal, else why they were not compared.
 
     Args:
-        model: in the mode to compare.
+        model: the model, in the mode to compare.
         shape: shape of a micro-batch.
         dtype: dtype of the images.
         pick: selects the logits from the output.
-        mode: for the message, such as ", in evaluation mode".
+        mode: text for the message, such as ", in evaluation mode".
         stored: gets the tensors that the model may have stored.
 
     Raises:

@@ -88,7 +88,7 @@ def laid_out(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
     """Return a contiguous tensor with the elements in the order of the message; a view where possible.
 
     Args:
-        tensor: what is sent.
+        tensor: the tensor to send.
         channels_last: whether four-dimensional tensors are sent in this order.
     """
     return (tensor.permute(0, 2, 3, 1) if channels_last and tensor.dim() == 4 else tensor).contiguous()
@@ -100,7 +100,7 @@ def as_sent(flat: torch.Tensor, shape: Sequence[int], channels_last: bool) -> to
     Args:
         flat: the elements as a tensor with one dim.
         shape: shape of the tensor to return.
-        channels_last: as at the sender.
+        channels_last: the sender's ``channels_last``.
     """
     if channels_last and len(shape) == 4:
         count, channels, height, width = shape

@@ -39,7 +39,7 @@ class Flow:
         takes: input maps.
         makes: output maps, all with the same layout.
         window: its window; None for pointwise operators.
-        flops: for one output pixel, all channels and images together.
+        flops: floating-point operations for one output pixel, all channels and images together.
         touched_bytes: bytes read and written for one output pixel, likewise.
     """
 

@@ -37,7 +37,7 @@ class JoinedCalls:
     """A function that makes some local calls, one after the other.
 
     Attributes:
-        calls: in order; none of them is skipped on this rank.
+        calls: calls in their order; none of them is skipped on this rank.
         inputs: names of the arguments.
         outputs: names of the results.
     """

@@ -101,7 +101,7 @@ def _regrouped(
 
     Args:
         tree: the sums, the root last.
-        terms: what they add, in order.
+        terms: the terms of the sum, in order.
         together: plane -> its terms, two or more.
         owners: operator -> plane; gets an entry for each sum of terms of one plane.
     """

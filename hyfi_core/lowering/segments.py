@@ -45,7 +45,7 @@ class OperatorStep:
     Attributes:
         call: the instruction.
         drops: values that are not used after it.
-        sums: as for a segment.
+        sums: see ``Segment``.
     """
 
     call: CustomCall | CollectiveCall

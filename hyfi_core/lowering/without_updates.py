@@ -39,7 +39,7 @@ def without_updates(program: Program, results: Iterable[str]) -> Program:
     """Return the program, or a stage of it, without what only computes new values of buffers.
 
     Args:
-        program: one whose updates are apart.
+        program: a program whose updates are apart.
         results: values that are needed: of its output, and those that other stages use.
     """
     needed = program.needed(set(results))

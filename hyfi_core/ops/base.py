@@ -89,7 +89,7 @@ class Recomputable(ABC):
         """Return the first output again, bitwise equal and without messages.
 
         Args:
-            inputs: as passed to ``forward``.
+            inputs: the inputs of ``forward``.
             saved: what ``forward`` saved; None if that was its output.
         """
 
@@ -128,7 +128,7 @@ class SplitBackward(ABC):
         """Return the map's cotangent (None for other inputs), and a function that computes the others.
 
         Args:
-            comm: as for ``backward``.
+            comm: see ``backward``.
             saved: likewise.
             cotangents: likewise.
             needs_grad: likewise.

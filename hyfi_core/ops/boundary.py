@@ -37,7 +37,7 @@ class BoundaryValue:
     Attributes:
         name: name of the value.
         shape: global, with height and width as separate dims.
-        dtype: in the message, and at the receiver.
+        dtype: dtype in the message, and at the receiver.
         gradient: whether its cotangent is sent back.
         dims: which tensor dims are (y, x).
         have: the box of each rank of the first stage; None for a replicated value.
@@ -105,7 +105,7 @@ class HandedOver:
     """Pieces of a boundary transfer that need no message, because both stages are on one rank.
 
     Attributes:
-        tensors: in the order of the pieces; views of the sender's values unless they are ``copied``.
+        tensors: tensors in the order of the pieces; views of the sender's values unless they are ``copied``.
         copied: whether they are copies, in memory that nothing else uses.
     """
 
@@ -129,7 +129,7 @@ class BoundaryTransfer:
     """The transfer of all values along one edge between two stages.
 
     Attributes:
-        values: in the order of the message.
+        values: the values, in the order of the message.
         sources: number of ranks of the first stage.
         targets: number of ranks of the second stage.
         channels_last: whether four-dimensional values are sent and received in this format.

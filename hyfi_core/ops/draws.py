@@ -131,7 +131,7 @@ def integers(key: int, where: torch.Tensor, dtype: torch.dtype, *limits: int) ->
         key: 64 bits.
         where: int64 positions.
         dtype: dtype of the result.
-        limits: as of ``range``: (high,) or (low, high).
+        limits: (high,) or (low, high), as for ``range``.
     """
     # 0 is the default of low.
     low, high = (0, *limits)[-2:]

@@ -28,7 +28,7 @@ class _Places:
 
     Attributes:
         seen: the canvas that the native call took, or a tensor of its shape without memory.
-        indices: as the native call returns them.
+        indices: indices that the native call returned.
     """
 
     seen: torch.Tensor

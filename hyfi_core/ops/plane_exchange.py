@@ -31,7 +31,7 @@ class PlaneValue:
     Attributes:
         name: name of the value.
         shape: shape of this rank's tensor.
-        dtype: in the run, so after autocast.
+        dtype: dtype in the run, so after autocast.
         owner: the plane that computes it.
         takers: the planes that receive it.
     """

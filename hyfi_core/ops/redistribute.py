@@ -142,7 +142,7 @@ class Redistribute:
         Args:
             comm: the ranks.
             like: a tensor with the batch, channels, dtype and device of the strips.
-            strips: in the order of ``transfer.receives``.
+            strips: received strips in the order of ``transfer.receives``.
         """
         transfer = self.transfer
         leaving = [(s.peer, back) for s, back in zip(transfer.receives, strips, strict=True)]

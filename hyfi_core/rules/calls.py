@@ -27,7 +27,7 @@ def emit(
         op: the operator.
         names: values of the operator -> values to call it on, such as redistributed ones; others are used as they are.
         split: how the outputs are split.
-        source: as for ``Builder.compute``.
+        source: see ``Builder.compute``.
     """
     function, inputs = bound(renamed(op, names))
     builder.compute(function, inputs, op.outputs, split, source)
@@ -43,7 +43,7 @@ def emit_on_part(
         op: the operator.
         part_split: how the map is split when the operator is called; it is redistributed if necessary.
         split: how the outputs are split.
-        source: as for ``Builder.compute``.
+        source: see ``Builder.compute``.
     """
     name = op.args[0].name
     emit(builder, op, {name: builder.part(name, part_split)}, split, source)

@@ -230,7 +230,7 @@ class RankProgram:
     """The program of one rank.
 
     Attributes:
-        instructions: in order.
+        instructions: instructions in the order in which they run.
         read_box: the box of the image that it starts from, clipped to the image.
         splits: the layout of each split value; other values are replicated.
         outputs: the leaves of the model's output, gathered if they were split.

@@ -39,7 +39,7 @@ class OperatorFacts:
         cheap: whether computing it again is faster than reading its result from a disk.
         window: returns the window that it slides over a map.
         tap: returns which input pixel each output pixel is, for operators that only move rows and columns.
-        instead: what to use instead, where there is no rule.
+        instead: what the user can use instead, if there is no rule.
     """
 
     rule: Rule | None

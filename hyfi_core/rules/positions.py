@@ -47,7 +47,7 @@ def _places(
     Args:
         split: split of the flat map.
         rank: rank of this process.
-        positions: in the flat map.
+        positions: tensor of positions in the flat map.
         operator: its name, for the error about a position outside of the map.
         from_end: whether negative positions count from the end, as in ``h[rows, positions]``.
     """

@@ -117,7 +117,7 @@ class BackwardPass:
         """Run the records backward.
 
         Args:
-            records: in forward order; unless ``keep``, removed from the end so that memory is freed.
+            records: records in forward order; unless ``keep``, removed from the end so that memory is freed.
             cotangents: cotangents of the output values.
             keep: whether the records will be used again.
 
@@ -150,7 +150,7 @@ class BackwardPass:
         """Run the records backward, except for the gradients of weights that can wait; ``run_rest`` computes these.
 
         Args:
-            records: in forward order; removed from the end so that memory is freed.
+            records: records in forward order; removed from the end so that memory is freed.
             cotangents: cotangents of the output values.
 
         Returns:
@@ -193,7 +193,7 @@ class BackwardPass:
             self._add(_differentiated(record, self._cotangents, self._keep), record.segment.sums)
             self._complete(names)
             return
-        # Of a long one, each as soon as autograd has it: its reduction starts while autograd goes on.
+        # In a long segment, each is reported once autograd has it: its reduction starts while autograd goes on.
         with _completing_early(names, self._parameters, self._complete) as unreported:
             cotangents = _differentiated(record, self._cotangents, self._keep)
         self._add(cotangents, record.segment.sums)

@@ -84,8 +84,8 @@ def lays_channels_last(
         model: the user's module.
         autocast: dtype of autocast.
         program: captures the model; called only if its shapes decide.
-        grids: in how many rows and columns each stage's maps are computed.
-        device: where the model will be, if it is on the meta device now.
+        grids: (rows, columns) of each stage's grid of ranks.
+        device: device on which the model will be, if it is on the meta device now.
     """
     if memory_format != "auto":
         return memory_format == "channels_last"
@@ -266,7 +266,7 @@ class Reader:
     Args:
         plan: directions and micro-batches.
         shape: shape of the whole batch for which the engine was created.
-        groups: for counting the read bytes.
+        groups: communication groups, which count the read bytes.
         device: device of the result.
         dtype: that the model takes: floating-point images are converted, others must have it.
         channels_last: whether images are converted to this format.

@@ -79,7 +79,7 @@ class TrainingState:
     """What resuming needs besides the weights.
 
     Attributes:
-        optimizer: as ``optimizer_state`` returned it.
+        optimizer: result of ``optimizer_state``.
         state: the content of ``state.json``.
     """
 
@@ -102,7 +102,7 @@ def save_checkpoint(
         folder: final name; its parent is created if missing.
         weights: the model's ``state_dict``, on any device.
         model: goes to ``model.json``; any content except ``format`` and ``step``.
-        optimizer: from ``optimizer_state``.
+        optimizer: result of ``optimizer_state``.
         state: goes to ``state.json``.
         averaged: the weights' average.
 
@@ -190,7 +190,7 @@ def publish(
     Args:
         temporary: the folder that has all tensors.
         folder: final name; an existing folder is replaced.
-        files: from ``write_tensors``, of all ranks.
+        files: results of ``write_tensors`` of all ranks.
         model: goes to ``model.json``.
         groups: parameter groups of the optimizer.
         state: goes to ``state.json``.

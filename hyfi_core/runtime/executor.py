@@ -170,7 +170,7 @@ class Executor:
         """Run the records backward; gradients of parameters are added to their ``grad``.
 
         Args:
-            records: from ``forward``; unless ``keep``, removed from the end so that memory is freed.
+            records: result of ``forward``; unless ``keep``, removed from the end so that memory is freed.
             cotangents: cotangents of the output values.
             parameters: value name -> parameter.
             keep: whether the records will be used again.
@@ -189,7 +189,7 @@ class Executor:
         """Run the records backward without the gradients of weights that can wait.
 
         Args:
-            records: from ``forward``; removed from the end so that memory is freed.
+            records: result of ``forward``; removed from the end so that memory is freed.
             cotangents: cotangents of the output values.
             parameters: value name -> parameter.
 

@@ -24,7 +24,7 @@ class Groups:
         plane: the ranks of this rank's plane, which hold the model once; used between stages.
         stages: (stage, direction) -> the ranks of the stage, in the order of its parts, for all stages of this rank.
         placement: which ranks of a plane hold which stage.
-        copies: as ``stages``, but with the ranks of all replicas if batch norms are synchronised.
+        copies: the groups of ``stages``, but with the ranks of all replicas if batch norms are synchronised.
         peers: the ranks of this replica with the same position in all planes, in the order of planes.
     """
 

@@ -44,7 +44,7 @@ class _InTransit:
     Attributes:
         stage: stage of the tensors.
         pending: the exchange.
-        flats: one for each dtype.
+        flats: a flat tensor for each dtype.
         weights: parameters to be overwritten by the received weights; empty otherwise.
     """
 

@@ -201,8 +201,8 @@ def read_values(
         model: the user's module.
         stages: name -> stages that use it; a tensor without stages is read for all ranks.
         groups: the plan's groups.
-        weights: where the values are read.
-        device: where the values are to be.
+        weights: returns the values by name.
+        device: device on which the values are placed.
 
     Raises:
         RequestError: on every rank: a tensor is missing or has another shape.

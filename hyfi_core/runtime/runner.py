@@ -170,7 +170,7 @@ class StageRunner:
         """Return the inputs of a training step (collective over all trainers at the first loss over the whole batch).
 
         Args:
-            inputs: from ``training_input``.
+            inputs: result of ``training_input``.
             labels: labels of the whole batch.
             arrived: called with a direction before its forwards; returns when its weights are there.
             over_batch: whether the loss is computed over the whole batch.
@@ -183,7 +183,7 @@ class StageRunner:
 
         Args:
             micro: the shape of a micro-batch.
-            step: from ``step``.
+            step: result of ``step``.
             gradients: the reduction of gradients.
             over_batch: whether the loss is computed over the whole batch. Unless all forwards come before all
                 backwards, they then run twice: first without graph, only for the output.

@@ -38,7 +38,7 @@ class EngineSettings:
         memory_format: memory format of feature maps.
         verify: whether rank 0 compares the model with its capture.
         release: whether a rank keeps only what its stages use.
-        weights: for a model on the meta device.
+        weights: values of a model on the meta device.
         compile: whether segments are compiled.
         cuda_graphs: whether steps are recorded as CUDA graphs.
     """

@@ -107,8 +107,8 @@ class Bindings:
             stages: name of a parameter or buffer -> stages that use it; the same on every rank.
             groups: the plan's groups.
             releases: whether to release, or not to read, the tensors that only stages on other ranks use.
-            weights: where to read tensors that are on the meta device.
-            device: where these tensors are placed.
+            weights: values of tensors that are on the meta device.
+            device: device on which these tensors are placed.
 
         Raises:
             RequestError: on every rank: the weights do not fit.
@@ -173,7 +173,7 @@ class Bindings:
         """Return the values before the first instruction, in a new dict.
 
         Args:
-            stage: one that this rank holds.
+            stage: index of a stage that this rank holds.
             part: the rank's part of the image, None if the stage does not read it.
             microbatch: its number in the step.
         """
@@ -277,7 +277,7 @@ class Subject:
         """Return whether images are converted to channels-last; see the function of this name.
 
         Args:
-            grids: in how many rows and columns each stage's maps are computed.
+            grids: (rows, columns) of each stage's grid of ranks.
         """
         memory_format, autocast = self.settings.memory_format, self.settings.autocast
         return lays_channels_last(

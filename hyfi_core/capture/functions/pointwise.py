@@ -61,7 +61,7 @@ class PointwiseFunction:
 
         Args:
             tensors: its arguments that are tensors.
-            name: for messages.
+            name: name in messages.
             number: number of the recorded operator.
         """
         arguments = list(self.constants)

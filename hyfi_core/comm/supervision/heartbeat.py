@@ -47,7 +47,7 @@ class Heart:
 
     Args:
         stops: Whether a stop was requested.
-        activity: What the process does.
+        activity: Activity of the process.
     """
 
     def __init__(self, stops: Callable[[], bool] = lambda: False, activity: Activity = ACTIVITY) -> None:

@@ -70,7 +70,7 @@ class PeerWatch:
         rank: this rank.
         peers: rank -> connection to it: on rank 0 all other ranks, on others only rank 0.
         tell: reports that a rank has died; called on one rank, before its process ends.
-        places: where all ranks run, by rank; if empty, there are no heartbeats.
+        places: host and process of each rank; if empty, there are no heartbeats.
         tell_stalled: reports ranks that do not go on; called on one rank, before its process ends.
         stops: whether this rank was requested to stop.
         ends_with_dead: whether this process ends when another has died; not if a launcher sees to that.

@@ -40,7 +40,7 @@ def check_shared_memory(ranks: int, environment: Mapping[str, str], folder: Path
     Args:
         ranks: Ranks of the node, all with MPICH.
         environment: Environment of the ranks.
-        folder: Where MPICH makes its file.
+        folder: Folder in which MPICH creates its file.
 
     Raises:
         RequestError: There is not enough room.

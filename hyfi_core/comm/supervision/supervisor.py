@@ -50,7 +50,7 @@ def supervise(comm: Communicator, store: Any = None) -> None:
 
     Args:
         comm: all ranks.
-        store: for the board; None to open one on the first rank.
+        store: store of the board; None to open one on the first rank.
 
     Raises:
         RequestError: ``HYFI_TIMEOUT_S`` is not a number of seconds.

@@ -29,7 +29,7 @@ class PostedMessage:
     """One send or receive that waits for its other side.
 
     Attributes:
-        message: as passed; a send's tensor is a copy unless the world is strict.
+        message: the message; a send's tensor is a copy unless the world is strict.
         version: version counter of the tensor when it was posted; None for inference tensors.
         done: whether it has been paired.
     """

@@ -38,7 +38,7 @@ class BackgroundBatch:
     """Jobs that child processes compile.
 
     Args:
-        jobs: to compile.
+        jobs: graphs to compile.
 
     Raises:
         OSError: a process cannot be started; those that were started have been ended.

@@ -46,7 +46,7 @@ class GatedAttention(nn.Module):
         features: Length D of a feature vector.
         classes: Number K of logits.
         hidden: Rows of V and U.
-        dropout: In the attention, in training.
+        dropout: Dropout in the attention, in training.
         heads: Number M of heads.
         spread: Factor of the initial w.
 

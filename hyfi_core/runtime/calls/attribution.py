@@ -119,7 +119,7 @@ def gather_explanation(
     A process first joins the parts of its cells, so that it holds each whole map once.
 
     Args:
-        parts: one for each cell of this process; a single one without cells.
+        parts: the part of each cell of this process; a single part without cells.
         cells: rows and columns of cells of each process.
         stage: the processes of the stage.
     """

@@ -127,9 +127,9 @@ class EngineState:
         ranks. It is written under a temporary name, synced and renamed; an earlier checkpoint of this name is replaced.
 
         Args:
-            folder: the same on every rank, on a disk that all of them see.
+            folder: folder to write, equal on every rank, on a disk that all ranks see.
             extra: what ``load`` will return: numbers, texts, lists and dicts, such as a scheduler's ``state_dict()``.
-            model_json: what else goes to ``model.json``, where ``hyfi predict`` and ``hyfi validate`` read how to build
+            model_json: more entries of ``model.json``, where ``hyfi predict`` and ``hyfi validate`` read how to build
                 the model and its images.
 
         Raises:

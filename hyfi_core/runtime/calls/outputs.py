@@ -25,7 +25,7 @@ def undescribed(descriptions: list[Any], leaves: list[Any] | None, device: torch
     """Return the leaves, contiguous; on a rank without them, empty tensors in which to receive them.
 
     Args:
-        descriptions: from ``described``, of all leaves.
+        descriptions: result of ``described``, for all leaves.
         leaves: None on ranks that receive.
         device: device of the empty tensors.
     """

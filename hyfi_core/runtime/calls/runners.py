@@ -34,7 +34,7 @@ class Runners(Sequence[StageRunner]):
     Attributes:
         cells: number of cells that take turns; 1 without cells.
         paging: paging of their maps; None if they are not spilled.
-        groups: one for each cell; empty without cells, since the runner then uses the rank's groups.
+        groups: groups of each cell; empty without cells, since the runner then uses the rank's groups.
 
     Raises:
         RequestError: the communicator has no tags, which cells need, or too few for so many cells.

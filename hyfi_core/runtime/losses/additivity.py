@@ -36,7 +36,7 @@ def why_not_mean(
     outputs from three distributions. torch's generator is not changed.
 
     Args:
-        loss: the user's.
+        loss: the user's loss function.
         pick: turns the leaves of the output into the loss's argument.
         like: leaves of the output of a micro-batch; tensors on the meta device.
         labels: labels of the whole batch, of all replicas; on the host.

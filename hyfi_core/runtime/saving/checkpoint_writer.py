@@ -37,8 +37,8 @@ class CheckpointPart:
     """What one rank writes of a checkpoint; every tensor is in the part of one rank.
 
     Attributes:
-        weights: under the names of the user's model.
-        optimizer: from ``optimizer_state``, of the same parameters; None to leave it out.
+        weights: tensors by their names in the user's model.
+        optimizer: result of ``optimizer_state`` for the same parameters; None to leave it out.
         averaged: the moving average of the weights; None where none is kept.
         buffers: those that forwards change and that are not among the weights.
     """

@@ -37,12 +37,12 @@ def save_engine(
     """Write a checkpoint beside ``folder`` and rename it (collective); an earlier checkpoint there is replaced.
 
     Args:
-        folder: the same on every rank, on a disk that all see.
+        folder: folder to write, equal on every rank, on a disk that all ranks see.
         comm: all ranks.
         part: this rank's part of the checkpoint.
         random: its key of random operators.
         extra: JSON of the user's own, which is loaded again with the checkpoint.
-        model_json: what else goes to ``model.json``; JSON.
+        model_json: further entries of ``model.json``; JSON.
 
     Raises:
         RequestError: on every rank: the folder has other files, or ``extra`` or ``model_json`` is not JSON.

@@ -20,7 +20,7 @@ def optimizer_state(
     """Return the optimizer state by parameter *name*, so that it is valid for any plan.
 
     Args:
-        optimizer: with parameters in ``named``.
+        optimizer: an optimizer of parameters in ``named``.
         named: the model's ``named_parameters()``.
         gradients: whether to add the gradients accumulated for the next update.
 
