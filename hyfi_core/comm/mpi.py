@@ -61,16 +61,16 @@ def own_gpu_support() -> GpuSupport:
     return gpu_support(MPI.Get_library_version(), query, os.environ)
 
 
-def _pieces(tensor: torch.Tensor, most: int | None = None) -> list[Any]:
-    """Return the tensor's bytes for MPI, in pieces of at most ``most`` bytes; one piece if it is empty.
+def _pieces(tensor: torch.Tensor, most_bytes: int | None = None) -> list[Any]:
+    """Return the tensor's bytes for MPI, in pieces of at most ``most_bytes``; one piece if it is empty.
 
     Raises:
         ValueError: the tensor is not dense.
     """
     check_dense(tensor)
-    most, total, start = most or _MOST_BYTES, tensor.nbytes, tensor.data_ptr()
-    starts = range(0, max(1, total), most)
-    return [MPI.memory.fromaddress(start + first, min(most, total - first)) for first in starts]
+    limit, total, start = most_bytes or _MOST_BYTES, tensor.nbytes, tensor.data_ptr()
+    starts = range(0, max(1, total), limit)
+    return [MPI.memory.fromaddress(start + first, min(limit, total - first)) for first in starts]
 
 
 def _is_staged(tensor: torch.Tensor) -> bool:

@@ -82,14 +82,14 @@ def _in_profile(builder: Builder, name: str, dims: tuple[int, ...], keepdim: boo
     split = builder.splits[name]
     box, map_box = split.layout.parts[builder.rank], split.layout.map
     along_y = split.dims[1] in dims
-    left = split.dims[0] if along_y else split.dims[1]
+    kept_dim = split.dims[0] if along_y else split.dims[1]
     before, behind = (box.y0, map_box.height - box.y1) if along_y else (box.x0, map_box.width - box.x1)
     dim_count = len(builder.shape(name))
     if not keepdim:
-        left -= sum(dim < left for dim in dims)
+        kept_dim -= sum(dim < kept_dim for dim in dims)
         dim_count -= len(dims)
     # ``F.pad`` counts dims from the last one.
-    widths = (0, 0) * (dim_count - 1 - left) + (before, behind)
+    widths = (0, 0) * (dim_count - 1 - kept_dim) + (before, behind)
     return lambda sums: F.pad(sums, widths)
 
 

@@ -40,10 +40,10 @@ def roll(builder: Builder, op: Operator) -> None:
             op, "rolls the flattened tensor, across all dims", "explicit dims, torch.roll(y, (1, 2), (2, 3))"
         )
     # A dim may be given twice: its shifts add up.
-    by = dict.fromkeys(range(len(shape)), 0)
+    shift_of = dict.fromkeys(range(len(shape)), 0)
     for shift, dim in zip(shifts, dims, strict=True):
-        by[dim] += shift
-    channel_shifts = [(shift, dim) for dim, shift in by.items() if shift and dim not in split.dims]
+        shift_of[dim] += shift
+    channel_shifts = [(shift, dim) for dim, shift in shift_of.items() if shift and dim not in split.dims]
     if not set(dims) & set(split.dims):
         _elsewhere(builder, op)
         return
@@ -52,7 +52,7 @@ def roll(builder: Builder, op: Operator) -> None:
             op, f"rolls dims {dims}, which mix rows or columns with something else", "either height or width"
         )
     # Output ``at`` is the input that moves there.
-    tables = [[(at - by[dim]) % shape[dim] for at in range(shape[dim])] for dim in split.dims]
+    tables = [[(at - shift_of[dim]) % shape[dim] for at in range(shape[dim])] for dim in split.dims]
     amounts, channel_dims = [shift for shift, _ in channel_shifts], [dim for _, dim in channel_shifts]
     _by_slices(
         builder, op, tables, split.layout, (lambda y: torch.roll(y, amounts, channel_dims)) if channel_shifts else None

@@ -59,14 +59,14 @@ def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: 
     if keepdim is None:
         builder.compute(function, inputs, op.outputs, _resized(laid, dim, builder.shape(op.first_output)[dim]))
         return
-    left = _resized(laid, dim, 1)
+    reduced = _resized(laid, dim, 1)
     if not keepdim:  # a row or a column remains, in one dim
         # The other one of height and width, renumbered without the reduced dims.
         divided = laid.dims[0] + laid.dims[1] - dim
         divided -= sum(gone < divided for gone in dims)
-        left = replace(left, dims=(divided, divided))
+        reduced = replace(reduced, dims=(divided, divided))
     parts = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
-    builder.compute(function, inputs, parts, left)
+    builder.compute(function, inputs, parts, reduced)
     for part, output in zip(parts, op.outputs, strict=True):
         if part is not None:
             _gather_profile(builder, part, output)
