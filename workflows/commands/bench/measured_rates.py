@@ -95,7 +95,7 @@ class TogetherRates:
 
 
 def measured_together(bench: OperatorBench, layers: LayerBench, group: Communicator) -> TogetherRates:
-    """Measure on all ranks of a group at the same time (collective)."""
+    """Measure layers and norms on all ranks at the same time, strips and a block on the first two (collective)."""
     group.barrier()
     slowest = torch.tensor(layers.crowded(), dtype=torch.float64)
     group.all_reduce(slowest, "max")

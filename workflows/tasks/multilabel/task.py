@@ -258,7 +258,7 @@ class Multilabel(Task):
         readout: Readout,
         before: NDArray[Any] | None = None,
     ) -> PageSection:
-        """Return the curves of the labels, and how each is recognised."""
+        """Return the curves, the metrics and the table of all labels."""
         assert isinstance(readout, LabelsReadout)
         return labels_section(values, self.tensor(targets), draws, self.labels, readout.thresholds)
 

@@ -26,8 +26,8 @@ def grades_section(values: Array, grades: torch.Tensor, draws: Array, names: Seq
     probabilities, counts = torch.from_numpy(np.ascontiguousarray(values)), torch.from_numpy(draws)
     predicted, grade_count = predicted_grades(probabilities), len(names)
 
-    def draw(part: torch.Tensor) -> dict[str, torch.Tensor]:
-        return grade_metrics(predicted, grades, grade_count, part)
+    def draw(block: torch.Tensor) -> dict[str, torch.Tensor]:
+        return grade_metrics(predicted, grades, grade_count, block)
 
     once = measured(draw, len(grades))
     right = float((predicted == grades).double().mean())

@@ -269,7 +269,7 @@ class Several(Task):
         return BETWEEN.join(f"{part.name}: {part.task.text(own)}" for part, own in pairs if own is not None)
 
     def target_of(self, text: str) -> Target | None:
-        """Return the label of a text of `Task.text`, or of cells of all columns with ``;`` between: ``high;41``."""
+        """Return the label of ``grade: high | age: 41``, see method `text`, or of all columns' cells: ``high;41``."""
         texts, cells = texts_of(text, [part.name for part in self.parts]), text.split(";")
         if not texts and len(cells) == len(self.columns):
             # A target of two columns, such as time and event, takes two cells.

@@ -51,8 +51,8 @@ def survival_section(
     survival = torch.from_numpy(np.ascontiguousarray(values[:, 1:]))
     curves = survival if bool(survival.isfinite().all()) else None
 
-    def draw(part: torch.Tensor) -> dict[str, torch.Tensor]:
-        return survival_metrics(risks, curves, targets, times, part)
+    def draw(block: torch.Tensor) -> dict[str, torch.Tensor]:
+        return survival_metrics(risks, curves, targets, times, block)
 
     once = measured(draw, len(risks))
     bounds = resampled(draw, metrics, counts)
@@ -127,10 +127,10 @@ def _areas(
 ) -> Plot:
     """Return the plot of the AUROC at each time with its band."""
 
-    def draw(part: torch.Tensor) -> dict[str, torch.Tensor]:
+    def draw(block: torch.Tensor) -> dict[str, torch.Tensor]:
         at, events = targets.unbind(1)
-        weights = torch.where(part > 0, 1 / censoring_survival(at, events, part), 0.0)
-        areas, _ = time_areas(risks, at, events, part * weights, times, part)
+        weights = torch.where(block > 0, 1 / censoring_survival(at, events, block), 0.0)
+        areas, _ = time_areas(risks, at, events, block * weights, times, block)
         return {f"{time}": areas[:, k] for k, time in enumerate(times)}
 
     once = measured(draw, len(risks))
