@@ -99,7 +99,7 @@ class _KeptMaps(NamedTuple):
         """Return what a rank of the plan keeps for this stage; ``piece``: the stage's part of the program."""
         saved = {name: size for op in piece.program.operators for name, size in lifetimes.of(op).kept.items()}
         cells, ranks = prod(plan.cell_grid or (1, 1)), prod(plan.grids[stage % len(plan.grids)])
-        # With recomputation, the maps of one micro-batch at a time.
+        # Recomputation keeps the maps of one micro-batch at a time, unless the backward is divided.
         one = plan.recomputes(stage) and not plan.divides_backwards
         times = cells * (1 if one else microbatches_in_flight(plan, stage))
         sizes = [size // ranks // cells for size in saved.values()]

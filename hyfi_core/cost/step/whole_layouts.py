@@ -60,13 +60,14 @@ class WholeLayouts:
         )
 
     def hold_for(self, operators: Sequence[Operator], entries: Mapping[str, Split | None]) -> bool:
-        """Whether the layouts are those of a stage.
+        """Whether a stage, lowered by itself, would have the same layouts as in the whole model.
 
         Args:
             operators: the stage's operators, as they would be lowered.
-            entries: value that it receives -> how it is split; None for a replicated value.
+            entries: value that the stage receives -> how it is split; None for a replicated value.
         """
         splits = self.ranked.splits
+        # Layouts of the operators in `ahead` depend on later operators, which may be in another stage.
         return all(splits.get(name) == split for name, split in entries.items()) and all(
             op.name not in self.ranked.ahead and self._same(op) for op in operators
         )

@@ -250,7 +250,11 @@ def picked_directory(picture: Picture, pick: Pick) -> int:
 
 
 def _is_alike(picture: Picture, largest: Picture) -> bool:
-    """Whether a picture is a scene like the largest one: at the same scale, or, if that is unknown, of like size."""
+    """Whether a picture is a scene like the largest one: of its colour, and of its scale.
+
+    If a scale is not a number, both must state the same text, and the picture must have at least a quarter of the
+    largest one's area.
+    """
     if picture.colour != largest.colour:
         return False
     try:

@@ -95,10 +95,10 @@ def array_conversion(dtype: np.dtype[Any], axes: Sequence[str], path: str) -> st
 
 def _to_8_bits(kind: str, bits: int) -> list[str]:
     """Return statements of Python that convert samples of NumPy's kind f, i, u or b to 8 bits."""
-    if kind == "f":  # to 1, to 255, or to what cameras of more bits return
+    if kind == "f":  # floats reach up to 1, to 255, or to the maximum of a camera with more bits, such as 4095
         top = "m = 1 if a.max() < 2 else 2 ** max(8, int(a.max()).bit_length()) - 1"
         return [top, "a = (a * (255 / m)).round().clip(0, 255).astype('uint8')"]
-    if kind == "i":  # programs without unsigned numbers write positive ones, or subtract half of the range
+    if kind == "i":  # programs without unsigned types write numbers ≥ 0, or subtract half of the range
         most = "int(max(a.max(), -1 - a.min())).bit_length()"
         steps = ["a = a.astype('int64')", f"a = a + (0 if a.min() >= 0 else 1 << max(7, {most}))"]
         return [*steps, _UPPER_8]
