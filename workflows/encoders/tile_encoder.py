@@ -105,7 +105,11 @@ class TileEncoder:
         mean, std = (
             ", ".join(f"{value:g}" for value in values) for values in (self.normalisation.mean, self.normalisation.std)
         )
+        total = len(self.module.state_dict())
+        lacking = ""
+        if 0 < len(self.untrained) < total:
+            lacking = f", which lack {len(self.untrained)} of {total} tensors ({listed(self.untrained, _NAMED)})"
         return (
-            f"encoder {self.name}: {self.features} features; weights: {self.weights}; "
+            f"encoder {self.name}: {self.features} features; weights: {self.weights}{lacking}; "
             f"mean {mean}, std {std} ({self.normalisation_from})"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,8 @@ def test_random_weights_are_named_and_can_be_refused(timm: ModuleType, tmp_path:
     partial["pos_embed"] = torch.zeros(1, 197, 24)
     save_file(partial, tmp_path / "partial.safetensors")
     encoder = load_encoder("timm:vit_tiny_patch16_224", tmp_path / "partial.safetensors", size_px=32, options=TINY)
+    # `hyfi train` prints this line alone: it read as if all weights were loaded.
+    assert re.search(r"which lack 3 of \d+ tensors \(cls_token, norm.weight, pos_embed\); mean", str(encoder))
     with pytest.raises(RequestError, match=r"random \(3 of \d+: cls_token, norm.weight, pos_embed\)"):
         encoder.check_trained("give a file")
 
