@@ -148,7 +148,7 @@ class _PredictionTrials:
         self.refused: dict[str, str] = {}
 
     def fitting(self, grid: tuple[int, int]) -> Iterator[PredictionForecast]:
-        """Yield the way with the fewest cells that fits into memory without spilling, if there is one."""
+        """Yield the forecast with the fewest cells that fits into memory without spilling, if there is one."""
         sides = [side for side in _CELLS if side >= self._fewest(grid)] if self._may_have_cells(grid) else [1]
         for side in sides:
             cells = None if side == 1 and not self._always_has_cells(grid) else (side, side)

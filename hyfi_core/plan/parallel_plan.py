@@ -236,7 +236,7 @@ class ParallelPlan:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> ParallelPlan:
-        """Return the plan of ``to_json``.
+        """Return the plan whose fields ``to_json`` returned.
 
         Raises:
             RequestError: a field is unknown, missing or not legal.

@@ -382,7 +382,7 @@ class StageRunner:
         return output_of_batch(lowered, [self._shared(pipeline.outputs.pop(m, None)) for m in range(microbatches)])
 
     def _shared(self, leaves: list[Any] | None) -> list[Any]:
-        """Broadcast the leaves of an output from the last stage to every rank of the plane."""
+        """Return the leaves of an output on every rank of the plane, broadcast from the last stage."""
         if self._placement.stages == 1:
             assert leaves is not None
             return leaves

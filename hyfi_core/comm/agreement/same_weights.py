@@ -190,7 +190,8 @@ def _agree(ranks: list[_RankFacts], equal_arithmetic: bool) -> bool:
     elif any_changed and not all_changed:
         return False
     digests = {facts.digest for facts in holders}
-    # A rank may load a whole state, with weights that only others use: harmless if the holders have the same values.
+    # A rank may load a whole state, with weights that only others use: harmless if the holders changed theirs, too, or
+    # have the same values.
     elsewhere = [facts for facts in ranks if facts.changed and not facts.holds]
     return any_changed or all(facts.digest in digests for facts in elsewhere)
 
