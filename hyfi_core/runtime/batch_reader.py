@@ -144,7 +144,10 @@ def check_labels(labels: torch.Tensor, batch: int) -> None:
         RequestError: there are more or fewer, or they are not a tensor.
     """
     if not isinstance(labels, torch.Tensor):
-        raise RequestError(f"labels are a {_type_name(labels)}; pass a tensor whose first dim is the batch, {batch}")
+        raise RequestError(
+            f"labels are a {_type_name(labels)}; pass a tensor whose first dim is the batch, {batch}, with several "
+            f"targets as its columns"
+        )
     if labels.shape[:1] != (batch,):
         raise RequestError(
             f"labels have shape {tuple(labels.shape)}, but the batch has {batch} images; pass {batch} labels"
