@@ -29,6 +29,11 @@ MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathse
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
 
+# Temporary folders in memory, where there is room: on some disks the removal of a folder takes a millisecond or more.
+_IN_MEMORY, _ROOM_BYTES = Path("/dev/shm"), 6 << 30
+if _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))
+
 Hyfi = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
