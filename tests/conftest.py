@@ -67,7 +67,7 @@ def _import_from_another_start() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish() -> None:
-    """If there are more workers than cores, the last computes only while others wait: for Slurm, or for killed ranks."""
+    """If there are more workers than cores, the last one yields to the others, which often wait for processes."""
     worker, count = (os.environ.get(f"PYTEST_XDIST_WORKER{end}") for end in ("", "_COUNT"))
     if count is not None and int(count) > len(os.sched_getaffinity(0)) and worker == f"gw{int(count) - 1}":
         os.nice(5)

@@ -133,7 +133,7 @@ class SlideDataset:
         """Return the view of an image; the sources of its pieces are boxes of the slide's :meth:`level`.
 
         Raises:
-            RequestError: The slide has no level of the dataset's mpp, or the image is smaller than a block.
+            RequestError: The slide has no level of the dataset's mpp, or the image is smaller than ``align_px``.
         """
         # Without a lock: threads that come at the same time make equal views, and one of them stays.
         if index not in self._views:

@@ -66,7 +66,7 @@ class SlideStore:
 
     @classmethod
     def open(cls, path: Path, check_files: bool = True) -> SlideStore:
-        """Open ``STORE/<slide_id>.zarr`` and check that every listed shard exists and has its size.
+        """Open ``STORE/<slide_id>.zarr``; with ``check_files``, every listed shard must exist and have its size.
 
         Args:
             path: ``STORE/<slide_id>.zarr``, a folder or on object storage.
@@ -87,6 +87,7 @@ class SlideStore:
         blank, sizes, content = _blank(files), _sizes(files), attributes.get("metadata_sha256")
 
         def array(name: str) -> ShardedArray:
+            # Of the metadata, which lists the digests of all shards: it names the chunks in the node's cache.
             digest = f"{content}/{name}" if content else ""
             return ShardedArray.open(path / name, blank.get(name), sizes.get(name), digest)
 

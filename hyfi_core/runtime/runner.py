@@ -79,7 +79,7 @@ class StageRunner:
         whole = subject.shapes.whole
         self.reader = Reader(plan, whole, self.groups, subject.device, subject.dtype, subject.channels_last)
         self._cache: dict[Any, LoweredModel] = {}
-        self._used: Hashable = None
+        self._used: Hashable = None  # the state of the model that the last call observed
         self._may_be_replaced = True  # whether the model's tensors may have been, since the last call
         self._checked_state: Hashable = None  # the state of the last check; it identifies all tensors of the model
         self._schedules = PlanSchedules(plan, self._placement)
@@ -93,7 +93,7 @@ class StageRunner:
             self._checked_state = subject.watch.taken
         self._may_be_replaced = False
         is_known = self._known_program(shape)
-        self._used = subject.watch.taken  # the state that the last call observed
+        self._used = subject.watch.taken
         key = (shape, self._used)
         if not is_known:
             # Each rank drops its oldest: lowering is collective, so all must lower again for the same calls.

@@ -304,8 +304,8 @@ def run_as_rank(body: Callable[[], int]) -> int:
         code = _run_as_rank(body)
     finally:
         rank_log.end()
-    # Exit at once: if Python finalised while a thread is inside a library, the library might crash.
-    if peer_watch.still_waits():
+    # A thread may still be inside MPI, which might crash if Python finalised now: the process exits at once.
+    if peer_watch.rendezvous_waits():
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hyfi_core.comm.supervision.stall import Stall
 
 _watch: PeerWatch | None = None
-_still_waits = False
+_rendezvous_waits = False
 _how_to_continue: Callable[[], str] = lambda: ""  # noqa: E731 (replaced as a value)
 
 
@@ -34,15 +34,15 @@ def join() -> Communicator:
     import hyfi_core
     from hyfi_core.comm.supervision.peer_watch import watch_peers
 
-    global _watch, _still_waits
+    global _watch, _rendezvous_waits
     try:
         world = hyfi_core.init(supervised=False, interrupted=signals.requested)
     except KeyboardInterrupt:
-        _still_waits = True  # a thread may wait for the others even now
+        _rendezvous_waits = True  # a thread may wait for the others even now
         warn("hyfi: stopped on request, while it waited for other ranks; nothing was started")
         raise
     except RendezvousError:
-        _still_waits = True
+        _rendezvous_waits = True
         raise
     # Under another launcher, this rank ends by itself when another dies; ours reports the death, once.
     foreign = RunStatus.from_environment() is None
@@ -63,9 +63,9 @@ def expect_progress(limit_s: float | None, how_to_continue: Callable[[], str]) -
         _watch.rule.limit_s = limit_s
 
 
-def still_waits() -> bool:
-    """Whether a thread may still wait for other ranks inside a library, which could crash while the process ends."""
-    return _still_waits
+def rendezvous_waits() -> bool:
+    """Whether a thread may still wait in the rendezvous, inside MPI or PyTorch, for ranks that never came."""
+    return _rendezvous_waits
 
 
 def leave() -> None:
