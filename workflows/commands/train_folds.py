@@ -61,7 +61,8 @@ def run_fold(runs: FoldRuns, fold: int) -> int:
         if code != DONE:
             return code
     # A fold that is trained and not evaluated was interrupted between the two.
-    return DONE if runs.is_evaluated(fold) else run_command(runs.validate_words(fold))
+    is_current = runs.is_evaluated(fold) and not runs.was_relabelled(fold)
+    return DONE if is_current else run_command(runs.validate_words(fold))
 
 
 def _pool(runs: FoldRuns) -> Mapping[str, Any]:

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from data.csv_table import read_own
 from data.files import write_atomically
 from data.location import location
 from data.store.manifest import load_manifest
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.config.load import Config, load_config
+from workflows.console import say
 from workflows.cross_validation.fold_table import COLUMN, FoldTable, column_of
 from workflows.launch.request import check_ranks, check_run, check_unused, is_finished
 from workflows.launch.resumption import Resumption
@@ -147,20 +151,30 @@ class FoldRuns(RunFamily):
             )
 
     def _check_slides(self) -> None:
-        """Check labels and slides of every fold as its run would, with splits that are not in the folder yet."""
+        """Check labels and slides of every fold as its run would, with splits that are not in the folder yet.
+
+        Finished folds are compared, too, as their models are reported together with those of the others.
+        """
+        from workflows.training.checks.data_record import check_finished
         from workflows.training.job import prepare
 
         with tempfile.TemporaryDirectory() as folder:
             # In a folder of their own: `check` writes nothing into the runs.
             splits = Path(folder) / SPLITS_FILE
             splits.write_bytes(self.table.splits())
-            for fold in self.chosen:
+            for fold in self.table.folds:
+                trained = self.is_trained(fold)
+                if fold not in self.chosen and not trained:
+                    continue
                 try:
-                    prepare(self.config_of(fold, splits))
+                    job = prepare(self.config_of(fold, splits))
+                    note = check_finished(job, self.resumption.accepts_changes) if trained else None
                 except RequestError as error:
                     # The user knows the table, not the temporary file.
                     text = str(error).replace(str(splits), self.table.table.name)
                     raise RequestError(f"fold {fold}: {text}") from error
+                if note is not None:
+                    say(f"fold {fold}: {note}")
 
     def write_splits(self) -> None:
         """Write the splits of all folds."""
@@ -193,6 +207,27 @@ class FoldRuns(RunFamily):
             return False
         # Compared by the step: training that was made longer may have chosen another checkpoint.
         return bool(metrics.get("step") == read_model_json(self.checkpoint_of(fold)).get("step"))
+
+    @cached_property
+    def _labels(self) -> Mapping[str, str]:
+        """The present label of each slide as text, if it is used; the test slides of one fold are those of another."""
+        from workflows.training.job import prepare
+
+        labels: dict[str, str] = {}
+        for fold in self.table.folds[:2]:
+            # A fold that was not asked for may be impossible, as without a class in training.
+            with suppress(RequestError):
+                job = prepare(self.config_of(fold))
+                slides = (*job.train.samples, *job.val.samples)
+                labels |= {slide.slide_id: job.task.text(slide.label) for slide in slides if slide.label is not None}
+        return labels
+
+    def was_relabelled(self, fold: int) -> bool:
+        """Whether a test slide of the fold has another label than the one with which it was evaluated."""
+        from pathology.predict.table import FILE_NAME
+
+        _, rows = read_own((self.test_of(fold) / FILE_NAME).read_bytes())
+        return any(row["label"] != self._labels.get(row["slide_id"], row["label"]) for row in rows)
 
     def train_words(self, fold: int) -> list[str]:
         """Return the command that trains a fold."""

@@ -126,6 +126,8 @@ def _trial(sweep: SweepRuns, search: OptunaSearch, number: int, setting: SweptSe
         elif code == SOME_FAILED:
             warn(f"hyfi: setting {setting.number}{of_fold} has failed; the search goes on with what it has validated")
     else:
+        if setting.number == number:
+            _check_finished(sweep, setting)
         given_up = gives_up()
     score = sweep.score(run)
     search.tell(number, None if score.value is None else score.merit[0], given_up)
@@ -141,6 +143,19 @@ def _is_finished(sweep: SweepRuns, setting: SweptSetting) -> bool:
     if setting.fold is None:
         return is_finished(sweep.config_of(setting))
     return sweep.fold_runs_of(setting).is_trained(setting.fold)
+
+
+def _check_finished(sweep: SweepRuns, setting: SweptSetting) -> None:
+    """Check that a finished setting, with which those trained now are compared, was trained on the present data."""
+    from workflows.training.checks.data_record import check_finished
+    from workflows.training.job import prepare
+
+    config = (
+        sweep.fold_runs_of(setting).config_of(setting.fold) if setting.fold is not None else sweep.config_of(setting)
+    )
+    note = check_finished(prepare(config), sweep.resumption.accepts_changes)
+    if note is not None:
+        say(note)
 
 
 def _words(sweep: SweepRuns, setting: SweptSetting) -> list[str]:

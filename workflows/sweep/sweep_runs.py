@@ -18,8 +18,9 @@ from pathlib import Path
 
 from hyfi_core.errors import RequestError
 from workflows.config.load import Config, load_config
+from workflows.console import say
 from workflows.cross_validation.fold_runs import FoldRuns, RunFamily
-from workflows.launch.request import check_ranks, check_run, check_unused
+from workflows.launch.request import check_ranks, check_run, check_unused, is_finished
 from workflows.paths import require_writable
 from workflows.sweep.settings import SweptSetting
 from workflows.training.best import best_step, merit
@@ -75,6 +76,7 @@ class SweepRuns(RunFamily):
         Raises:
             RequestError: A setting, a run or its slides cannot be used.
         """
+        from workflows.training.checks.data_record import check_finished
         from workflows.training.job import prepare
 
         require_writable(self.folder / TABLE_FILE)
@@ -88,8 +90,13 @@ class SweepRuns(RunFamily):
             check_ranks(config, self.ranks if self.ranks is not None else config.ranks)
             check_unused(config)
             check_run(config, self.resumption)
-            if not len(prepare(config).val):
+            job = prepare(config)
+            if not len(job.val):
                 raise RequestError(f"a sweep chooses by {self.metric} of validation, and no slide is in its split")
+            # Its score is compared with those of settings that are trained now.
+            note = check_finished(job, self.resumption.accepts_changes) if is_finished(config) else None
+            if note is not None:
+                say(note)
 
     def train_words(self, setting: SweptSetting) -> list[str]:
         """Return the command that trains a setting."""

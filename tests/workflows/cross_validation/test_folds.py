@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,22 @@ def test_every_slide_is_reported_by_a_model_that_neither_trained_nor_chose_with_
     (run / "fold-1/test/predictions.csv").unlink()
     assert train_folds.run(asked(config, "all", resume=True), as_json=False) == 0
     assert [words[0] for words in commands[before:]] == ["validate"]
+    if task == "regression":
+        _relabelled(asked(config, "all", resume=True), table, commands)
+
+
+def _relabelled(runs: FoldRuns, table: Path, commands: list[list[str]]) -> None:
+    """A corrected label is in no number of finished folds: it was kept in silence, with the models of both."""
+    table.write_text(table.read_text().replace("slide-00,10", "slide-00,99"))
+    said = r"fold 1: .* changed since it finished \(step 2\):\n  relabelled \(1\): slide-00 \(from 10 to 99\)\nRestore"
+    with pytest.raises(RequestError, match=said):
+        train_folds.run(runs, as_json=False)
+    before = len(commands)
+    accepted = replace(runs, resumption=Resumption(True, accepts_changes=True))
+    assert train_folds.run(accepted, as_json=False) == 0
+    assert [words[:2] for words in commands[before:]] == [["validate", str(runs.checkpoint_of(0))]]
+    rows = read_table(runs.folder / "predictions.csv", "predictions").rows
+    assert {row["label"] for row in rows if row["slide_id"] == "slide-00"} == {"99"}
 
 
 def test_a_fold_that_fails_ends_with_its_code(

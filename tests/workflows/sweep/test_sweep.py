@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from workflows.config.load import dump_resolved, load_config
 from workflows.cross_validation.fold_runs import FoldRuns
 from workflows.launch.resumption import Resumption
 from workflows.sweep import command
+from workflows.sweep.search_command import _check_finished
 from workflows.sweep.settings import SweptSetting, read_settings
 from workflows.sweep.sweep_runs import SettingScore, SweepRuns, chosen_of
 from workflows.training.best import merit
+from workflows.training.checks.data_record import data_record
+from workflows.training.job import prepare
 
 VALUES = {0.1: 0.6, 0.01: 0.9, 0.001: 0.7}
 """The auroc of each rate."""
@@ -176,6 +180,26 @@ def test_finished_settings_are_kept_and_trained_on_if_more_steps_are_wanted(
         assert command.run(replace(sweep, overrides=overrides), as_json=False) == 0
         assert len(commands) == trained
     assert commands[-1][-1] == "--resume"
+
+
+def test_finished_settings_of_other_labels_are_not_compared_with_new_ones(
+    tmp_path: Path, store: Path, commands: list[Sequence[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = replace(sweep_of(tmp_path, store), resumption=Resumption(True))
+    assert command.run(sweep, as_json=False) == 0
+    checkpoints = sweep.folder_of(sweep.settings[1]) / "checkpoints"
+    (checkpoints / "step-00000003").mkdir()
+    (checkpoints / "latest").symlink_to("step-00000003")
+    record = data_record(prepare(sweep.config_of(sweep.settings[1])))
+    relabelled = {slide: line.replace("\ta", "\tb") if slide == "slide-00" else line for slide, line in record.items()}
+    for saved, is_refused in ((record, False), (relabelled, True)):
+        state = {"step": 3, "data": saved}
+        (checkpoints / "step-00000003/state.json").write_text(json.dumps(state))
+        for check in (sweep.check, lambda: _check_finished(sweep, sweep.settings[1])):
+            with pytest.raises(RequestError, match=r"slide-00 \(from b to a\)") if is_refused else nullcontext():
+                check()
+    replace(sweep, resumption=Resumption(True, accepts_changes=True)).check()
+    assert "slide-00 (from b to a)\nIts model is kept" in capsys.readouterr().out
 
 
 def test_a_fold_is_evaluated_by_the_setting_that_its_validation_fold_chose_only(

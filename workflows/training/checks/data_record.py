@@ -15,6 +15,7 @@ from typing import Any
 from data.samples.dataset import SlideDataset
 from data.samples.trained.trained_slides import TrainedSlides
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.checkpoint import STATE_FILE
 from workflows.console import listed
 from workflows.training.job import TrainingJob
 
@@ -120,6 +121,39 @@ def check_data(job: TrainingJob, state: Mapping[str, Any], after: DataRecord, ac
             f"{text}\nRestore them, use another run.dir, or continue with the present data with --accept-data-changes"
         )
     return f"{text}\nThe run goes on with them from step {int(state['step']) + 1}"
+
+
+def check_finished(job: TrainingJob, accepts: bool) -> str | None:
+    """Compare the present data with that of a finished run, whose model is kept; return a note for the user.
+
+    Args:
+        job: The run, with the present data.
+        accepts: Whether changes are accepted.
+
+    Raises:
+        RequestError: The data have changed, and this is not accepted.
+    """
+    folder = job.config.run.dir
+    try:
+        state = json.loads((folder / "checkpoints" / "latest" / STATE_FILE).read_text(encoding="utf-8"))
+        before, step = state[KEY], state["step"]
+    except (OSError, ValueError, KeyError):
+        return None  # of an older version, or not whole: what reads the checkpoint says so
+    changes = changes_of(before, data_record(job))
+    if not changes:
+        return None
+    text = "\n".join(
+        [
+            f"run.dir {folder}: its data have changed since it finished (step {step}):",
+            *(f"  {line}" for line in changes),
+        ]
+    )
+    if not accepts:
+        raise RequestError(
+            f"{text}\nRestore them, use another run.dir to train with the present data, or keep this run's model with "
+            "--accept-data-changes"
+        )
+    return f"{text}\nIts model is kept"
 
 
 def changes_of(before: DataRecord, after: DataRecord) -> list[str]:
