@@ -286,7 +286,12 @@ def _ungrouped(table: Table, group: str) -> list[str]:
         return [f"{table.name}: no column {group}: each of its {rows} is a case of its own, slides of one patient too"]
     of_cases = group not in KEYS and "case_id" in table.columns
     own = "those of a case are a group" if of_cases else "each is a group of its own"
-    return [f"{table.name}: {without} of {rows} have no {group}: {own}"]
+    values = [row[group] for row in table.rows if row.get(group)]
+    # A block of merged cells is exported as its first cell and empty ones below, so that no value is there twice.
+    merged = (
+        "; cells that were merged in a spreadsheet have to be filled down" if 0 < len({*values}) == len(values) else ""
+    )
+    return [f"{table.name}: {without} of {rows} have no {group}: {own}{merged}"]
 
 
 def _with_same_content(

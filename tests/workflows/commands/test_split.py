@@ -281,6 +281,15 @@ def test_slides_of_a_case_without_a_site_are_one_group(tmp_path, capsys):
     assert "6 of 12 rows have no site: those of a case are a group" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("cases", ["c0,,c1,,c2,", "c0,c0,c1,,c2,"])
+def test_cases_like_merged_cells_are_named(hyfi_here, tmp_path, cases):
+    rows = "".join(f"s{k},{case}\n" for k, case in enumerate(cases.split(",")))
+    (tmp_path / "labels.csv").write_text(f"slide_id,case_id\n{rows}")
+    said = hyfi_here("split", "labels.csv", "--out", "splits.csv").stderr
+    assert "have no case_id: each is a group of its own" in said
+    assert ("own; cells that were merged in a spreadsheet have to be filled down" in said) == (",,c1" in cases)
+
+
 def test_folds_are_drawn_several_times_without_the_test_set(labels, tmp_path):
     out = tmp_path / "folds.csv"
     run(labels, out, 3, "case_id", None, 0, options=SplitOptions(repeats=2, fixed_test="hospital=h3"))
