@@ -80,9 +80,9 @@ def launch(argv: Sequence[str], ranks: int, run: Path | None = None) -> int:
         0 to 3, the exit code of the ranks; 70 if one of them failed (its error was printed) or was killed.
 
     Raises:
-        RequestError: There is no MPI, or this is one of several nodes of a Slurm job.
+        RequestError: There is no MPI, or this is one of several nodes of a job.
     """
-    _refuse_several_nodes(argv[0], ranks)
+    mpiexec.refuse_several_nodes(argv[0], ranks)
     return launch_program([sys.executable, "-m", "workflows.cli", *argv], ranks, run)
 
 
@@ -94,7 +94,7 @@ def launch_body(body: Callable[[], int], command: str, ranks: int) -> int:
         command: The command of ``hyfi``, for messages.
         ranks: Number of processes.
     """
-    _refuse_several_nodes(command, ranks)
+    mpiexec.refuse_several_nodes(command, ranks)
     return launch_program([sys.executable, "-m", "workflows.cli", "rank", command], ranks, body=body)
 
 
@@ -124,21 +124,6 @@ def launch_program(
         return _LaunchMonitor(process, status, ranks, run).wait_for_all()
 
 
-def _refuse_several_nodes(command: str, ranks: int) -> None:
-    """Refuse to start ranks inside a Slurm job of several nodes, because they would all be on this node.
-
-    Raises:
-        RequestError: The job has several nodes; the message has the command that starts ranks on all of them.
-    """
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-    if nodes > 1:
-        pmi = "pmix" if mpiexec.find().flavour == "Open MPI" else "pmi2"
-        raise RequestError(
-            f"this Slurm job has {nodes} nodes, but all {ranks} ranks would run on this one. Start them "
-            f"with `srun --mpi={pmi} -n {ranks} hyfi {command} …`, or write a job script with `hyfi launch slurm …`"
-        )
-
-
 def _environment(ranks: int) -> dict[str, str]:
     """Return the ranks' environment; cores are divided among them, unless the user has set ``OMP_NUM_THREADS``.
 
@@ -149,7 +134,7 @@ def _environment(ranks: int) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in removed}
     if "SLURM_JOB_ID" in os.environ:
         inherited[JOB_VARIABLE] = os.environ["SLURM_JOB_ID"]
-    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | inherited
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | mpiexec.ON_THIS_NODE | inherited
 
 
 class _LaunchMonitor:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
@@ -20,6 +21,8 @@ NO_MPI = (
     "`pip install 'hyfi[local]'` (MPICH), or load your cluster's MPI (`module load mpich` or `openmpi`) and start "
     "the command yourself: `srun hyfi …` or `mpiexec -n N hyfi …`"
 )
+ON_THIS_NODE = {"HYDRA_RMK": "user"}
+"""Keeps MPICH's mpiexec from reading a job's list of nodes: it would start ranks there, or fail without the file."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,37 @@ def _flavour(path: str) -> str:
     text = completed.stdout + completed.stderr
     names = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "Intel": "Intel MPI", "HYDRA": "MPICH (Hydra)"}
     return next((name for mark, name in names.items() if mark in text), "unknown")
+
+
+def refuse_several_nodes(command: str, ranks: int) -> None:
+    """Refuse to start ranks inside a job of several nodes, because they would all be on this node.
+
+    Raises:
+        RequestError: The job has several nodes; the message has the command that starts ranks on all of them.
+    """
+    system, nodes = _nodes_of_job()
+    if nodes < 2:
+        return
+    start = f"mpiexec -n {ranks} hyfi {command} …"
+    if system == "Slurm":
+        pmi = "pmix" if find().flavour == "Open MPI" else "pmi2"
+        start = f"srun --mpi={pmi} -n {ranks} hyfi {command} …`, or write a job script with `hyfi launch slurm …"
+    raise RequestError(
+        f"this {system} job has {nodes} nodes, but all {ranks} ranks would run on this one. Start them with `{start}`"
+    )
+
+
+def _nodes_of_job() -> tuple[str, int]:
+    """Return the batch system, and the number of the job's nodes; 1 if there is no job, or it is not known."""
+    if "SLURM_JOB_NUM_NODES" in os.environ:
+        return "Slurm", int(os.environ["SLURM_JOB_NUM_NODES"])
+    hosts = os.environ.get("LSB_MCPU_HOSTS", "").split()[::2]  # "a 16 b 16"
+    if hosts:
+        return "LSF", len(set(hosts))
+    # Containers often have the variable, but not the file.
+    with suppress(OSError):
+        hosts = Path(os.environ.get("PBS_NODEFILE", "")).read_text(encoding="utf-8").split()
+    return "PBS", len(set(hosts))
 
 
 @dataclass(frozen=True)
