@@ -339,10 +339,13 @@ def _warn_of_unmeasured(dataset: SlideDataset) -> None:
 def _warn_of_slides(task: Task, model: Mapping[str, Any], dataset: SlideDataset, split: str) -> None:
     """Warn of classes without slides, of slides that the model was trained on, and of slides unlike any of these."""
     from data.samples.trained.trained_notes import TrainedNotes
+    from workflows.evaluation.case_table import differing_note
 
     targets = [slide.label for slide in dataset.samples if slide.label is not None]
     for text in task.evaluation_warnings(targets, split if split != ALL else "these"):
         warn(text)
+    if model.get("case_aggregate", "mean") != "none" and (note := differing_note(task, dataset.samples)):
+        warn(note)
     if split == "train":
         return
     notes = TrainedNotes.of(model, dataset)

@@ -28,6 +28,7 @@ class TaskFacts:
         samples_classes: Whether each slide has one class, so that ``data.sampling: balanced`` has a meaning.
         outputs: Number of the model's outputs, if the task fixes it.
         outputs_fewer: Number of ``model.classes`` minus the number of outputs, if the classes fix the outputs.
+        of_case: The label of a case whose slides have different ones, in metrics by case.
     """
 
     name: str
@@ -40,6 +41,7 @@ class TaskFacts:
     samples_classes: bool = False
     outputs: int | None = None
     outputs_fewer: int | None = None
+    of_case: str = "one label for each case"
 
 
 _MULTICLASS = TaskFacts(
@@ -51,6 +53,7 @@ _MULTICLASS = TaskFacts(
     weights_classes=True,
     samples_classes=True,
     outputs_fewer=0,
+    of_case="the last of these classes in the order of the model's outputs (model.classes)",
 )
 _MULTILABEL = TaskFacts(
     "multilabel",
@@ -62,6 +65,7 @@ _MULTILABEL = TaskFacts(
     columns=(1, 1000),
     weights_classes=True,
     outputs_fewer=0,
+    of_case="every label that one of the slides has",
 )
 _ORDINAL = TaskFacts(
     "ordinal",
@@ -72,6 +76,7 @@ _ORDINAL = TaskFacts(
     weights_classes=True,
     samples_classes=True,
     outputs_fewer=1,
+    of_case="the highest grade",
 )
 _REGRESSION = TaskFacts(
     "regression",
@@ -80,6 +85,7 @@ _REGRESSION = TaskFacts(
     ("mae", "rmse", "r2", "spearman", "loss"),
     ("mae", "rmse", "r2", "spearman"),
     outputs=1,
+    of_case="their mean (with data.case_aggregate: max, the largest)",
 )
 _SURVIVAL = TaskFacts(
     "survival",
@@ -88,6 +94,7 @@ _SURVIVAL = TaskFacts(
     ("concordance", "uno_concordance", "time_auroc", "loss"),
     ("concordance", "uno_concordance", "time_auroc", "brier"),
     columns=(2, 2),
+    of_case="the latest time",
 )
 TASKS = {facts.name: facts for facts in (_MULTICLASS, _MULTILABEL, _ORDINAL, _REGRESSION, _SURVIVAL)}
 """The tasks by name."""

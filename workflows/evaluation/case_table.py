@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from data.csv_table import write_table
 from data.files import read_json_object
+from data.samples.dataset import SlideRef
 from data.samples.labels import Target
 from pathology.predict.readout import Readout
 from pathology.predict.table import PREDICTION_FILE
+from workflows.console import counted, listed
 from workflows.evaluation.cohort_page import CohortSlide
 from workflows.tasks.task import Task
 
@@ -74,6 +76,27 @@ def write_cases(folder: Path, slides: Sequence[CaseSlide], task: Task, models: S
             row |= {"prediction": readout.prediction(values), **dict(zip(readout.columns, numbers, strict=True))}
         rows.append({name: row.get(name, "") for name in columns})
     write_table(folder / CASES_FILE, columns, rows)
+
+
+def differing_note(task: Task, slides: Iterable[SlideRef]) -> str | None:
+    """Return a sentence about cases whose slides have different labels; None if there are none.
+
+    Args:
+        task: What is predicted.
+        slides: The slides that are evaluated.
+    """
+    labels: dict[str, dict[str, None]] = {}
+    for slide in slides:
+        if slide.case_id and slide.label is not None:
+            labels.setdefault(slide.case_id, {})[task.text(slide.label)] = None
+    different = {case: list(texts) for case, texts in labels.items() if len(texts) > 1}
+    if not different:
+        return None
+    case, texts = next(iter(different.items()))
+    return (
+        f"slides of {counted(len(different), 'case')} have different labels, as those of {case}: {listed(texts)}; "
+        f"metrics by case use {task.facts.of_case}"
+    )
 
 
 def predicted_of(out: Path, slides: Sequence[CohortSlide], task: Task) -> list[CaseSlide]:

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from workflows.evaluation.case_table import CaseSlide, write_cases
+from data.samples.dataset import SlideRef
+from workflows.evaluation.case_table import CaseSlide, differing_note, write_cases
 from workflows.tasks.multiclass import Multiclass
 
 TASK = Multiclass(("grade",), ("low", "high"), (1.0, 1.0))
@@ -40,6 +42,19 @@ def test_a_case_is_pooled_as_its_metrics_are(tmp_path: Path, model: dict[str, An
     ]
     assert float(rows[0]["p_high"]) == pytest.approx(expected, abs=1e-6)
     assert rows[1]["prediction"] == rows[1]["p_high"] == ""
+
+
+def test_a_note_says_what_cases_of_several_labels_are_in_metrics() -> None:
+    """Of cancer and healthy, by the alphabet, a case with both is healthy: nothing said so."""
+    slides = [SlideRef("s0", "a", 0), SlideRef("s1", "a", 1), SlideRef("s2", "b", 1), SlideRef("s3", "b", 1)]
+    assert differing_note(TASK, slides) == (
+        "slides of 1 case have different labels, as those of a: low, high; metrics by case use the last of these "
+        "classes in the order of the model's outputs (model.classes)"
+    )
+    # Without a case, and without a label.
+    assert differing_note(TASK, [*slides[1:], SlideRef("s4", "", 0), SlideRef("s5", "b", None)]) is None
+    outputs, labels, cases = torch.zeros(2, 2), torch.tensor([1, 0]), torch.tensor([0, 0])
+    assert TASK.by_case(outputs, labels, cases, "mean")[1].tolist() == [1]
 
 
 def test_cases_of_several_labels_have_none_and_none_may_be_written(tmp_path: Path) -> None:
