@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from workflows import signals
 from workflows.cli_options import Json, MergeAlike, Resume
 from workflows.exit_codes import exit_code_of
-from workflows.paths import require_writable_file
+from workflows.paths import require_replaceable
 
 Labels = Annotated[Path, typer.Argument(metavar="LABELS.csv", help="One row for each slide.")]
 Out = Annotated[Path, typer.Option("--out", help="The CSV file to write.")]
@@ -65,7 +66,7 @@ def split(
 
     def prepare() -> None:
         signals.interrupt_on_request()
-        require_writable_file(out)
+        require_replaceable(out, lambda start: _is_splits(start, group), f"a table of splits by {group}")
 
     def body() -> int:
         from workflows.commands.split import SplitOptions, run
@@ -86,3 +87,11 @@ def split(
         )
 
     raise typer.Exit(exit_code_of(body, prepare))
+
+
+def _is_splits(start: bytes, group: str) -> bool:
+    """Whether a file starts like one that this command writes for groups of the column ``group``."""
+    # Other columns, such as labels, would be lost.
+    names = {name.strip('"') for name in start.splitlines()[0].decode("utf-8-sig", "replace").split(",")}
+    own = {name for name in names if re.fullmatch(r"split(_[0-9]+)?|fold|repeat_[0-9]+", name)}
+    return bool(own & {"split", "fold"}) and names - own <= {"slide_id", "case_id", group}

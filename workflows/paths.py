@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from data.location import address_of
 from hyfi_core.errors import RequestError
+
+_READ_BYTES = 2**16
 
 
 def require_writable(target: Path) -> None:
@@ -45,6 +48,29 @@ def require_writable_file(target: Path) -> None:
     require_writable(target)
     if target.is_dir():
         raise RequestError(f"{target} is a folder; give the name of a file")
+
+
+def require_replaceable(target: Path, is_own: Callable[[bytes], bool], kind: str) -> None:
+    """Check that ``target`` can be written as a file, and that a file that is there is an earlier output.
+
+    Args:
+        target: The path.
+        is_own: Whether the first 64 KiB of a file that is there are those of an output of this kind.
+        kind: What the command writes, for the message.
+
+    Raises:
+        RequestError: It is something else, such as the input, and would be lost; or as `require_writable_file`.
+    """
+    require_writable_file(target)
+    if not target.is_file():  # nothing, or a device
+        return
+    try:
+        with target.open("rb") as file:
+            start = file.read(_READ_BYTES)
+    except OSError as error:
+        raise RequestError(f"{target}: exists and cannot be read ({error.strerror}); choose another path") from None
+    if start and not is_own(start):
+        raise RequestError(f"{target} exists and is not {kind}: it would be lost; choose another path")
 
 
 def require_readable(path: Path, advice: str) -> None:

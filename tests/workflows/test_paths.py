@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from hyfi_core.errors import RequestError
-from workflows.commands import launch, simulate
+from workflows.commands import inspect, launch, simulate
 from workflows.commands.bench import measure
 from workflows.launch.scripts import Resources
+from workflows.paths import require_replaceable
 
 COMMANDS: dict[str, Callable[[Path, Path], int]] = {
     "simulate": lambda config, folder: simulate.run(config, [], None, None, folder, as_json=False),
@@ -30,3 +31,21 @@ def test_a_folder_is_no_file(tmp_path: Path, command: str) -> None:
     with pytest.raises(RequestError, match="folder is a folder; give the name of a file"):
         COMMANDS[command](config, folder)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "inspect"])
+def test_a_file_of_another_kind_is_not_replaced(tmp_path: Path, command: str) -> None:
+    """The slide, or the YAML, that was named once too often was lost."""
+    run = COMMANDS.get(command, lambda config, target: inspect.run(config, target, as_json=False))
+    config = tmp_path / "run.yaml"
+    config.write_text(content := "data: {store: s, size_px: 64}\nmodel: {classes: 2}\nrun: {dir: r, steps: 1}\n")
+    with pytest.raises(RequestError, match=r"run.yaml exists and is not a .*: it would be lost"):
+        run(config, config)
+    assert config.read_text() == content
+
+
+def test_an_earlier_output_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "a.png"
+    for content in (b"", b"\x89PNG ..."):
+        target.write_bytes(content)
+        require_replaceable(target, lambda start: start.startswith(b"\x89PNG"), "a PNG")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows import console
-from workflows.paths import require_readable, require_writable_file
+from workflows.paths import require_readable, require_replaceable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +51,7 @@ def run(
     if png is not None:
         if not png.absolute().parent.is_dir():
             raise RequestError(f"{png}: no such folder: {png.absolute().parent}")
-        require_writable_file(png)
+        require_replaceable(png, lambda start: start.startswith(b"\x89PNG"), "a PNG")
     all_exported = geojson is None or _export_tissue(path, geojson)
     # The object that --json prints, with two more keys: the "lines" to print, and "drawn": False without a picture.
     if _is_stored_slide(path):
@@ -80,41 +80,58 @@ def _export_tissue(path: Path, geojson: Path) -> bool:
         Whether the outlines of all slides are written.
 
     Raises:
-        RequestError: ``path`` is a slide file, or the outlines cannot be written.
+        RequestError: ``path`` is a slide file, or the outlines cannot be written, or would replace others.
     """
-    import json
-
     from data.errors import StoreError
     from data.files import write_atomically
     from data.store.manifest import DONE, load_manifest
-    from data.store.slide_store import SlideStore, slide_path
-    from pathology.tissue.outlines import SlideGrid, mask_to_geojson
+    from data.store.slide_store import slide_path
 
     if not path.is_dir() or (_is_slide(path) and not _is_stored_slide(path)):
         raise RequestError(f"--tissue {geojson}: {path} is a slide file; ingest it, and inspect the ingested slide")
     single = _is_stored_slide(path)
-    names = [] if single else [row["slide_id"] for row in load_manifest(path) if row["status"] == DONE]
+    files = {path: geojson}
+    if not single:
+        names = [row["slide_id"] for row in load_manifest(path) if row["status"] == DONE]
+        files = {slide_path(path, name): geojson / f"{name}.geojson" for name in names}
     damaged = 0
-    try:
-        for slide_folder in [path] if single else [slide_path(path, name) for name in names]:
-            try:
-                slide = SlideStore.open(slide_folder)
-                mask, mpp = slide.tissue()
-            except StoreError as error:
-                console.warn(f"failed: {slide_folder}: no tissue outlines: {error}")
-                damaged += 1
+    # Those that exist come first: nothing is written if one of them was edited.
+    for folder, target in sorted(files.items(), key=lambda pair: not pair[1].exists()):
+        try:
+            outlines = _outlines(folder)
+        except StoreError as error:
+            console.warn(f"failed: {folder}: no tissue outlines: {error}")
+            damaged += 1
+            continue
+        try:
+            if target.exists() and target.read_bytes() == outlines:
                 continue
-            collection = mask_to_geojson(mask, SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp), slide.slide_id)
-            target = geojson if single else geojson / f"{slide.slide_id}.geojson"
+            if target.exists():
+                raise RequestError(
+                    f"--tissue {geojson}: {target} exists and has other contents, such as outlines that were edited, "
+                    "which would be lost; choose another path"
+                )
             target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(
-                target, (json.dumps(collection, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-            )
-    except OSError as error:
-        raise RequestError(f"{geojson}: cannot be written ({error.strerror or error}); choose another path") from error
+            write_atomically(target, outlines)
+        except OSError as error:
+            reason = error.strerror or error
+            raise RequestError(f"{geojson}: cannot be written ({reason}); choose another path") from error
     if not single or not damaged:
         console.say(f"tissue: {geojson}")
     return not damaged
+
+
+def _outlines(folder: Path) -> bytes:
+    """Return the tissue outlines of a stored slide as GeoJSON."""
+    import json
+
+    from data.store.slide_store import SlideStore
+    from pathology.tissue.outlines import SlideGrid, mask_to_geojson
+
+    slide = SlideStore.open(folder)
+    mask, mpp = slide.tissue()
+    collection = mask_to_geojson(mask, SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp), slide.slide_id)
+    return (json.dumps(collection, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def _is_stored_slide(path: Path) -> bool:

@@ -15,7 +15,7 @@ from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE
 from workflows.launch.scripts import Resources, Site, log_name, script_of
 from workflows.launch.submission import submit, why_it_cannot_start
-from workflows.paths import require_writable_file
+from workflows.paths import require_replaceable
 
 _PARTS = 4
 By = Literal["slurm", "local", "mpiexec", "torchrun"]
@@ -218,7 +218,7 @@ def _write_array(words: list[str], array: str, part: str, about: str, options: S
 
 def _write(path: Path, text: str, options: ScriptOptions, how_to_start: str) -> int:
     """Write the script, and submit it if requested; return the exit code."""
-    require_writable_file(path)
+    require_replaceable(path, lambda start: start.startswith(b"#!"), "a script")
     # Kept, to undo the write if Slurm refuses the job.
     before = path.read_bytes() if path.exists() else None
     path.write_text(text, encoding="utf-8")

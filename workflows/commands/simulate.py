@@ -40,7 +40,7 @@ def run(
     from hyfi_core.cost.step.simulator import forecast_step
     from hyfi_core.schedule.trace import to_json
     from workflows.evaluation.programs import ModelPrograms
-    from workflows.paths import require_writable_file
+    from workflows.paths import require_replaceable
     from workflows.training.memory import PROCESS_BYTES
 
     settings = load_config(config, overrides)
@@ -53,7 +53,7 @@ def run(
         simulate_bags(settings, *with_replicas(settings, ranks), machine_model, as_json)
         return DONE
     if trace is not None:
-        require_writable_file(trace)
+        require_replaceable(trace, lambda start: start[:1] in (b"[", b"{"), "a trace")
     plan, batch = with_replicas(settings, ranks)
     programs = ModelPrograms(settings, outputs_of(settings))
     program = programs.of(batch // plan.replicas // plan.microbatches)

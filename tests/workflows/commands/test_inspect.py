@@ -98,3 +98,8 @@ def test_outlines_of_a_store_are_written_beside_a_damaged_slide(
     assert inspect.run(slide_path(store, "b"), None, as_json=True, geojson=out / "b.geojson") == 1
     said = capsys.readouterr().out
     assert "tissue:" not in said and "drawn" not in said
+    (out / "a.geojson").unlink()
+    (out / "c.geojson").write_text(edited := "outlines that were edited")
+    with pytest.raises(RequestError, match=r"c.geojson exists and has other contents"):
+        inspect.run(store, None, as_json=False, geojson=out)
+    assert [path.name for path in out.iterdir()] == ["c.geojson"] and (out / "c.geojson").read_text() == edited

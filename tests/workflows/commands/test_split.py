@@ -261,6 +261,19 @@ def test_fractions_and_a_fixed_test_set_are_kept(labels, tmp_path):
     assert abs(parts.count("train") - parts.count("val")) <= 3
 
 
+@pytest.mark.parametrize("name", ["labels.csv", "manifest.csv", "text.txt"])
+def test_a_table_of_something_else_is_not_replaced(hyfi_here, tmp_path, name):
+    (tmp_path / "labels.csv").write_text("slide_id,site,label\n" + "".join(f"s{k},u{k},a\n" for k in range(4)))
+    (tmp_path / "manifest.csv").write_text("slide_id,label,split\na,b,train\n")
+    (tmp_path / "text.txt").write_bytes(b"\n\xff\n")
+    before = (tmp_path / name).read_bytes()
+    done = hyfi_here("split", "labels.csv", "--out", name)
+    assert done.returncode == 2 and f"{name} exists and is not a table of splits by case_id" in done.stderr
+    assert (tmp_path / name).read_bytes() == before
+    for more in ([], ["--folds", "3"], ["--folds", "3", "--repeats", "2", "--group", "site"], ["--group", "site"]):
+        assert hyfi_here("split", "labels.csv", "--out", "splits.csv", *more).returncode == 0
+
+
 def test_rows_of_the_test_set_in_another_spelling_are_not_trained_on(tmp_path):
     path, out = tmp_path / "labels.csv", tmp_path / "splits.csv"
     path.write_text("slide_id,site\n" + "".join(f"s{k},{('Leeds', 'York', 'leeds')[k % 3]}\n" for k in range(12)))

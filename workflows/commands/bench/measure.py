@@ -53,9 +53,9 @@ def run(target: Path, as_json: bool = False) -> int:
         RequestError: ``target`` cannot be written.
     """
     from workflows.launch.launch import launch_program, run_as_rank
-    from workflows.paths import require_writable_file
+    from workflows.paths import require_replaceable
 
-    require_writable_file(target)  # before minutes of measuring
+    require_replaceable(target, lambda start: b"message_s:" in start, "a machine model")  # before minutes of measuring
     if inside_launcher() is not None:
         return run_as_rank(partial(measure_rank, target, as_json))
     program = [sys.executable, "-m", "workflows.commands.bench.measure", str(target), *["--json"] * as_json]
