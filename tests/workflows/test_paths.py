@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hyfi_core.errors import RequestError
-from workflows.commands import inspect, launch, simulate
+from workflows.commands import inspect, launch, simulate, validate
 from workflows.commands.bench import measure
 from workflows.launch.scripts import Resources
 from workflows.paths import require_replaceable
@@ -42,6 +42,13 @@ def test_a_file_of_another_kind_is_not_replaced(tmp_path: Path, command: str) ->
     with pytest.raises(RequestError, match=r"run.yaml exists and is not a .*: it would be lost"):
         run(config, config)
     assert config.read_text() == content
+
+
+def test_predictions_are_not_replaced_by_an_evaluation(tmp_path: Path) -> None:
+    """Its ``predictions.csv`` has the slides of one split, and has no place for the others."""
+    (tmp_path / "predictions.json").write_text("{}")
+    with pytest.raises(RequestError, match="has predictions of hyfi predict"):
+        validate.run(validate.EvaluationRequest(tmp_path / "checkpoint", store=tmp_path, out=tmp_path))
 
 
 def test_an_earlier_output_is_replaced(tmp_path: Path) -> None:

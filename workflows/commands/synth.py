@@ -5,20 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from workflows import console
-from workflows.paths import require_folder
+from workflows.paths import require_folder, require_replaceable
 
 
 def run(out: Path, slides: int, size_px: int, seed: int, pen: bool, blur: bool, as_json: bool) -> int:
     """Write ``slides`` slides of ``size_px`` × ``size_px`` pixels and their ``manifest.csv`` into ``out``; return 0.
 
     Raises:
-        RequestError: The number or size of slides is not possible, or ``out`` is a file.
+        RequestError: The number or size of slides is not possible, or ``out`` is a file, or has another manifest.
     """
     from data.cores import usable_cores
-    from pathology.synthetic.archive import lay_out_archive, make_archive
+    from pathology.synthetic.archive import COLUMNS, lay_out_archive, make_archive
 
     planned = lay_out_archive(slides, size_px, seed, pen=pen, blur=blur)
     require_folder(out, "the slides")
+    first = ",".join(COLUMNS).encode()
+    # A folder of one's own slides, with their labels and perhaps their names.
+    require_replaceable(out / "manifest.csv", lambda start: start.startswith(first), "a manifest of synthetic slides")
     with console.progress(len(planned), "drawing slides") as progress:
         manifest = make_archive(
             planned,

@@ -108,11 +108,20 @@ def run(request: EvaluationRequest) -> int:
             f"--calibrate --split {request.split}: slides used to fit the temperature cannot be used to evaluate it; "
             f"use --split val"
         )
+    if request.out is not None:
+        _refuse_predictions(request.out)
     _cells_of(request)  # raises if its options do not fit together, before ranks are started
     body = partial(validate_rank, request)
     if request.ranks is not None and request.ranks > 1 and inside_launcher() is None:
         return launch_body(body, "validate", request.ranks)
     return run_as_rank(body)
+
+
+def _refuse_predictions(out: Path) -> None:
+    from pathology.predict.out_folder import RUN_FILE
+
+    if (out / RUN_FILE).exists():
+        raise RequestError(f"--out {out}: has predictions of hyfi predict, whose table would be lost; choose another")
 
 
 def validate_rank(request: EvaluationRequest) -> int:
