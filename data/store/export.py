@@ -58,10 +58,9 @@ def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[i
     final = slide_path(folder, store.slide_id)
     if _is_copy(final, store):
         return False
-    # First, because the files that a killed export left may be as large as the slide.
+    # Before writing: the files that a killed export left may be as large as the slide.
     remove_leftovers(final)
     temporary = temporary_path(final)
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
         _write_in_thread(store, temporary, threads, progress or (lambda _: None))
         sync_tree(temporary)

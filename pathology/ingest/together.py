@@ -81,14 +81,14 @@ def ingest_together(
 
 
 def _shared_jobs(request: Request, work: IngestWork | None, comm: Communicator) -> tuple[list[SlideJob], list[str]]:
-    """Return (jobs, names of finished slides) of rank 0, on every rank. Collective."""
+    """Begin on rank 0, which also decides what is left to do; return (jobs, names of finished slides). Collective."""
 
-    def begun_jobs() -> list[Any]:
+    def jobs_left() -> list[Any]:
         assert work is not None, "rank 0 has compared"
         begun = begin(request, work)
         return [[job.to_json() for job in begun.jobs], list(begun.finished)]
 
-    jobs, done_before = on_first_rank(comm, begun_jobs)
+    jobs, done_before = on_first_rank(comm, jobs_left)
     return [SlideJob.of_json(values) for values in jobs], done_before
 
 

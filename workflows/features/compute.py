@@ -96,6 +96,7 @@ def encode_slides(
             # Within the try: a damaged slide fails alone.
             slide = SlideStore.open(slide_path(run.store, slide_id))
             tiles = tissue_tiles(slide, run.tiling)
+            # "new": it was never encoded; otherwise what is wrong with its files.
             lack = run.folder.lack(slide_id, tiles.digest())
             if lack is None:
                 report.skipped.append(slide_id)

@@ -59,6 +59,7 @@ def level0_corners(stored: StoredFeatures, slide: SlideStore) -> NDArray[np.floa
     coords = stored.coords()
     if coords is None or stored.unit == "px":
         return coords
+    # In micrometres: features with positions have a unit.
     scaled: NDArray[np.float64] = coords / np.array(source_mpp(slide))
     return scaled
 

@@ -149,7 +149,7 @@ class WaitBounds:
         return self._operators[key]
 
     def _of_grid(self, program: Program, grid: tuple[int, int], gather_bytes: int) -> _GridWaits | None:
-        """Return what a grid adds to the whole model, computed once; None if the model cannot be lowered for it."""
+        """Return where ranks of a grid wait in the whole model, computed once; None if it cannot be lowered for it."""
         whole = self._lowered.layouts(program, Target(grid, middle_rank(grid), gather_bytes=gather_bytes))
         if whole is None:
             return None

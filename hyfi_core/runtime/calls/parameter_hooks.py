@@ -63,12 +63,14 @@ class ParameterHooks:
             suspended.live.update(suspended.hooks)
 
     def change(self) -> None:
-        """Run hooks that change a gradient, after its reduction and before accumulation."""
+        """Run hooks that change a gradient: once it is reduced, before it is added to those of earlier calls."""
         for suspended in self._before:
             gradient = suspended.parameter.grad
-            for _, hook in suspended.hooks if gradient is not None else ():
+            if gradient is None:
+                continue
+            for _, hook in suspended.hooks:
                 changed = hook(gradient)
-                if changed is not None and gradient is not None:
+                if changed is not None:
                     # Into the same memory: it may be a view of a bucket.
                     gradient.copy_(changed)
 

@@ -192,13 +192,13 @@ def _level(dataset: Mapping[str, Any], shared_scale: tuple[float, ...] | None, a
 
 
 def _inside(name: str) -> str:
-    """Return the name of a group or array inside a store.
+    """Return ``name``, by which metadata refer to a group or array, if it is inside the store.
 
     Raises:
         SlideError: It leads out of the store.
     """
     if name.startswith("/") or ".." in name.split("/"):
-        raise SlideError(f"its OME-Zarr metadata name {name!r}, which is not inside of it")
+        raise SlideError(f"its OME-Zarr metadata refer to {name!r}, which is not inside of it")
     return name
 
 

@@ -84,7 +84,7 @@ def print_ahead(forecasts: Forecasts) -> None:
 
 
 def _print_fitting(forecasts: Forecasts, case: _Case, slow: StepForecast) -> None:
-    """Print the fastest plan with cells, which fits because it moves maps to the host's memory."""
+    """Where no candidate fits: print the fastest one in cells that fits by spilling to the host, or that none does."""
     machine = forecasts.machine(LASSEN)
     # The two candidates with the fewest messages.
     plans = [
@@ -99,11 +99,11 @@ def _print_fitting(forecasts: Forecasts, case: _Case, slow: StepForecast) -> Non
     fast = min(fitting, key=lambda forecast: forecast.step_s)
     # `moved_bytes` counts each map twice, to the host and back; the host holds each once.
     host_bytes = fast.moved_bytes / 2 * machine.devices_per_node
-    where = (
+    verdict = (
         "fits with spilling" if host_bytes <= _LASSEN_HOST_BYTES else "fits with spilling, on hosts with more memory"
     )
     print(
-        f"    {where}: {_plan_text(fast.plan)}: {fast.step_s:.3g} s, {slow.step_s / fast.step_s:.2f} x; "
+        f"    {verdict}: {_plan_text(fast.plan)}: {fast.step_s:.3g} s, {slow.step_s / fast.step_s:.2f} x; "
         f"{_memory_text(forecasts, fast)}; {_spill_text(fast)}"
     )
     print(
