@@ -145,8 +145,7 @@ def check_labels(labels: torch.Tensor, batch: int) -> None:
     """
     if not isinstance(labels, torch.Tensor):
         raise RequestError(
-            f"labels are a {_type_name(labels)}; pass a tensor whose first dim is the batch, {batch}, with several "
-            f"targets as its columns"
+            f"labels are a {_type_name(labels)}; pass a tensor of first dim {batch}, the batch (targets: columns)"
         )
     if labels.shape[:1] != (batch,):
         raise RequestError(

@@ -15,7 +15,8 @@ from hyfi_core.plan.device import device_request
 from hyfi_core.runtime.launch import inside_launcher
 from pathology.memory import parse_bytes
 from workflows import signals
-from workflows.console import counted, emit_json, listed, plain_json, say, warn
+from workflows.console import counted, emit_json, plain_json, say, warn
+from workflows.evaluation.slide_warnings import warn_of_low_coverage, warn_of_slides, warn_of_unmeasured
 from workflows.exit_codes import DONE, STOPPED
 from workflows.option_values import Cells
 from workflows.paths import require_local
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from workflows.evaluation.evaluate import Logits
     from workflows.evaluation.evaluator import Evaluator
     from workflows.evaluation.whole import WholeSlides
-    from workflows.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     if evaluator.whole is not None:
         _print_enlarged(evaluator.whole, loaded.model, len(dataset))
     elif bags is None:  # bags have all tiles
-        _warn_of_low_coverage(loaded.model, dataset)
+        warn_of_low_coverage(loaded.model, dataset)
     fitted = metrics.pop("calibration")  # to these slides; reported is the effect of the checkpoint's calibration
     if request.calibrate and fitted is not None:
         loaded.model["calibration"] = {**fitted, "split": request.split, "image": request.image}
@@ -234,16 +234,6 @@ def _calibration(model: Mapping[str, Any], evaluator: Evaluator, logits: Logits)
     samples = counted(len(values), "case" if evaluator.evaluation_set.of_cases else "slide")
     say(f"calibrated on {model['calibration'].get('split', 'val')}; on {samples} here, {text}")
     return evaluator.evaluation_set.counted(numbers)
-
-
-def _warn_of_low_coverage(model: Mapping[str, Any], dataset: SlideDataset) -> None:
-    """Warn of slides whose images show less of their tissue than training required."""
-    from pathology.predict.members import MIN_COVERAGE
-
-    least = float(model.get("min_coverage", MIN_COVERAGE))
-    low = [slide.slide_id for index, slide in enumerate(dataset.samples) if dataset.view(index).coverage < least]
-    if low:
-        warn(f"{len(low)} slides show less than {least:g} of their tissue (--image whole shows all): {', '.join(low)}")
 
 
 def _print_enlarged(slides_shown: WholeSlides, model: Mapping[str, Any], slides: int) -> None:
@@ -322,8 +312,8 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     dataset = dataset_of(model, store, slides)
     dataset.check_files()
     if own_rank() == 0:
-        _warn_of_unmeasured(dataset)
-        _warn_of_slides(task, model, dataset, split)
+        warn_of_unmeasured(dataset)
+        warn_of_slides(task, model, dataset, None if split == ALL else split)
     return dataset
 
 
@@ -334,41 +324,6 @@ def _say_slides(match: LabelMatch, store: Path) -> None:
     say(match.describe())
     if note := unfinished_note(store):
         warn(note)
-
-
-def _warn_of_unmeasured(dataset: SlideDataset) -> None:
-    """Warn of slides that stain normalisation leaves as they are."""
-    from data.samples.colours.stain_normalisation import as_scanned_text
-
-    unmeasured = dataset.as_scanned()
-    if unmeasured:
-        warn(as_scanned_text(unmeasured))
-
-
-def _warn_of_slides(task: Task, model: Mapping[str, Any], dataset: SlideDataset, split: str) -> None:
-    """Warn of classes without slides, of slides that the model was trained on, and of slides unlike any of these."""
-    from data.samples.trained.trained_notes import TrainedNotes
-    from workflows.evaluation.case_table import differing_note
-
-    targets = [slide.label for slide in dataset.samples if slide.label is not None]
-    for text in task.evaluation_warnings(targets, split if split != ALL else "these"):
-        warn(text)
-    if model.get("case_aggregate", "mean") != "none" and (note := differing_note(task, dataset.samples)):
-        warn(note)
-    if split == "train":
-        return
-    notes = TrainedNotes.of(model, dataset)
-    if notes.trained:
-        warn(
-            f"the model was trained on {len(notes.trained)} of these {len(dataset)} slides, or on others of their "
-            f"cases: {listed(notes.trained)}; the metrics are not those of new slides"
-        )
-    outside = [f"{name} ({how})" for name, how in notes.outside.items()]
-    if outside:
-        warn(
-            f"{len(outside)} of these {len(dataset)} slides are far from all that the model was trained on, so that "
-            f"their predictions may mean nothing: {listed(outside)}"
-        )
 
 
 def _report(
