@@ -20,6 +20,7 @@ from hyfi_core.plan.batch_shapes import Shape
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.batch_reader import MemoryFormat, check_share, divisor
+from hyfi_core.runtime.calls.local_use import refuse_stale
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.groups import node_name
 from hyfi_core.runtime.losses.loss_function import Loss, LossOver
@@ -191,6 +192,7 @@ def _checked(
         )
     check_model(model)
     check_weights(model, settings.weights, settings.verify)
+    refuse_stale(model)
     check_functions(settings.loss, settings.output, optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(

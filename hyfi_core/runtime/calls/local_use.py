@@ -5,8 +5,9 @@
     rank 0    stage 0   trained      stage 1   as they were at the start      model(x), model.state_dict(): neither
     rank 1    stage 0   as they were at the start      stage 1   trained      the start nor the trained model
 
-Hooks of the module refuse its forward and warn of its ``state_dict``, and name the engine's method. They say nothing
-before a step has been trained, on copies of the module, and while the engine itself reads it.
+Hooks of the module refuse its forward and warn of its ``state_dict``, and name the engine's method; ``parallelize``
+refuses it for a second engine. They say nothing before a step has been trained or once the whole state is loaded, on
+copies of the module, and while the engine itself reads it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def watch_local_use(model: nn.Module, stages: int) -> None:
     if stages > 1 and _refuse_forward not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_refuse_forward)
         model.register_state_dict_pre_hook(_warn_of_state)
+        model.register_load_state_dict_post_hook(_note_loaded)
 
 
 def mark_stale(model: nn.Module, name: str | None) -> None:
@@ -47,6 +49,19 @@ def mark_stale(model: nn.Module, name: str | None) -> None:
         _STALE.pop(model, None)
     else:
         _STALE[model] = name
+
+
+def refuse_stale(model: nn.Module) -> None:
+    """Refuse a module for a new engine if only other ranks have trained some of its weights.
+
+    Raises:
+        RequestError: the new engine would send the values of rank 0 to all ranks, and undo what they have trained.
+    """
+    if (name := _STALE.get(model)) is not None:
+        raise RequestError(
+            f"{_stale_sentence(model, name, 'a second engine')}; first load what engine.gather_state_dict() returned "
+            f"into the module on every rank"
+        )
 
 
 @contextmanager
@@ -79,6 +94,12 @@ def _warn_of_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         _WARNED.add(module)
         sentence = _stale_sentence(module, name, "its state_dict")
         warnings.warn(f"{sentence}; call engine.gather_state_dict(), or engine.save(folder)", stacklevel=4)
+
+
+def _note_loaded(module: nn.Module, incompatible: Any) -> None:
+    """Note that a module's weights were loaded, all of them."""
+    if not incompatible.missing_keys:
+        mark_stale(module, None)
 
 
 def _stale_sentence(module: nn.Module, name: str, subject: str) -> str:

@@ -171,6 +171,21 @@ def test_a_stage_refuses_its_modules_forward_and_warns_of_its_state_dict(release
             module.state_dict()  # said once
 
 
+def test_a_second_engine_of_a_stages_module_needs_the_whole_state() -> None:
+    def body(comm: Any, module: nn.Module) -> None:
+        images, labels = data(0)
+        engine = engine_of(comm, module, "stages")
+        engine.train_step(images, labels)
+        with pytest.raises(RequestError, match=r"a second engine has '(0|4)\.weight' as it was before training; first"):
+            engine_of(comm, module, "parts")
+        whole = comm.broadcast_object({n: t.tolist() for n, t in (engine.gather_state_dict() or {}).items()})
+        module.load_state_dict({name: torch.tensor(values, dtype=torch.float64) for name, values in whole.items()})
+        second = engine_of(comm, module, "parts")
+        torch.testing.assert_close(second.predict(images), engine.predict(images), rtol=1e-10, atol=1e-11)
+
+    run_copies(network(), 2, body)
+
+
 @pytest.mark.parametrize("plan", ["alone", "parts", "replicas", "directions"])
 def test_ranks_that_have_all_weights_are_left_alone(plan: str) -> None:
     def body(comm: Any, module: nn.Module) -> Any:
