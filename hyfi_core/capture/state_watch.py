@@ -119,6 +119,8 @@ class StateWatch:
     def settled(self, capture: Callable[[], Program]) -> Program:
         """Capture the model until a capture leaves its state unchanged; observe that state and return the program.
 
+        A state that changes with each capture, as a counter does, is accepted after `_MOST_CHANGES` equal programs.
+
         Args:
             capture: captures the model.
 

@@ -191,10 +191,12 @@ def _match_colours(pairs: list[_Pair]) -> tuple[Field, list[Field], list[Field]]
     """
     coarse = [_coarse_codes(pair.granules) for pair in pairs]
     # Any density will do: the light through coarse chromatin does not depend on the density of fine chromatin.
-    plain = pigment_light(np.ones(3, np.float32))
-    clear = np.array([NUCLEOPLASM_E * E_SCALE * share for share in EOSIN], np.float32)
-    light = [np.exp(-clear - _RED_GREEN_BLUE_H * pair.nucleus[..., None].astype(np.float32)) for pair in pairs]
-    target_light = [(base * plain[codes]).sum((0, 1)) for base, codes in zip(light, coarse, strict=True)]
+    light_of_code = pigment_light(np.ones(3, np.float32))
+    nucleoplasm_density = np.array([NUCLEOPLASM_E * E_SCALE * share for share in EOSIN], np.float32)
+    light = [
+        np.exp(-nucleoplasm_density - _RED_GREEN_BLUE_H * pair.nucleus[..., None].astype(np.float32)) for pair in pairs
+    ]
+    target_light = [(base * light_of_code[codes]).sum((0, 1)) for base, codes in zip(light, coarse, strict=True)]
     density = np.zeros(3)
     for channel in range(3):
         light_of_channel = [light_of_nucleus[..., channel] for light_of_nucleus in light]

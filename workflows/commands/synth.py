@@ -20,7 +20,7 @@ def run(out: Path, slides: int, size_px: int, seed: int, pen: bool, blur: bool, 
     planned = lay_out_archive(slides, size_px, seed, pen=pen, blur=blur)
     require_folder(out, "the slides")
     first = ",".join(COLUMNS).encode()
-    # A folder of one's own slides, with their labels and perhaps their names.
+    # A manifest with other columns is of a user's own slides: its labels would be lost.
     require_replaceable(out / "manifest.csv", lambda start: start.startswith(first), "a manifest of synthetic slides")
     with console.progress(len(planned), "drawing slides") as progress:
         manifest = make_archive(

@@ -32,7 +32,7 @@ def cells(setting: Setting, _: str) -> Iterator[Row]:
 
 
 def pieces(setting: Setting, side: str) -> Iterator[Row]:
-    """Measure a step of a model in pieces that are recomputed one by one, against one in core.
+    """Measure a step of a model cut into pieces (``interleave``), recomputed one by one, against one in core.
 
     Images for which no step in core is timed are computed in a few cells as well, because kernels of maps of 2³¹ values
     and more are slow.

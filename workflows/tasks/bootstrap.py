@@ -140,9 +140,9 @@ def drawn_metrics(
 
 def _interval(values: np.ndarray) -> list[float] | None:
     """Return the interval that contains `LEVEL` of the draws; None if it would mean nothing."""
-    # A draw may lack a class: it says nothing about the others, unless most draws do.
+    # NaN: the draw lacks a class. The other draws count, unless they are the minority.
     defined = values[np.isfinite(values)]
-    if 2 * len(defined) < len(values) or np.isnan(values).all():
+    if 2 * len(defined) < len(values) or not len(defined):
         return None
     outside = (1 - LEVEL) / 2
     low, high = np.quantile(defined, [outside, 1 - outside])

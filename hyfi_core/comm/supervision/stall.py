@@ -73,7 +73,7 @@ class StallRule:
     _longest_s: float = 0.0
 
     def hear(self, rank: int, beat: Beat, now_s: float) -> None:
-        """Record a heartbeat."""
+        """Record a heartbeat; the first of a new step also gives the time of the step before it."""
         before = self._ranks.get(rank)
         moved_s = now_s if beat.moved or before is None else before.moved_s
         self._ranks[rank] = _Health(beat, now_s, moved_s)

@@ -84,7 +84,7 @@ class ShardedTileGradients(TileGradients):
         self._divided, self._copies, self._dtype = [named[n] for n in trained if is_shard(named[n])], copies, dtype
 
     def finish(self, hooks: ParameterHooks) -> None:
-        """Sum each part over replicas; then finish the whole gradients of the aggregator as without shards."""
+        """Sum this rank's parts over replicas; then finish undivided gradients, as `TileGradients.finish` does."""
         for parameter in self._divided if self._copies.size > 1 else ():
             if parameter.grad is not None:
                 part = own_part(parameter.grad)
