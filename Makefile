@@ -21,7 +21,7 @@ demo: .venv/.installed
 
 # Bytecode is kept, whatever the environment says: the tests start many processes, each of which would compile it all.
 test: .venv/.installed-test
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n 3 --dist loadfile $(PYTEST_FLAGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 soak: .venv/.installed-test
 	$(BIN)/python -m pytest -m soak $(PYTEST_FLAGS)

@@ -65,14 +65,6 @@ def _import_from_another_start() -> None:
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_finish() -> None:
-    """If there are more workers than cores, the last one yields to the others, which often wait for processes."""
-    worker, count = (os.environ.get(f"PYTEST_XDIST_WORKER{end}") for end in ("", "_COUNT"))
-    if count is not None and int(count) > len(os.sched_getaffinity(0)) and worker == f"gw{int(count) - 1}":
-        os.nice(5)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``cuda`` skip where there is no GPU."""
     marked = [item for item in items if item.get_closest_marker("cuda") is not None]

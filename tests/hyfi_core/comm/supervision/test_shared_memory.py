@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,13 @@ comm.all_reduce(sent)
 assert torch.equal(sent, 2 * torch.arange(1_000_000.0))
 print("exchanged")
 """
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder that is not in ``/dev/shm``, as those of other tests are: another file system is mounted there."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def under_shared_memory(size: str, folder: Path, words: list[str], **more: str) -> subprocess.CompletedProcess[str]:
