@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from hyfi_core.errors import RequestError
@@ -34,7 +35,13 @@ def build_model(model: Mapping[str, Any]) -> nn.Module:
     Raises:
         RequestError: There is no such model, or it does not accept these arguments.
     """
-    return construct("model", **_factory_call(model)._asdict())
+    module = construct("model", **_factory_call(model)._asdict())
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise RequestError(
+            f"model {model['name']} returned a program of TorchScript, which cannot be captured; return the module "
+            f"from which it was made, with the weights of its state_dict()"
+        )
+    return module
 
 
 def call_of_model(model: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

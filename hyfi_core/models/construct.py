@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from hyfi_core.errors import RequestError
@@ -49,16 +48,11 @@ def construct(
         # As on the machine where a checkpoint is used: weights are no longer there, or there is no network.
         raise RequestError(
             f"{key} {name}: the factory cannot read a file, or reach a server: {type(error).__name__}: "
-            f"{' '.join(str(error).split())}. Checkpoints have all weights, so a factory need not load any: name "
-            f"the file of pretrained weights in the YAML"
+            f"{' '.join(str(error).split())}. Checkpoints have all weights, so a factory need not load any: give "
+            f"hyfi the file of pretrained weights (model.weights of a run, --weights of an encoder)"
         ) from error
     if not isinstance(module, nn.Module):
         raise RequestError(f"{key} {name} returned {type(module).__name__}, not a torch.nn.Module")
-    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-        raise RequestError(
-            f"{key} {name} returned a program of TorchScript, which cannot be captured; return the module from which "
-            f"it was made, with the weights of its state_dict()"
-        )
     return module
 
 

@@ -42,6 +42,10 @@ def mean_colour() -> nn.Module:
     return MeanColour()
 
 
+def scripted() -> nn.Module:
+    return torch.jit.script(MeanColour())
+
+
 def maps(channels: int = 4) -> nn.Module:
     return nn.Conv2d(3, channels, 3)
 
@@ -186,7 +190,10 @@ def test_a_factory_of_the_users() -> None:
     assert encoder.features == 3 and "states none" in encoder.normalisation_from and not encoder.untrained
     mean = torch.tensor(encoder.normalisation.mean)
     std = torch.tensor(encoder.normalisation.std)
-    assert torch.allclose(encoder.encode(TILES), (TILES.float().mean((2, 3)) / 255 - mean) / std, atol=1e-5)
+    expected = (TILES.float().mean((2, 3)) / 255 - mean) / std
+    assert torch.allclose(encoder.encode(TILES), expected, atol=1e-5)
+    # Encoders are not captured: as many are published as a program of TorchScript.
+    assert torch.allclose(load_encoder(f"{__name__}:scripted", size_px=32).encode(TILES), expected, atol=1e-5)
     with pytest.raises(RequestError, match=r"it returns \(2, 4, 30, 30\) torch.float32, not one vector for each tile"):
         load_encoder(f"{__name__}:maps", size_px=32)
     with pytest.raises(RequestError, match="give both, or none"):
