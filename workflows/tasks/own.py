@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -146,7 +147,8 @@ def _tried(
     """
     function: OwnFunction = _own_function(key, name)
     try:
-        with without_parameters():
+        # A metric may compute with a network: nothing of it is trained.
+        with without_parameters() if key == LOSS_KEY else nullcontext():
             return function(outputs, labels) if call is None else call(name, outputs, labels)
     except RequestError as error:
         raise RequestError(f"{key} {name!r}: {error}") from error

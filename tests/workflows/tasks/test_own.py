@@ -13,7 +13,7 @@ from tests.workflows.archive import make_config
 from tests.workflows.runs import losses, run_here, run_on
 from workflows.commands import validate
 from workflows.config.load import load_config
-from workflows.tasks.own import own_numbers
+from workflows.tasks.own import check_own, own_numbers
 from workflows.tasks.regression import Regression
 from workflows.tasks.task import make_loss
 from workflows.training.job import prepare
@@ -164,6 +164,11 @@ def test_what_does_not_fit_is_refused_before_the_run(tmp_path: Path, store: Path
     overrides = [override, *(["validation.metric=auroc"] if "metrics" in override else [])]
     with pytest.raises(RequestError, match=message):
         prepare(load_config(config_of(tmp_path, store), overrides))
+
+
+def test_a_metric_may_compute_with_a_network() -> None:
+    """Nothing trains it, as nothing trains a metric."""
+    check_own("", [f"{HERE}:scaled"], 2, torch.tensor([0, 1]), torch.tensor([0, 1]))
 
 
 def test_a_loss_of_one_slide_alone_is_refused(tmp_path: Path, store: Path) -> None:
