@@ -19,8 +19,9 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]
     for name in names.values():
         tensor = tensors[name]
         if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
-            key = tensor.device, tensor.untyped_storage().data_ptr()
-            by_storage.setdefault(key, []).append((_span(tensor), name))
+            # 0: freed, or a subclass that has its values elsewhere.
+            if address := tensor.untyped_storage().data_ptr():
+                by_storage.setdefault((tensor.device, address), []).append((_span(tensor), name))
     for placed in by_storage.values():
         placed.sort(key=lambda entry: entry[0].start)
         for at, (span, name) in enumerate(placed):

@@ -17,7 +17,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.memory_overlap import overlapping
 from hyfi_core.runtime.calls.local_use import local_state
 from hyfi_core.runtime.groups import Groups
-from hyfi_core.runtime.lowered_model import StageNames
+from hyfi_core.runtime.lowered_model import LoweredModel, StageNames
 from hyfi_core.runtime.saving.shares import deal
 from hyfi_core.stored_state import PreparedWeights, Weights, tensor_reader
 
@@ -173,14 +173,19 @@ def used_stages(model: nn.Module, lowered: StageNames) -> dict[str, set[int]]:
     return {name: by_tensor[id(tensor)] for name, tensor in named.items() if id(tensor) in by_tensor}
 
 
-def refuse_shared_memory(model: nn.Module, lowered: StageNames, groups: Groups) -> None:
+def refuse_shared_memory(model: nn.Module, lowered: LoweredModel, groups: Groups) -> None:
     """Refuse different tensors in the same memory if ranks have only one of them: they would no longer be equal.
 
     Raises:
         RequestError: such as after ``p.data = q.data`` for weights of two stages.
     """
+    named = named_tensors(model)
+    # Buffers that no forward changes, such as two views of one mask, stay equal.
+    changing = {name for name, t in named.items() if isinstance(t, nn.Parameter) or name in lowered.program.mutations}
     stages = _stages_by_name(model, lowered)
-    for first, second in overlapping(named_tensors(model)):
+    for first, second in overlapping(named):
+        if changing.isdisjoint((first, second)):
+            continue
         first_ranks, second_ranks = ((groups.holders(stages[n]), groups.users(stages[n])) for n in (first, second))
         if first_ranks != second_ranks:
             raise RequestError(

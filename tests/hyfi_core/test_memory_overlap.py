@@ -10,6 +10,9 @@ from hyfi_core.memory_overlap import overlapping
 
 def test_pairs_are_different_tensors_with_common_elements() -> None:
     whole = torch.zeros(4, 6)
+    freed = [torch.zeros(2), torch.zeros(2)]
+    for tensor in freed:
+        tensor.untyped_storage().resize_(0)
     tensors = {
         "whole": whole,
         "whole again": whole,
@@ -21,6 +24,8 @@ def test_pairs_are_different_tensors_with_common_elements() -> None:
         "empty": whole[:0],
         "meta": whole.to("meta"),
         "meta, too": whole.to("meta"),
+        "freed": freed[0],
+        "freed, too": freed[1],
     }
     pairs = {frozenset(pair) for pair in overlapping(tensors)}
     columns = ("even columns", "odd columns")

@@ -118,3 +118,28 @@ def test_weights_in_the_same_memory_are_refused_in_two_stages(cut: str, is_refus
     refusal = pytest.raises(RequestError, match=r"^'2.weight' and '3.weight' of the model are different tensors in the")
     with refusal if is_refused else contextlib.nullcontext():
         run_copies(first, 2, body)
+
+
+class Masked(nn.Module):
+    """Layers of two stages, each with a view of one mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+        self.register_buffer("first", torch.ones(3, 1, 1))
+        self.register_buffer("second", torch.ones(1, 3, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x) * self.first
+        return (self.leave(x) * self.second).mean((2, 3))
+
+
+def test_constant_buffers_may_be_in_the_same_memory() -> None:
+    plan = hyfi_core.ParallelPlan(((1, 1), (1, 1)), cuts=("enter",))
+    mask = torch.ones(3)
+
+    def body(comm: Any, module: nn.Module) -> None:
+        module.first, module.second = mask.view(3, 1, 1), mask.view(1, 3, 1, 1)
+        hyfi_core.parallelize(module, (4, 3, 9, 8), plan, comm)
+
+    run_copies(Masked(), 2, body)
