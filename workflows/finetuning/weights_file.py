@@ -92,8 +92,11 @@ def read_weights(path: Path) -> WeightsFile:
 
 def _describe_unreadable(path: Path, error: Exception) -> str:
     """Return why a file could not be read, and what would help."""
-    with path.open("rb") as file:
-        first = file.read(32).lstrip()
+    try:
+        with path.open("rb") as file:
+            first = file.read(32).lstrip()
+    except OSError as unreadable:  # such as one of another user
+        return f"cannot be read ({unreadable.strerror})"
     for start, description in _OTHER_CONTENT.items():
         if first.startswith(start):
             return description

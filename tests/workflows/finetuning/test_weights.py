@@ -171,6 +171,18 @@ def test_an_entry_that_is_no_tensor_is_named(tmp_path: Path) -> None:
         load_weights(nn.Linear(1, 1), tmp_path / "w.pth")
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of another user; the message that looks into the file ended with a traceback."""
+    (tmp_path / "w.pth").write_bytes(b"")
+
+    def refuse(*given: Any, **named: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(RequestError, match=r"w.pth: cannot be read \(Permission denied\)"):
+        load_weights(nn.Linear(1, 1), tmp_path / "w.pth")
+
+
 def test_integers_of_a_quantised_file_are_refused_as_weights(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(1, 1, dtype=torch.int8), "bias": torch.ones(1)}, tmp_path / "w.pth")
     with pytest.raises(RequestError, match=r"int8 numbers in place of weights \(weight\)"):
