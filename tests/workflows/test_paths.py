@@ -38,7 +38,7 @@ def test_a_file_of_another_kind_is_not_replaced(tmp_path: Path, command: str) ->
     """The slide, or the YAML, that was named once too often was lost."""
     run = COMMANDS.get(command, lambda config, target: inspect.run(config, target, as_json=False))
     config = tmp_path / "run.yaml"
-    config.write_text(content := "data: {store: s, size_px: 64}\nmodel: {classes: 2}\nrun: {dir: r, steps: 1}\n")
+    config.write_text(content := "{data: {store: s, size_px: 64}, model: {classes: 2}, run: {dir: r, steps: 1}}\n")
     with pytest.raises(RequestError, match=r"run.yaml exists and is not a .*: it would be lost"):
         run(config, config)
     assert config.read_text() == content

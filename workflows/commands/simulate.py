@@ -53,7 +53,7 @@ def run(
         simulate_bags(settings, *with_replicas(settings, ranks), machine_model, as_json)
         return DONE
     if trace is not None:
-        require_replaceable(trace, lambda start: start[:1] in (b"[", b"{"), "a trace")
+        require_replaceable(trace, lambda start: start.startswith(b'{"traceEvents"'), "a trace")
     plan, batch = with_replicas(settings, ranks)
     programs = ModelPrograms(settings, outputs_of(settings))
     program = programs.of(batch // plan.replicas // plan.microbatches)
