@@ -27,6 +27,7 @@ def run(store: Path, as_json: bool) -> int:
     """
     from data.cores import usable_cores
     from data.location import is_remote, location
+    from data.store.manifest import load_manifest
     from data.store.unfinished import unfinished_note, unfinished_slides
     from data.store.verify import size_of_store, slides_in, verify_slide, verify_store
 
@@ -48,7 +49,9 @@ def run(store: Path, as_json: bool) -> int:
     if not single:
         _write_list(store, report.faults)
     if not report.slides and not report.faults:
-        console.warn(f"{store}: no slide is finished, so nothing was checked; manifest.csv says why")
+        # Without rows, as if the disk was full at the first slide, the note below says what is known.
+        why = "; manifest.csv says why" if load_manifest(store) else ""
+        console.warn(f"{store}: no slide is finished, so nothing was checked{why}")
     unfinished = [] if single else unfinished_slides(store)
     if unfinished:
         console.warn(unfinished_note(store))

@@ -65,3 +65,6 @@ def test_a_store_of_failed_slides_alone_is_a_store(hyfi_here: Hyfi, tmp_path: Pa
     merge_manifest(tmp_path)
     done = hyfi_here("verify", tmp_path)
     assert done.returncode == 0 and "no slide is finished, so nothing was checked" in done.stderr
+    assert "says why" not in done.stderr  # the manifest has no row, as if the disk was full at the first slide
+    SlideRecord("a", "a.svs", "failed", reason="no mpp").save(tmp_path)
+    assert "nothing was checked; manifest.csv says why" in hyfi_here("verify", tmp_path).stderr
