@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from difflib import get_close_matches
 
 from hyfi_core.errors import RequestError
@@ -142,5 +143,15 @@ def check_ranks(config: Config, size: int) -> None:
         raise RequestError(
             f"{size} ranks were started, but the run needs {ranks}: {config.trainers} trainers (plan), "
             f"{roles.loaders} loaders and {roles.validators} validators (roles); "
-            f"use {advice}, or change these"
+            f"use {advice}, or change these{left_over_advice(size)}"
         )
+
+
+def left_over_advice(size: int) -> str:
+    """Return what to do if variables of an earlier launcher are why this process is the only rank; empty if not."""
+    launcher = inside_launcher()
+    if launcher is None or size > 1:
+        return ""
+    from hyfi_core.comm.supervision.rendezvous import Expected
+
+    return f". {Expected(launcher, os.environ).if_left_over()}"

@@ -28,6 +28,7 @@ from tests.workflows.runs import assert_same_run, losses, run_here, run_on, weig
 from workflows.commands import split, validate
 from workflows.config.load import load_config
 from workflows.launch.owner import FolderOwner
+from workflows.launch.request import check_ranks
 from workflows.tasks.multiclass import Multiclass
 from workflows.tasks.task import make_loss
 from workflows.training.best import merit
@@ -529,6 +530,15 @@ def test_too_few_ranks_are_refused(tmp_path: Path, store: Path) -> None:
     with pytest.raises(RequestError, match="2 ranks were started, but the run needs 4: 2 trainers"):
         run_on(2, make_config(tmp_path, store), *FOUR)
     assert not (tmp_path / "run").exists()
+
+
+def test_variables_left_over_from_a_launcher_are_named(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    config = load_config(make_config(tmp_path, store), FOUR)
+    with pytest.raises(RequestError, match="1 ranks were started, .*left over .* `env .*-u OMPI_COMM_WORLD_SIZE "):
+        check_ranks(config, 1)
 
 
 def test_a_checkpoint_is_worth_afterwards_what_it_was_worth(
