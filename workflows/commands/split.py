@@ -15,6 +15,7 @@ from data.samples.assign import assign_groups
 from data.samples.classes import column_of_classes
 from data.samples.names import (
     AgreedCases,
+    absent_notes,
     cases_in_one_way,
     cases_of,
     column_in_one_way,
@@ -119,7 +120,8 @@ def run(
     table, name_notes = _in_one_way(table, stored, group, balanced, merge_alike, words)
     table, repeat_notes = _each_once(table)
     groups, content_notes = _with_same_content(table, _groups(table, group), stored or table.rows)
-    notes = [*balance_notes, *name_notes, *repeat_notes, *_ungrouped(table, group), *content_notes]
+    absent = [] if store is None else absent_notes(table, stored)
+    notes = [*balance_notes, *name_notes, *absent, *repeat_notes, *_ungrouped(table, group), *content_notes]
     strata = strata_of(table, balanced) if balanced else [""] * len(table.rows)
     # A class that cannot be in every part is an error only if the user asked for balance by this column alone.
     strict = stratify is not None and len(balanced) == 1 and not is_numbers([row[balanced[0]] for row in table.rows])

@@ -190,6 +190,13 @@ def test_missing_cases_are_counted(hyfi_here, tmp_path):
     )
 
 
+def test_rows_that_the_store_lacks_are_named(half_known, tmp_path, capsys):
+    table = tmp_path / "labels.csv"
+    table.write_text("slide_id,label\n" + "".join(f"s{n},{'xy'[n % 2]}\n" for n in range(12)))
+    run(table, tmp_path / "splits.csv", None, "case_id", None, 0, store=half_known)
+    assert "slide_id: 3 of 12 are not in the store, or failed there: s9, s10, s11" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", ["slide_id", "case_id"])
 def test_the_same_content_stays_in_one_split(hyfi_here, tmp_path, key):
     """Slide k and slide k + 20 of other cases are equal byte by byte."""
