@@ -66,17 +66,25 @@ def run_fold(runs: FoldRuns, fold: int) -> int:
 
 
 def _pool(runs: FoldRuns) -> Mapping[str, Any]:
-    """Write and print the pooled results of all finished folds."""
+    """Write and print the pooled results of all finished folds; those evaluated with other labels are left out."""
     finished: list[int] = []
     summary: Mapping[str, Any] = {}
 
-    def finished_now() -> list[int]:
+    def evaluated() -> list[int]:
         return [fold for fold in runs.table.folds if runs.is_trained(fold) and runs.is_evaluated(fold)]
+
+    def finished_now() -> list[int]:
+        return [fold for fold in evaluated() if not runs.was_relabelled(fold)]
 
     # If another job of an array finishes a fold meanwhile, this job may overwrite its summary: repeat with that fold.
     while (latest := finished_now()) != finished:
         finished = latest
         summary = pool_folds(runs.folder, dict.fromkeys(finished, runs), len(runs.table.folds))
+    if outdated := [str(fold) for fold in evaluated() if fold not in finished]:
+        warn(
+            f"note: left out, as they were evaluated with other labels: folds {', '.join(outdated)}; --folds "
+            f"{','.join(outdated)} with --resume and --accept-data-changes evaluates them again"
+        )
     return summary
 
 

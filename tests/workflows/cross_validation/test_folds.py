@@ -105,6 +105,9 @@ def _relabelled(runs: FoldRuns, table: Path, commands: list[list[str]]) -> None:
         train_folds.run(runs, as_json=False)
     before = len(commands)
     accepted = replace(runs, resumption=Resumption(True, accepts_changes=True))
+    # Fold 0, with its former label, was pooled with the others.
+    assert train_folds.run(replace(accepted, folds="1"), as_json=False) == 0 and len(commands) == before
+    assert json.loads((runs.folder / "folds.json").read_text())["slides"] == 8
     assert train_folds.run(accepted, as_json=False) == 0
     assert [words[:2] for words in commands[before:]] == [["validate", str(runs.checkpoint_of(0))]]
     rows = read_table(runs.folder / "predictions.csv", "predictions").rows
