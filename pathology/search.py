@@ -65,10 +65,27 @@ def slides_at(path: Path, store: Path | None) -> Iterator[tuple[Path, dict[str, 
         yield from ((source, {}) for source in sources)
     elif path.suffix.lower() in {".csv", ".tsv"}:
         for row in read_user_manifest(path):
+            _check_encodable(path, row["source_path"], row.get("slide_id", ""))
             source = location(row["source_path"])
             yield source if is_remote(source) else file_of_slide(_tidy(source)), row
     else:
         yield _tidy(path), {}
+
+
+def _check_encodable(manifest: Path, *names: str) -> None:
+    """Check that names of a manifest can be names of files: Python may have a narrow encoding, as with ``LC_ALL=C``.
+
+    Raises:
+        RequestError: One cannot.
+    """
+    try:
+        for name in names:
+            os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{manifest}: {name}: names of files are in {error.encoding} here, which lacks "
+            f"{error.object[error.start]!r}; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8) in the environment"
+        ) from error
 
 
 def header_or_none(source: Path) -> DicomHeader | None:

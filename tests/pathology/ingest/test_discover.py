@@ -67,6 +67,14 @@ def test_a_row_whose_path_no_disk_takes_fails_alone(tmp_path: Path, make_slide: 
     assert again.skipped == ["a"] and len(again.failed) == 1
 
 
+def test_names_that_the_encoding_of_files_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with LC_ALL=C and PYTHONUTF8=0, where the command ended with a traceback."""
+    (tmp_path / "m.csv").write_text("path\na.tiff\n\u00e4.tiff\n", encoding="utf-8")
+    monkeypatch.setattr(os, "fsencode", lambda name: str(name).encode("ascii"))
+    with pytest.raises(RequestError, match=r"m.csv: .*\u00e4.tiff: names of files are in ascii here.*PYTHONUTF8=1"):
+        find_jobs([tmp_path / "m.csv"], {})
+
+
 def test_an_argument_that_no_disk_takes_is_a_wrong_request(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=f"cannot be read .{os.strerror(errno.ENAMETOOLONG)}"):
         find_jobs([tmp_path / TOO_LONG], {})
