@@ -88,6 +88,7 @@ def timm_module(
 def normalisation_of(module: nn.Module) -> Normalisation | None:
     """Return the normalisation that timm's configuration of a module states; None without one."""
     configuration = getattr(module, "pretrained_cfg", None) or getattr(module, "default_cfg", None)
-    if not isinstance(configuration, Mapping) or not {"mean", "std"} <= configuration.keys():
+    # Networks for other images than RGB have other numbers of means, or none.
+    if not isinstance(configuration, Mapping) or any(len(configuration.get(k) or ()) != 3 for k in ("mean", "std")):
         return None
     return Normalisation.from_json(configuration)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from data.loading.normalise import Normalisation
+from hyfi_core.errors import RequestError
+from hyfi_core.memory_overlap import overlapping
 from hyfi_core.models.by_name import unused_keys
 from workflows.config.data import ModelConfig
 from workflows.console import listed
@@ -32,6 +34,21 @@ def convert_model(model: nn.Module, precision: str, memory_format: str) -> nn.Mo
             # stays.
             parameter.data = parameter.data.contiguous(memory_format=FORMATS[memory_format])
     return model
+
+
+def convert_to_train(model: nn.Module, precision: str, memory_format: str) -> nn.Module:
+    """Convert ``model`` in place, as `convert_model`, and return it.
+
+    Raises:
+        RequestError: Different parameters to train are in the same memory: conversions and GPUs separate them.
+    """
+    named = dict(model.named_parameters())
+    for first, second in overlapping({name: p for name, p in named.items() if p.requires_grad}):
+        raise RequestError(
+            f"{first!r} and {second!r} of the model are different tensors in the same memory, as after "
+            f"p.data = q.data, and would be trained apart; tie them as one tensor (module.weight = other.weight)"
+        )
+    return convert_model(model, precision, memory_format)
 
 
 def set_training(model: nn.Module) -> str | None:

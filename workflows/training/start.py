@@ -41,7 +41,7 @@ from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
 from workflows.evaluation.models import (
     DTYPES,
     FORMATS,
-    convert_model,
+    convert_to_train,
     other_normalisation,
     set_training,
     unused_settings,
@@ -239,7 +239,7 @@ def make_model(
     for line in (unused_settings(described), other_normalisation(model, job.config.model), modes, freezing):
         if line is not None:
             tell(str(line))
-    return convert_model(model, run.precision, run.memory_format), freezing
+    return convert_to_train(model, run.precision, run.memory_format), freezing
 
 
 def device_of(request: DeviceRequest, roles: Roles) -> str:

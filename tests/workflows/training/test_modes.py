@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from hyfi_core.errors import RequestError
 from tests.workflows.archive import make_config
 from tests.workflows.faults import tiny
 from tests.workflows.runs import run_here, run_on, weights_of
 from workflows.config.data import ModelConfig
 from workflows.config.load import load_config
-from workflows.evaluation.models import other_normalisation, set_training
+from workflows.evaluation.models import convert_to_train, other_normalisation, set_training
 from workflows.evaluation.programs import ModelPrograms
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -166,6 +167,9 @@ def test_a_setting_that_the_factory_does_not_take_is_named_and_another_normalisa
     assert said.count("states others: set model.mean: [0.5, 0.5, 0.5] and model.std: [0.5, 0.5, 0.5]") == 1
     assert other_normalisation(bare(2), ModelConfig(mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))) is None
     assert other_normalisation(tiny(2), ModelConfig()) is None
+    unstated = tiny(2)
+    unstated.norm1.default_cfg = {"mean": None, "std": None}  # type: ignore[assignment]
+    assert other_normalisation(unstated, ModelConfig()) is None
     normalises = tiny(2)
     normalises.register_buffer("pixel_mean", torch.zeros(1, 3, 1, 1))
     normalises.register_buffer("pixel_std", torch.ones(1, 3, 1, 1))
@@ -173,3 +177,13 @@ def test_a_setting_that_the_factory_does_not_take_is_named_and_another_normalisa
         other_normalisation(nn.Sequential(nn.Identity(), normalises), ModelConfig())
     ).replace(type(normalises).__name__, "Network")
     assert other_normalisation(normalises, ModelConfig(mean=(0, 0, 0), std=(1, 1, 1))) is None
+
+
+def test_weights_tied_by_their_data_are_refused() -> None:
+    """The memory format of convolutions, a precision or a GPU separated them: each was trained by itself in silence."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
+    model[1].bias = model[0].bias
+    convert_to_train(model, "float32", "channels_last")
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(RequestError, match=r"'0.weight' and '1.weight' .* would be trained apart"):
+        convert_to_train(model, "float32", "channels_last")

@@ -14,7 +14,7 @@ from hyfi_core.runtime.launch import made_current
 from hyfi_core.tiles.engine import TilesEngine
 from hyfi_core.tiles.settings import BatchNormMode
 from workflows.evaluation.feature_models import CHUNK, build_feature_model, feature_model_fields
-from workflows.evaluation.models import convert_model
+from workflows.evaluation.models import convert_to_train
 from workflows.features.feature_set import FeatureSet
 from workflows.finetuning.freezing import Freezing, freeze
 from workflows.training.inputs.bags import BagInputs
@@ -64,7 +64,7 @@ class FeatureInputs(BagInputs):
             tell(f"features of {encoder}: vectors of {self._features.features} numbers, {self._features.folder}")
         if freezing is not None:
             tell(str(freezing))
-        return convert_model(model, run.precision, run.memory_format).to(made_current(device)), freezing
+        return convert_to_train(model, run.precision, run.memory_format).to(made_current(device)), freezing
 
     def tile_shape(self) -> tuple[tuple[int, int, int], torch.dtype]:
         """Return shape and dtype of a vector, as a tile of 1 × 1 pixels."""

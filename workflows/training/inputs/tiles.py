@@ -18,7 +18,7 @@ from hyfi_core.tiles.model import TileModel
 from hyfi_core.tiles.settings import BatchNormMode
 from workflows.encoders.tile_encoder import TileEncoder
 from workflows.encoders.trained_part import frozen_patterns
-from workflows.evaluation.models import convert_model
+from workflows.evaluation.models import convert_to_train
 from workflows.evaluation.tile_models import build_tile_model, tile_model_fields, with_architecture
 from workflows.finetuning.freezing import Freezing, freeze
 from workflows.finetuning.optimizers.switching import SwitchingOptimizer, statistics_warning
@@ -78,7 +78,7 @@ class TileInputs(BagInputs):
         for line in (loaded if loads else None, parts, freezing):
             if line is not None:
                 tell(str(line))
-        return convert_model(model, run.precision, run.memory_format).to(made_current(device)), freezing
+        return convert_to_train(model, run.precision, run.memory_format).to(made_current(device)), freezing
 
     def make_engine(self, model: nn.Module, roles: Roles) -> TilesEngine:
         """Return the engine, which keeps the vectors of a frozen encoder if they are the same in each epoch."""
