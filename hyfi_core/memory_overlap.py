@@ -18,10 +18,10 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]
     by_storage: dict[tuple[torch.device, int], list[tuple[range, str]]] = {}
     for name in names.values():
         tensor = tensors[name]
-        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta:
-            # 0: freed, or a subclass that has its values elsewhere.
-            if address := tensor.untyped_storage().data_ptr():
-                by_storage.setdefault((tensor.device, address), []).append((_span(tensor), name))
+        has_values = tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta
+        # Address 0: freed, or a subclass that has its values elsewhere.
+        if has_values and (address := tensor.untyped_storage().data_ptr()):
+            by_storage.setdefault((tensor.device, address), []).append((_span(tensor), name))
     for placed in by_storage.values():
         placed.sort(key=lambda entry: entry[0].start)
         for at, (span, name) in enumerate(placed):

@@ -120,8 +120,7 @@ def run(
     table, name_notes = _in_one_way(table, stored, group, balanced, merge_alike, words)
     table, repeat_notes = _each_once(table)
     groups, content_notes = _with_same_content(table, _groups(table, group), stored or table.rows)
-    absent = [] if store is None else absent_notes(table, stored)
-    notes = [*balance_notes, *name_notes, *absent, *repeat_notes, *_ungrouped(table, group), *content_notes]
+    notes = [*balance_notes, *name_notes, *repeat_notes, *_ungrouped(table, group), *content_notes]
     strata = strata_of(table, balanced) if balanced else [""] * len(table.rows)
     # A class that cannot be in every part is an error only if the user asked for balance by this column alone.
     strict = stratify is not None and len(balanced) == 1 and not is_numbers([row[balanced[0]] for row in table.rows])
@@ -219,7 +218,7 @@ def _in_one_way(
     if group not in KEYS:
         named.table.require(group, "--group")
         named = column_in_one_way(without_missing(named, group, missing), group, "name", merge=merge)
-    return named.table, list(named.notes)
+    return named.table, [*named.notes, *(absent_notes(named.table, stored) if stored else ())]
 
 
 def _each_once(table: Table) -> tuple[Table, list[str]]:

@@ -130,7 +130,7 @@ class Masked(nn.Module):
         self.register_buffer("second", torch.ones(1, 3, 1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x) * self.first
+        x = self.enter(x * self.first)
         return (self.leave(x) * self.second).mean((2, 3))
 
 

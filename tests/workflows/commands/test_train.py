@@ -537,7 +537,7 @@ def test_variables_left_over_from_a_launcher_are_named(
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     config = load_config(make_config(tmp_path, store), FOUR)
-    with pytest.raises(RequestError, match="1 ranks were started, .*left over .* `env .*-u OMPI_COMM_WORLD_SIZE "):
+    with pytest.raises(RequestError, match=r"1 ranks were started, .*left over .* `env .*-u OMPI_COMM_WORLD_SIZE "):
         check_ranks(config, 1)
 
 
