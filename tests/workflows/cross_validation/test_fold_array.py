@@ -47,6 +47,7 @@ def test_a_job_pools_again_if_another_has_finished_in_the_meantime(monkeypatch: 
     monkeypatch.setattr(train_folds, "run_fold", lambda runs, fold: 0)
     runs = MagicMock(spec=FoldRuns, table=Mock(folds=(0, 1, 2)), chosen=(0,), folder=Path())
     runs.is_trained.side_effect = runs.is_evaluated.side_effect = finished.__contains__
+    runs.was_relabelled.return_value = False
     assert train_folds.run(runs, as_json=False) == 0
     assert pooled == [[0], [0, 2]]
 
