@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import logging
 import os
 import shutil
@@ -45,24 +43,11 @@ def pytest_collection() -> Generator[None, object, object]:
     """
     gc.disable()
     try:
-        _import_from_another_start()
         return (yield)
     finally:
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
         gc.enable()
-
-
-def _import_from_another_start() -> None:
-    """Workers begin to import the tests at different places, so that each uses the bytecode that the others write."""
-    worker, count = (os.environ.get(f"PYTEST_XDIST_WORKER{end}") for end in ("", "_COUNT"))
-    if worker is None or count is None:
-        return
-    files = sorted(ROOT.glob("tests/**/test_*.py"))
-    start = len(files) * int(worker.removeprefix("gw")) // int(count)
-    for file in (*files[start:], *files[:start]):
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # it is imported again, and its error is shown
-            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

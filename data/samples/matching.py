@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from data.csv_table import Table
 from data.samples.labels import Labels, agreed_cases
 from data.samples.names import STORE_MANIFEST
 from data.spelling import canonical, without_ending
-from data.store.manifest import same_content
+from data.store.manifest import DONE, same_content
 from hyfi_core.errors import RequestError
 
 MAX_LISTED = 10
@@ -173,6 +174,22 @@ def _same_content_notes(rows: Sequence[Mapping[str, str]], slides: Mapping[str, 
         for group in groups
         if not group.scenes
     ]
+
+
+def absent_notes(table: Table, rows: Iterable[Mapping[str, str]]) -> list[str]:
+    """Return a note on slides, or cases, of a table that no finished slide of a store has; empty if it has them all.
+
+    Args:
+        table: The table, in the store's spelling.
+        rows: Rows of the store's manifest.
+    """
+    finished = {row.get(table.key, "") for row in rows if row.get("status") == DONE}
+    names = dict.fromkeys(row[table.key] for row in table.rows)
+    absent = tuple(name for name in names if name not in finished)
+    if not absent:
+        return []
+    counts = f"{len(absent)} of {len(names)}"
+    return [f"{table.name}: {table.key}: {counts} are not in the store, or failed there: {_some(absent)}"]
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from data.csv_table import KEYS, Table
 from data.missing import MISSING, is_missing
 from data.spelling import NameKind, joined_note, one_spelling, shown
-from data.store.manifest import DONE, SameContent
+from data.store.manifest import SameContent
 from hyfi_core.errors import RequestError
 
 STORE_MANIFEST = "the store's manifest.csv"
 """Default name, in messages, of the table with the slides and their cases."""
-_MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -102,23 +101,6 @@ def without_missing(
         )
     listed = ", ".join(f"{shown(value)} {count}" for value, count in missing_words.items())
     return NamedTable(replace(table, rows=rows), (*named.notes, f"{table.name}: {column}: read as missing: {listed}"))
-
-
-def absent_notes(table: Table, rows: Iterable[Mapping[str, str]]) -> list[str]:
-    """Return a note on slides, or cases, of a table that no finished slide of a store has; empty if it has them all.
-
-    Args:
-        table: The table, in the store's spelling.
-        rows: Rows of the store's manifest.
-    """
-    finished = {row.get(table.key, "") for row in rows if row.get("status") == DONE}
-    names = dict.fromkeys(row[table.key] for row in table.rows)
-    absent = [name for name in names if name not in finished]
-    if not absent:
-        return []
-    names_shown = ", ".join(absent[:_MOST_NAMED]) + " …" * (len(absent) > _MOST_NAMED)
-    counts = f"{len(absent)} of {len(names)}"
-    return [f"{table.name}: {table.key}: {counts} are not in the store, or failed there: {names_shown}"]
 
 
 def cases_in_one_way(

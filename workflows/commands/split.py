@@ -13,9 +13,9 @@ from data.location import location
 from data.missing import MISSING
 from data.samples.assign import assign_groups
 from data.samples.classes import column_of_classes
+from data.samples.matching import absent_notes
 from data.samples.names import (
     AgreedCases,
-    absent_notes,
     cases_in_one_way,
     cases_of,
     column_in_one_way,

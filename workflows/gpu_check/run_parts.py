@@ -27,6 +27,7 @@ from hyfi_core.errors import RequestError
 from workflows.gpu_check.parts import CheckPart
 from workflows.gpu_check.results import Outcome, PartResult
 from workflows.launch.launch import RANK_SETTINGS
+from workflows.launch.mpiexec import ON_THIS_NODE
 from workflows.launch.processes import kill_session
 
 _LAST_LINES = 3
@@ -132,7 +133,7 @@ def _lacking(part: CheckPart, gpus: int) -> str | None:
 
 def _environment(part: CheckPart, gpus: int) -> Mapping[str, str]:
     """Return a part's environment: ranks of mpiexec share the first GPU."""
-    environment = RANK_SETTINGS | child_environment()
+    environment = RANK_SETTINGS | ON_THIS_NODE | child_environment()
     if part.launcher == "mpiexec" and gpus:
         # The first GPU that this process may use, which need not be number 0.
         environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
