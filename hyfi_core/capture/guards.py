@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from hyfi_core.capture.module_state import (
     is_tensor,
     outside_attributes,
 )
-from hyfi_core.capture.patching import patched
+from hyfi_core.capture.patching import patched, traced_where
 from hyfi_core.capture.places import calling_line
 from hyfi_core.capture.storing.later_forwards import Stored, changes, is_constant
 from hyfi_core.capture.storing.stored_tensors import Caches, StoredTensors
@@ -80,18 +80,12 @@ def trace_guards(model: nn.Module, stored: StoredTensors, assigned: list[Stored]
             patched(_BatchNorm, "forward", _normalise),
             patched(F, "instance_norm", _instance_norm),
             patched(torch, "manual_seed", _seed),
-            # An optimizer that steps in another thread would take its scalars for traced ones, in float32.
-            patched(torch.compiler, "is_compiling", _in_this_thread(torch.compiler.is_compiling)),
+            traced_where(_traces),
             patched(torch.autograd.Function, "apply", classmethod(_apply)),
         ):
             yield
     finally:
         _trace.traces = False
-
-
-def _in_this_thread(is_compiling: Callable[[], bool]) -> Callable[[], bool]:
-    """Return ``is_compiling``, limited to the thread that traces; PyTorch's flag is the same in all threads."""
-    return lambda: _traces() and is_compiling()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,10 +35,25 @@ def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
             setattr(holder, name, before)
 
 
-def traced_here() -> contextlib.AbstractContextManager[None]:
-    """Context in which ``torch.compiler.is_compiling`` is true in this thread only, not in all.
+@contextlib.contextmanager
+def traced_where(traces: Callable[[], bool]) -> Iterator[None]:
+    """Context in which PyTorch's flags of a trace, which hold for all threads, hold only where ``traces`` is true.
 
-    In another thread, an optimizer would take its step count for a traced one, and compute corrections in float32.
+    In another thread, an optimizer would take its step count for a traced one, and compute corrections in float32; its
+    ``zero_grad`` would annotate the trace, and restore what it had found, at times after the trace's end.
     """
-    here, is_compiling = threading.get_ident(), torch.compiler.is_compiling
-    return patched(torch.compiler, "is_compiling", lambda: threading.get_ident() == here and is_compiling())
+
+    def limited(flag: Callable[[], bool]) -> Callable[[], bool]:
+        return lambda: traces() and flag()
+
+    with (
+        patched(torch.compiler, "is_compiling", limited(torch.compiler.is_compiling)),
+        patched(torch.compiler, "is_exporting", limited(torch.compiler.is_exporting)),
+    ):
+        yield
+
+
+def traced_here() -> contextlib.AbstractContextManager[None]:
+    """Context in which PyTorch's flags of a trace hold in this thread only."""
+    here = threading.get_ident()
+    return traced_where(lambda: threading.get_ident() == here)

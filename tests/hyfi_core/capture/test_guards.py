@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -253,24 +254,54 @@ def test_other_threads_run_on_while_one_traces() -> None:
         assert pool.submit(works).result() == 14
 
 
+FLAGS = (torch.compiler.is_compiling, torch.compiler.is_exporting)
+
+
+@contextlib.contextmanager
+def flagged() -> Iterator[ThreadPoolExecutor]:
+    """Context with the flags of an export, and another thread."""
+    flags = [mock.patch(f"torch.compiler._{flag.__name__}_flag", True) for flag in FLAGS]
+    with flags[0], flags[1], ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def found_flags() -> list[bool]:
+    return [torch.compiler.is_compiling(), torch.compiler.is_exporting()]
+
+
 def test_an_optimizer_in_another_thread_does_not_take_itself_for_traced() -> None:
     """Adam's corrections are computed in float32 then: ranks as threads differed by 1e-7."""
-    compiling = mock.patch("torch.compiler._is_compiling_flag", True)
-    with trace_guards(GuardedNet(""), StoredTensors(), None), compiling, ThreadPoolExecutor(1) as pool:
-        assert torch.compiler.is_compiling() and not pool.submit(torch.compiler.is_compiling).result()
+    with trace_guards(GuardedNet(""), StoredTensors(), None), flagged() as pool:
+        assert all(found_flags()) and not any(pool.submit(found_flags).result())
 
 
 def test_nor_while_a_graph_is_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
     def decompositions(traced: Any) -> Any:
-        with mock.patch("torch.compiler._is_compiling_flag", True), ThreadPoolExecutor(1) as pool:
-            found.append((torch.compiler.is_compiling(), pool.submit(torch.compiler.is_compiling).result()))
+        with flagged() as pool:
+            found.append((all(found_flags()), any(pool.submit(found_flags).result())))
         return _decompositions(traced)
 
     monkeypatch.setattr("hyfi_core.capture.export._decompositions", decompositions)
     capture(nn.Conv2d(3, 4, 3), (1, 3, 8, 8), torch.float32)
     assert found and set(found) == {(True, False)}
+
+
+def test_clearing_gradients_in_another_thread_does_not_annotate_the_trace() -> None:
+    """It restored what it had found, at times after the trace's end: a KeyError in the thread or in the trace."""
+    annotated = []
+
+    class Groups(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            annotated.append("custom" in torch.fx.traceback.current_meta)
+            return super().__iter__()
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.param_groups = Groups(optimizer.param_groups)
+    with trace_guards(GuardedNet(""), StoredTensors(), None), flagged() as pool:
+        pool.submit(optimizer.zero_grad).result()
+    assert annotated and not any(annotated)
 
 
 def test_the_momentum_of_a_cumulative_average_is_data_and_the_module_is_left_as_it_is() -> None:
