@@ -25,14 +25,14 @@ def check_not_hidden(package: str) -> None:
         )
 
 
-def describe_hidden(error: Exception, folder: Path) -> str | None:
+def describe_hidden(error: BaseException, folder: Path) -> str | None:
     """Return why an import in the user's code failed if it named a package of ours instead of the user's; else None.
 
     Args:
-        error: raised by the import: an ``ImportError``, or an ``AttributeError`` for a module.
+        error: raised by the import; an ``ImportError``, or an ``AttributeError`` of a module, if this is the reason.
         folder: folder in which the user's own module of that name would be.
     """
-    name = getattr(error, "name", None) or ""
+    name = error.name if isinstance(error, ImportError) else ""
     if isinstance(error, AttributeError):
         name = getattr(error.obj, "__name__", "")
     package = str(name).partition(".")[0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -46,13 +48,29 @@ def _imported(label: str, module_name: str) -> ModuleType:
     """
     try:
         return importlib.import_module(module_name)
-    except (ImportError, AttributeError) as error:
-        reason = describe_hidden(error, Path.cwd())
-        # Any other AttributeError is a fault inside the module, which a traceback shows best.
-        if reason is None and not isinstance(error, ImportError):
-            raise
-        advice = "" if reason is None else f"; {reason}"
+    except (Exception, SystemExit) as error:  # SystemExit: a script that reads its own arguments
+        hidden = describe_hidden(error, Path.cwd())
+        if hidden is not None:
+            raise RequestError(f"{label}: {error}; {hidden}") from error
         # Only if the module itself or a package around it is missing, not a module that it imports.
-        if not advice and isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            advice = "; is its folder on PYTHONPATH?"
-        raise RequestError(f"{label}: {error}{advice}") from error
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise RequestError(f"{label}: {error}; is its folder on PYTHONPATH?") from error
+        raise RequestError(f"{label}: importing {module_name} failed{_place(error)}: {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return (
+            f"it ends the program (exit code {error.code}); put what a script does under `if __name__ == '__main__':`"
+        )
+    return f"{type(error).__name__}: {error}"
+
+
+def _place(error: BaseException) -> str:
+    """Return the last line outside of libraries that an error of an import comes from, as text."""
+    if isinstance(error, SyntaxError):
+        return f" in {error.filename}, line {error.lineno}"
+    paths = sysconfig.get_paths()
+    libraries = (*(paths[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
+    return f" in {frames[-1].filename}, line {frames[-1].lineno} ({frames[-1].line})" if frames else ""

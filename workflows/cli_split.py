@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hyfi_core.errors import RequestError
 from workflows import signals
 from workflows.cli_options import Json, MergeAlike, Resume
 from workflows.exit_codes import exit_code_of
@@ -67,6 +69,7 @@ def split(
     def prepare() -> None:
         signals.interrupt_on_request()
         require_replaceable(out, lambda start: _is_splits(start, group), f"a table of splits by {group}")
+        _require_other_file(labels, out)
 
     def body() -> int:
         from workflows.commands.split import SplitOptions, run
@@ -87,6 +90,17 @@ def split(
         )
 
     raise typer.Exit(exit_code_of(body, prepare))
+
+
+def _require_other_file(labels: Path, out: Path) -> None:
+    """Check that the table that is read is not replaced: it may have splits that someone else has made.
+
+    Raises:
+        RequestError: Both are one file.
+    """
+    with suppress(OSError):  # one of them is not there, or cannot be read: reported later
+        if out.samefile(labels):
+            raise RequestError(f"--out {out} is the table that is read: its splits would be lost; choose another path")
 
 
 def _is_splits(start: bytes, group: str) -> bool:

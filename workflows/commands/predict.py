@@ -15,6 +15,7 @@ from pathology.memory import parse_bytes
 from workflows import console, signals
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 from workflows.launch.launch import inside_launcher, launch_body, own_rank, run_as_rank
+from workflows.launch.request import left_over_advice
 from workflows.option_values import parse_part
 from workflows.paths import require_local, require_writable
 
@@ -265,7 +266,7 @@ def predicted(request: PredictionRequest) -> PredictionReport:
     advice = "choose another --out, or give each its own --part"
     if ranks is not None and ranks != comm.size:
         raise RequestError(
-            f"--ranks {ranks}: {comm.size} ranks were started; give the same number, or leave --ranks out"
+            f"--ranks {ranks}: {comm.size} were started; give that number, or leave it out{left_over_advice(comm.size)}"
         )
     # Each part locks its own part of the folder, so that several run at the same time.
     owner = agree(comm, lambda: FolderOwner(out, advice, part) if comm.rank == 0 else None)

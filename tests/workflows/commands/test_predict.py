@@ -308,6 +308,16 @@ def test_a_slide_whose_name_is_not_utf_8_is_predicted_and_shown(
         assert escaped in client.get("cohort/0/").text
 
 
+@pytest.mark.mpi
+def test_variables_left_over_from_a_launcher_are_named(
+    hyfi: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path
+) -> None:
+    """`hyfi predict` took them for a launcher of one rank, and its advice did not help."""
+    said = hyfi("predict", checkpoint, slides, "--out", "out", "--ranks", "2", PMI_SIZE="1", PMI_RANK="0")
+    assert said.returncode == 2 and "--ranks 2: 1 were started" in said.stderr, said.stderr
+    assert "left over from an earlier one: start it with `env -u PMI_" in said.stderr and not list(tmp_path.glob("out"))
+
+
 def test_only_a_launcher_starts_a_rank(hyfi_here: Hyfi) -> None:
     said = hyfi_here("rank", "predict")
     assert said.returncode == 2 and "give it --ranks" in said.stderr

@@ -281,6 +281,17 @@ def test_a_table_of_something_else_is_not_replaced(hyfi_here, tmp_path, name):
         assert hyfi_here("split", "labels.csv", "--out", "splits.csv", *more).returncode == 0
 
 
+def test_splits_are_not_replaced_by_those_drawn_from_them(hyfi_here, tmp_path):
+    """The test set of a published table was in training afterwards."""
+    table = "slide_id,split\n" + "".join(f"s{k},{'test' if k > 7 else 'train'}\n" for k in range(10))
+    (tmp_path / "official.csv").write_text(table)
+    (tmp_path / "link.csv").symlink_to(tmp_path / "official.csv")
+    for name in ("official.csv", "link.csv"):
+        done = hyfi_here("split", "official.csv", "--out", name)
+        assert done.returncode == 2 and f"--out {name} is the table that is read" in done.stderr, done.stderr
+    assert (tmp_path / "official.csv").read_text() == table
+
+
 def test_rows_of_the_test_set_in_another_spelling_are_not_trained_on(tmp_path):
     path, out = tmp_path / "labels.csv", tmp_path / "splits.csv"
     path.write_text("slide_id,site\n" + "".join(f"s{k},{('Leeds', 'York', 'leeds')[k % 3]}\n" for k in range(12)))
