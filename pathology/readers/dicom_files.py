@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import imagecodecs
+import numpy as np
 
 from pathology.readers.facts.colour import believed_jpeg, pixels_say
 from pathology.readers.facts.jpeg_2000 import is_jp2
@@ -33,8 +34,9 @@ _WHOLE_SLIDE = "1.2.840.10008.5.1.4.1.1.77.1.6"
 _SOP_CLASS, _SERIES, _SERIES_NUMBER = 0x00020002, 0x0020000E, 0x00200011
 _PHOTOMETRIC, _PIXELS = 0x00280004, 0x7FE00010
 _PER_FRAME = 0x52009230
-_OF_FRAMES = [0x00080008, 0x00209311, 0x00280008, 0x00480006, 0x00480007]
-"""ImageType, DimensionOrganizationType, NumberOfFrames, TotalPixelMatrixColumns and TotalPixelMatrixRows."""
+_OF_FRAMES = [0x00080008, 0x00209311, 0x00280008, 0x00480006, 0x00480007, 0x00280011, 0x00280010]
+"""ImageType, DimensionOrganizationType, NumberOfFrames, (columns, rows) of the pixel matrix, and of a frame."""
+_CONCATENATION = 0x00209161
 _PER_FRAME_TAG, _PIXELS_TAG = b"\x00\x52\x30\x92", b"\xe0\x7f\x10\x00"
 _COLUMN, _ROW = (
     # Explicit or implicit value representation.
@@ -163,15 +165,42 @@ def position_contradiction(path: Path) -> str:
     with suppress(Exception), path.open("rb") as file:
         from pydicom.filereader import read_partial
 
-        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PER_FRAME, specific_tags=_OF_FRAMES)
-        kind, organisation, count = (_text(dataset, tag) for tag in _OF_FRAMES[:3])
+        wanted = [*_OF_FRAMES, _CONCATENATION]
+        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PER_FRAME, specific_tags=wanted)
+        kind, organisation, stated = (_text(dataset, tag) for tag in _OF_FRAMES[:3])
         if "VOLUME" not in kind:
             return ""
-        positions = _positions(file)
-        if not positions and organisation != "TILED_SPARSE":
-            return ""  # without positions, frames are in row-major order
-        columns, rows = (int(dataset[tag].value) for tag in _OF_FRAMES[3:])
-        return _wrong_positions(positions, int(count or 1), (columns, rows))
+        positions, count = _positions(file), int(stated or 1)
+        columns, rows, *frame = (int(dataset[tag].value) for tag in _OF_FRAMES[3:])
+        if positions or organisation == "TILED_SPARSE":
+            return _wrong_positions(positions, count, (columns, rows))
+        # Without positions, frames are in row-major order. OpenSlide counts those of a level in several files.
+        needed = -(-columns // frame[0]) * -(-rows // frame[1])
+        if count != needed and _CONCATENATION not in dataset:
+            several = " (several optical paths or focal planes are not read)" if count % needed == 0 else ""
+            return f"it has {count} frames, but {columns} × {rows} px are {needed}{several}"
+    return ""
+
+
+def offsets_contradiction(path: Path) -> str:
+    """Return how the table of offsets of a DICOM file's frames contradicts its pixels; empty if it does not.
+
+    OpenSlide trusts it (PS3.5, A.4: Basic Offset Table): it shows frames at wrong places, or crashes. Offsets have 32
+    bits, so those beyond 4 GiB start again from 0.
+    """
+    with suppress(Exception), path.open("rb") as file:
+        from pydicom.filereader import read_partial
+
+        read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=[_PHOTOMETRIC])
+        file.seek(file.tell() + 12)
+        item = file.read(8)
+        table = np.frombuffer(file.read(int.from_bytes(item[4:], "little")) if item[:4] == _ITEM else b"", "<u4")
+        if not len(table):
+            return ""  # frames are found one after the other
+        start = file.tell()
+        begins = [file.seek(start + int(offset)) and file.read(4) == _ITEM for offset in table[:: -(-len(table) // 9)]]
+        if table[0] or (np.diff(table.astype(np.int64)) <= 0).any() or not all(begins):
+            return f"its table of offsets is not that of its {len(table)} frames, which {_AGAIN}"
     return ""
 
 

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from data.location import is_remote
 from pathology.errors import SlideError
-from pathology.readers.dicom_files import position_contradiction, read_header, series_files, series_in
+from pathology.readers.dicom_files import (
+    offsets_contradiction,
+    position_contradiction,
+    read_header,
+    series_files,
+    series_in,
+)
 from pathology.readers.facts.header_budget import check_directories, first_directory
 from pathology.readers.ngff.groups import is_ome_zarr, read_group
 
@@ -77,7 +83,7 @@ def _check_dicom_positions(path: Path) -> None:
     except OSError:
         return  # the reader will report it
     for file in files:
-        if contradiction := position_contradiction(file):
+        if contradiction := position_contradiction(file) or offsets_contradiction(file):
             raise SlideError(f"{file.name}: {contradiction}; its pixels would be missing or at wrong places")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -201,6 +201,62 @@ def test_frames_at_their_places_are_read(
     write_series(tmp_path, "a", picture, SERIES, levels=1, positions=positions, organisation=organisation)
     with closing(open_source(tmp_path / "a-0.dcm")) as source:
         assert np.abs(source.read(Box.of_size(256, 256), 0) - picture.astype(int)).mean() < 2
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ((256, 128), "has 4 frames, but 256 × 128 px are 2 .several optical paths or focal planes are not read"),
+        ((128, 256), "has 4 frames, but 128 × 256 px are 2"),
+        ((384, 256), "has 4 frames, but 384 × 256 px are 6;"),  # a frame is missing, those that follow have moved up
+        ((250, 200), ""),
+    ],
+)
+def test_a_level_of_another_size_than_its_frames_is_refused(tmp_path: Path, stated: tuple[int, int], said: str) -> None:
+    """Frames were read in rows of another length, or those of a second optical path left out, without a word."""
+    (file,) = write_series(tmp_path, "a", smooth(256, 256), SERIES, levels=1)[1:]
+    content = file.read_bytes()
+    for tag, before, now in zip((0x00480006, 0x00480007), (256, 256), stated, strict=True):
+        content = content.replace(element(tag, "UL", before), element(tag, "UL", now))
+    file.write_bytes(content)
+    with pytest.raises(SlideError, match=f"a-0.dcm: .*{said}") if said else nullcontext():
+        open_source(file).close()
+
+
+def test_parts_of_a_concatenation_are_counted_together(tmp_path: Path) -> None:
+    (file,) = write_series(tmp_path, "a", smooth(256, 256), SERIES, levels=1)[1:]
+    part, uid = element(0x00480006, "UL", 512), element(0x00209161, "UI", "1.2.3.99")
+    content = file.read_bytes().replace(element(0x00480006, "UL", 256), part)
+    assert dicom_files.position_contradiction(file) == ""
+    file.write_bytes(content)
+    assert "has 4 frames" in dicom_files.position_contradiction(file)
+    at = content.index(element(0x00209311, "CS", "TILED_FULL"))
+    file.write_bytes(content[:at] + uid + content[at:])
+    assert dicom_files.position_contradiction(file) == ""
+
+
+@pytest.mark.parametrize("change", ["", "shifted", "again from 0", "beside"])
+def test_a_table_of_offsets_that_is_not_that_of_the_frames_is_refused(tmp_path: Path, change: str) -> None:
+    """OpenSlide showed frames at places of others, or crashed; offsets beyond 4 GiB start again from 0."""
+    (file,) = write_series(tmp_path, "a", smooth(256, 256), SERIES, levels=1)[1:]
+    head, item, frames = file.read_bytes().partition(struct.pack("<HHI", 0xFFFE, 0xE000, 0))
+    offsets, at = [], 0
+    while frames[at : at + 4] == item[:4]:
+        offsets.append(at)
+        at += 8 + int.from_bytes(frames[at + 4 : at + 8], "little")
+    changed = {
+        "shifted": [*offsets[1:], 0],
+        "again from 0": [*offsets[:2], *(offset - offsets[2] for offset in offsets[2:])],
+        "beside": [0, *(offset + 2 for offset in offsets[1:])],
+    }
+    table = struct.pack("<4I", *changed.get(change, offsets))
+    file.write_bytes(head + item[:4] + len(table).to_bytes(4, "little") + table + frames)
+    if change:
+        with pytest.raises(SlideError, match=r"a-0\.dcm: its table of offsets is not that of its 4 frames"):
+            open_source(file)
+    else:
+        with closing(open_source(file)) as source:
+            assert np.abs(source.read(Box.of_size(256, 256), 0) - smooth(256, 256).astype(int)).mean() < 2
 
 
 def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
