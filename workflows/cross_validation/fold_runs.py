@@ -210,7 +210,10 @@ class FoldRuns(RunFamily):
 
     @cached_property
     def _labels(self) -> Mapping[str, str]:
-        """The present label of each slide as text, if it is used; the test slides of one fold are those of another."""
+        """The present label of each slide as text, empty if it has none; the test slides of one fold are those of another.
+
+        Slides that are not used, as for their flags, are left out.
+        """
         from workflows.training.job import prepare
 
         labels: dict[str, str] = {}
@@ -220,6 +223,7 @@ class FoldRuns(RunFamily):
                 job = prepare(self.config_of(fold))
                 slides = (*job.train.samples, *job.val.samples)
                 labels |= {slide.slide_id: job.task.text(slide.label) for slide in slides if slide.label is not None}
+                labels |= dict.fromkeys(job.labels.unlabelled, "")
         return labels
 
     def was_relabelled(self, fold: int) -> bool:
