@@ -210,7 +210,7 @@ class FoldRuns(RunFamily):
 
     @cached_property
     def _labels(self) -> Mapping[str, str]:
-        """The present label of each slide as text, empty if it has none; the test slides of one fold are those of another.
+        """The present label of each slide as text, empty if there is none; test slides of a fold are used by others.
 
         Slides that are not used, as for their flags, are left out.
         """
