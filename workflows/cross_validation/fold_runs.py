@@ -227,11 +227,27 @@ class FoldRuns(RunFamily):
         return labels
 
     def was_relabelled(self, fold: int) -> bool:
-        """Whether a test slide of the fold has another label than the one with which it was evaluated."""
+        """Whether a test slide of the fold has another label than the one with which it was evaluated, or none."""
         from pathology.predict.table import FILE_NAME
 
         _, rows = read_own((self.test_of(fold) / FILE_NAME).read_bytes())
-        return any(row["label"] != self._labels.get(row["slide_id"], row["label"]) for row in rows)
+        evaluated = {row["slide_id"]: row["label"] for row in rows}
+        added = {slide for slide in self._tested(fold) if self._labels.get(slide)} - evaluated.keys()
+        return bool(added) or any(label != self._labels.get(slide, label) for slide, label in evaluated.items())
+
+    def _tested(self, fold: int) -> list[str]:
+        """Return the test slides of a fold, labelled or not."""
+        from data.samples.splits import load_splits
+
+        data = self.config.data
+        rows, missing = load_manifest(location(data.store)), data.missing_words
+        # Where the checks before a run found a fault, they have named it.
+        with suppress(RequestError):
+            splits = load_splits(
+                self.folder / SPLITS_FILE, rows, column=column_of(fold), merge_alike=data.merge_alike, missing=missing
+            )
+            return [slide for slide, split in splits.items() if split == "test"]
+        return []
 
     def train_words(self, fold: int) -> list[str]:
         """Return the command that trains a fold."""

@@ -75,7 +75,7 @@ def test_folds_are_not_reported_with_former_labels(
     assert f"relabelled (1): slide-00 (from {before} to {after})" in str(refused.value)
     accepted = replace(runs, resumption=Resumption(True, accepts_changes=True))
     validations = ["validate", str(runs.checkpoint_of(0))]
-    for labels, cells_now in (([after], cells), ([], dict.fromkeys(COLUMNS, ""))):
+    for labels, cells_now in (([after], cells), ([], dict.fromkeys(COLUMNS, "")), ([before], {})):
         write_labels(table, **cells_now)
         done = len(commands)
         assert train_folds.run(replace(accepted), as_json=False) == 0
