@@ -130,6 +130,7 @@ def parse_table(path: Path, subject: str) -> Table:
     except csv.Error as error:
         line = reader.line_num + skipped
         raise RequestError(f"{subject}: {path}, line {line} is not valid CSV ({error})") from error
+    _refuse_rows_in_quotes(path, lines, separator)
     # NFC, as macOS writes accents as separate characters: equal names would differ.
     columns = [unicodedata.normalize("NFC", without_invisible(name)).strip() for name in lines[0][1]] if lines else []
     if skipped and len(columns) == 1 and (separators := [s for s in _SEPARATORS if s in columns[0]]):
@@ -147,6 +148,26 @@ def parse_table(path: Path, subject: str) -> Table:
     rows = tuple(_row(path, line, columns, values) for line, values in lines[1:])
     named = tuple(name for name in columns if name)
     return Table(str(path), named, rows, tuple(line for line, _ in lines[1:]))
+
+
+def _refuse_rows_in_quotes(path: Path, lines: Sequence[tuple[int, Sequence[str]]], separator: str) -> None:
+    """Refuse a cell in quotes that has other rows in it: their slides would be lost in silence."""
+    forms = {_form(values[0]) for _, values in lines[1:]}
+    for line, values in lines:
+        parts = [part for value in values if "\n" in value for part in value.splitlines()[1:]]
+        for part in parts:
+            cells = part.split(separator)
+            # Numbers in both, as in most names of slides: comments may have as many commas as a row.
+            if len(cells) == len(lines[0][1]) > 1 and "0" in _form(cells[0]) and _form(cells[0]) in forms:
+                raise RequestError(
+                    f"{path}, line {line}: a cell in quotes has {part!r} in it, which is a row: a quote is missing, or "
+                    'is part of a text; in a text, write it twice ("")'
+                )
+
+
+def _form(name: str) -> str:
+    """Return a name with 0 for each number and a for each word: ``a0`` for ``S012``."""
+    return re.sub(r"[0-9]+", "0", re.sub(r"[^\W\d_]+", "a", name.strip()))
 
 
 def _letters(column: str) -> str:

@@ -86,6 +86,18 @@ def test_no_cell_of_ours_starts_a_formula(text: str) -> None:
     assert read_own(data) == ([text, "b"], [{text: text, "b": "x"}])
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_rows_inside_of_quotes_are_refused(tmp_path: Path, separator: str) -> None:
+    """A quote that belongs to a text, as for inches, hid the rows up to the next one."""
+    rows = ["slide_id,label,comment", "S0,a,fine", 'S1,b,"see below', "S2,a,", 'S3,b,10"', "S4,a,"]
+    (tmp_path / "t.csv").write_text("\n".join(rows).replace(",", separator))
+    with pytest.raises(RequestError, match=r"line 5: a cell in quotes has 'S2.*a.*' in it, which is a row: a quote is"):
+        read_table(tmp_path / "t.csv", "labels")
+    rows[2:5] = ['S1,b,"see below\nthis, is, text\n2 cm, or, so\n1,2"']
+    (tmp_path / "t.csv").write_text("\n".join(rows).replace(",", separator))
+    assert [row["slide_id"] for row in read_table(tmp_path / "t.csv", "labels").rows] == ["S0", "S1", "S4"]
+
+
 @pytest.mark.parametrize("text", ["-1.5", "+7", "-1e-05", "a=b", "1-2", "", "'quoted'"])
 def test_other_texts_are_written_as_they_are(text: str) -> None:
     assert csv_bytes(["a", "b"], [{"a": "x", "b": text}]) == f"a,b\nx,{text}\n".encode()
