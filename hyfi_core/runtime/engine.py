@@ -50,7 +50,7 @@ from hyfi_core.runtime.ownership import (
 )
 from hyfi_core.runtime.pipeline import Event, Step
 from hyfi_core.runtime.settings import EngineSettings
-from hyfi_core.runtime.statistics import ReplicaBuffers, StageBuffers, unsaved_buffers
+from hyfi_core.runtime.statistics import ReplicaBuffers, StageTensors, unsaved_buffers
 from hyfi_core.runtime.subject import CAPTURES_KEPT, RandomKey, Subject
 from hyfi_core.schedule.action import Action
 
@@ -111,7 +111,8 @@ class Engine(EngineState, EngineFacts):
         # After the comparison, for which rank 0 needs values of all weights: ``share`` may release them.
         bindings.share(used_stages(model, lowered), self._groups, settings.release, settings.weights, self.device)
         self._ownership = ParameterOwnership(model, lowered, self._groups, self.device)
-        self._stage_buffers = StageBuffers(model, self._groups, self._ownership.owner)
+        owner, updated_on = self._ownership.owner, self._ownership.updated_on() if plan.stages > 1 else {}
+        self._stage_tensors = StageTensors(model, self._groups, owner, updated_on)
         self.unsaved = unsaved_buffers(model, lowered)
         self._missing = self._ownership.missing() if plan.stages > 1 else None
         self._mirrors = Mirrors(model, self._groups, plan.mirror == "point_to_point")
@@ -250,7 +251,7 @@ class Engine(EngineState, EngineFacts):
         # Before lowering, which is collective: a rank with another call would wait for messages that never come.
         self._consensus.check_training(batch.shape, self._runners[0].known(batch.micro), labels, self._optimizer)
         lowered = self._lowered(batch.micro)
-        self._bring_buffers(lowered)
+        self._bring_tensors(lowered)
         over_batch = self._loss.over_batch(lowered, labels, self._runners[0].forwards_first(lowered))
         inputs = dict(self._runners.each(lambda runner: (runner, runner.training_input(batch))))
         self._pixels.check(inputs[self._runners[0]])
@@ -284,7 +285,7 @@ class Engine(EngineState, EngineFacts):
             # First replicas take over the buffers of replica 0: stages must send each other the final values.
             buffers.take_over()
             if self.plan.stages > 1:
-                self._stage_buffers.changed(lowered)
+                self._stage_tensors.changed(lowered)
         # After the reduction: what changes from here to ``update`` is the caller's doing.
         self._scale.note()
         ACTIVITY.action = None
@@ -351,15 +352,16 @@ class Engine(EngineState, EngineFacts):
         """Return a batch to predict, on whose shape all ranks agree."""
         batch = self._runners[0].reader.evaluation_batch(images)
         self._consensus.check_evaluation(call, batch.shape, self._runners[0].known(batch.micro))
-        self._bring_buffers(self._lowered(batch.micro))
+        self.settle()  # a stage may read weights that this rank otherwise uses in direction 1 only
+        self._bring_tensors(self._lowered(batch.micro))
         return batch
 
-    def _bring_buffers(self, lowered: LoweredModel) -> None:
-        """Send the buffers that a stage has changed to the ranks of other stages that read them."""
-        missing = self._stage_buffers.missing(lowered) if self.plan.stages > 1 else []
+    def _bring_tensors(self, lowered: LoweredModel) -> None:
+        """Send the tensors that a stage has changed to the ranks of other stages that read them."""
+        missing = self._stage_tensors.missing(lowered) if self.plan.stages > 1 else []
         if missing:
             with self._watch.changing():
-                self._stage_buffers.send(missing)
+                self._stage_tensors.send(missing)
 
     def _resend(self) -> None:
         """Send weights of direction 0 again, where they have overwritten a change in direction 1."""
@@ -371,6 +373,7 @@ class Engine(EngineState, EngineFacts):
         """Return what reduces a lowered model's gradients and exchanges its buffers, created at its first step."""
         shared = next(((gradients, buffers) for owner, gradients, buffers in self._shared if owner is lowered), None)
         if shared is None:
+            self._ownership.check_trained(lowered)
             model, groups = self._model, self._groups
             gradients = StepGradients(model, lowered, groups, self.plan, self._mirrors.current)
             shared = gradients, ReplicaBuffers(model, lowered, groups, self.plan.replicas)

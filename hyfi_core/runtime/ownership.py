@@ -68,6 +68,26 @@ class ParameterOwnership:
         groups = [updated[ranks] if rank in ranks else None for ranks in sorted(updated, key=sorted)]
         return HeldWeights(names, groups)
 
+    def updated_on(self) -> dict[str, frozenset[int]]:
+        """Return name of a parameter -> the ranks of a plane that have its new values after an update."""
+        return {name: self._groups.users(self._stages[name]) for name in self._named}
+
+    def check_trained(self, lowered: LoweredModel) -> None:
+        """Refuse parameters that other stages train now: the optimizers of their ranks do not have them.
+
+        Raises:
+            RequestError: on every rank, such as after an attribute has switched on a branch that was never used.
+        """
+        used = used_stages(self._model, lowered)
+        for name in self._named:
+            if name in lowered.trained and self._groups.holders(used[name]) != self._holders[name]:
+                raise RequestError(
+                    f"{name!r} of the model is trained by stages {sorted(used[name])} of the plan now, but belonged to "
+                    f"stages {sorted(self._stages[name])} when the engine was created; set attributes back, or create "
+                    f"an engine of a new module with these attributes and load what engine.save(folder) wrote, or use "
+                    f"a plan of one stage"
+                )
+
     def missing(self) -> str | None:
         """Return the first name of a parameter or buffer that only stages on other ranks use; None without one."""
         rank = self._groups.plane.rank

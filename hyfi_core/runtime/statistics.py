@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.program import Operator, Program
-from hyfi_core.capture.released import device_of
+from hyfi_core.capture.released import device_of, named_tensors
 from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.errors import RequestError
 from hyfi_core.rules.batch_norm import has_live_statistics
@@ -294,20 +294,28 @@ class ReplicaBuffers:
                 _store([(buffer, piece.view(buffer.shape)) for buffer, piece in zip(buffers, pieces, strict=True)])
 
 
-class StageBuffers:
-    """Knows which ranks have the new values of buffers that one stage changes and other stages read in another mode.
+class StageTensors:
+    """Knows which ranks have the new values of tensors that one stage changes and other stages read in another mode.
 
-    For example a counter of the root module: the first stage counts in training, the last one reads it in evaluation.
+    For example a counter of the root module: the first stage counts in training, the last one reads it in evaluation;
+    or weights of the first stage, which the last one uses in evaluation only.
 
     Args:
         model: the user's module.
         groups: the plan's groups.
-        owner: returns the rank of a plane that saves a buffer.
+        owner: returns the rank of a plane that saves a tensor.
+        updated_on: name of a parameter -> the ranks that have its new values after an update.
     """
 
-    def __init__(self, model: nn.Module, groups: Groups, owner: Callable[[str], int]) -> None:
-        self._model, self._groups, self._owner = model, groups, owner
-        self._known_on: dict[str, frozenset[int]] = {}  # ranks with the new value; buffers not listed: all ranks
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Groups,
+        owner: Callable[[str], int],
+        updated_on: Mapping[str, frozenset[int]],
+    ) -> None:
+        self._model, self._groups, self._owner, self._updated_on = model, groups, owner, updated_on
+        self._known_on: dict[str, frozenset[int]] = {}  # ranks with the new value; tensors not listed: all ranks
 
     def changed(self, lowered: LoweredModel) -> None:
         """Record that a step has changed buffers; send them to the ranks that save them (collective over planes)."""
@@ -315,26 +323,30 @@ class StageBuffers:
             self._known_on[name] = self._groups.users(stages)
         self.send([name for name, ranks in self._known_on.items() if self._owner(name) not in ranks])
 
+    def updated(self) -> None:
+        """Record that the optimizer has changed parameters."""
+        self._known_on |= self._updated_on
+
     def missing(self, lowered: LoweredModel) -> list[str]:
-        """Return the buffers that stages read on ranks without the new value; the same on every rank."""
+        """Return the tensors that stages read on ranks without the new value; the same on every rank."""
         read = _stages_of(lowered, self._known_on)
         return [name for name, stages in read.items() if not self._groups.users(stages) <= self._known_on[name]]
 
     @torch.no_grad()
     def send(self, names: Iterable[str]) -> None:
-        """Send buffers of ``_known_on`` from a rank that knows them to all ranks (collective over planes)."""
-        named = dict(self._model.named_buffers(remove_duplicate=False))
+        """Send tensors of ``_known_on`` from a rank that knows them to all ranks (collective over planes)."""
+        named = named_tensors(self._model)
         for name in sorted(names):
-            buffer = named[name]
-            # A rank that has released the buffer takes part in the broadcast all the same.
-            value = torch.empty_like(buffer, device=device_of(self._model)) if buffer.is_meta else buffer
+            tensor = named[name]
+            # A rank that has released the tensor takes part in the broadcast all the same.
+            value = torch.empty_like(tensor, device=device_of(self._model)) if tensor.is_meta else tensor.detach()
             self._groups.plane.broadcast(value, root=min(self._known_on.pop(name)))
 
 
 def _stages_of(lowered: LoweredModel, names: Collection[str]) -> dict[str, set[int]]:
-    """Return name -> the stages that use it, for the buffers ``names``."""
+    """Return name -> the stages that use it, for the parameters and buffers ``names``."""
     stages: dict[str, set[int]] = {}
-    for stage, used in enumerate(lowered.buffers):
+    for stage, used in enumerate(lowered.names):
         for name in used:
             if name in names:
                 stages.setdefault(name, set()).add(stage)

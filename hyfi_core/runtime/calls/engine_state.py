@@ -23,6 +23,7 @@ from hyfi_core.runtime.ownership import ParameterOwnership
 from hyfi_core.runtime.saving.checkpoint_writer import CheckpointPart
 from hyfi_core.runtime.saving.engine_folder import read_engine, restore_random, save_engine
 from hyfi_core.runtime.saving.optimizer_state import load_optimizer_state, optimizer_state, restricted
+from hyfi_core.runtime.statistics import StageTensors
 from hyfi_core.runtime.subject import RandomKey
 from hyfi_core.stored_state import fill_buffers
 
@@ -49,6 +50,7 @@ class EngineState:
     _watch: WeightWatch
     _consensus: CallConsensus
     _scale: GradientScale
+    _stage_tensors: StageTensors
 
     @property
     def trains(self) -> bool:
@@ -95,6 +97,8 @@ class EngineState:
             self.optimizer.zero_grad(set_to_none=True)
             self._consensus.updated(max_norm, factor)
             self._mirrors.send_weights()
+            if self.plan.stages > 1:
+                self._stage_tensors.updated()
         return norm
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,3 +145,98 @@ def test_constant_buffers_may_be_in_the_same_memory() -> None:
         hyfi_core.parallelize(module, (4, 3, 9, 8), plan, comm)
 
     run_copies(Masked(), 2, body)
+
+
+class UsedElsewhere(nn.Module):
+    """Weights of the first stage that the last one uses, too: in evaluation, or if ``again``; ``more`` adds a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.more = False
+        self.enter, self.norm, self.late = nn.Conv2d(3, 3, 3, 2, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3)
+        self.added, self.head = nn.Conv2d(3, 3, 1), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.late(self.norm(self.enter(x)).relu())
+        if self.again or not self.training:
+            x = self.enter(x)
+        if self.more:
+            x = x + self.added(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("fields", [{}, {"schedule": "gems_master", "mirror": "point_to_point"}])
+def test_weights_of_another_stage_are_up_to_date_in_evaluation(fields: dict[str, Any]) -> None:
+    plan = hyfi_core.ParallelPlan(((1, 1), (1, 1), (1, 1)), cuts=("norm", "late"), microbatches=2, **fields)
+    images, labels = torch.randn(4, 3, 19, 18, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
+    model = UsedElsewhere().double()
+
+    def body(comm: Any, net: nn.Module) -> list[torch.Tensor]:
+        engine = hyfi_core.parallelize(net, (4, 3, 19, 18), plan, comm, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        found = [engine.predict(images)]
+        for _ in range(3):
+            engine.accumulate(images, labels)
+            before = engine.predict(images)
+            engine.update()
+            found += [before, engine.predict(images)]
+        return found
+
+    found_by_rank = run_copies(model, plan.ranks, body)
+    wanted = _steps_of_one(model, images, labels, plan.microbatches)
+    for found in found_by_rank:
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def _steps_of_one(net: nn.Module, images: torch.Tensor, labels: torch.Tensor, microbatches: int) -> list[torch.Tensor]:
+    """Return what one process predicts at first, and before and behind each of three updates."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def predicted() -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = net.eval()(images)
+        net.train()
+        return logits
+
+    found = [predicted()]
+    for _ in range(3):
+        for part, targets in zip(images.chunk(microbatches), labels.chunk(microbatches), strict=True):
+            (F.cross_entropy(net(part), targets) / microbatches).backward()
+        found.append(predicted())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(predicted())
+    return found
+
+
+@pytest.mark.parametrize(("attribute", "name"), [("again", "enter.weight"), ("more", "added.weight")])
+def test_weights_that_other_stages_begin_to_train_are_refused(attribute: str, name: str, tmp_path: Path) -> None:
+    """They were not among the weights of their ranks' optimizers, which left them as they were."""
+    plan = hyfi_core.ParallelPlan(((1, 1), (1, 1)), cuts=("norm",))
+    images, labels = torch.randn(2, 3, 19, 18, dtype=torch.float64), torch.tensor([0, 1])
+
+    def engine_of(comm: Any, net: nn.Module) -> hyfi_core.Engine:
+        return hyfi_core.parallelize(net, (2, 3, 19, 18), plan, comm, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+    def body(comm: Any, net: nn.Module) -> Any:
+        engine, later = engine_of(comm, net), copy.deepcopy(net)
+        engine.train_step(images, labels)
+        engine.save(tmp_path / "saved")
+        setattr(net, attribute, True)
+        with pytest.raises(RequestError, match=f"'{name}' of the model is trained by stages .* when the engine was"):
+            engine.train_step(images, labels)
+        setattr(later, attribute, True)
+        engine = engine_of(comm, later)
+        engine.load(tmp_path / "saved")
+        engine.train_step(images, labels)
+        return engine.gather_state_dict()
+
+    model = UsedElsewhere().double()
+    found = run_copies(model, plan.ranks, body)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        setattr(model, attribute, True)
+    for each, value in model.state_dict().items():
+        torch.testing.assert_close(found[each], value, rtol=1e-10, atol=1e-10)
