@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,7 +23,10 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import imagecodecs
 import numpy as np
+import simplejpeg
 
+from hyfi_core.plan.box import Box
+from pathology.errors import TileError
 from pathology.readers.facts.colour import believed_jpeg, pixels_say
 from pathology.readers.facts.jpeg_2000 import is_jp2
 from pathology.readers.jpeg_tile import stored_jpeg
@@ -37,6 +41,7 @@ _PER_FRAME = 0x52009230
 _OF_FRAMES = [0x00080008, 0x00209311, 0x00280008, 0x00480006, 0x00480007, 0x00280011, 0x00280010]
 """ImageType, DimensionOrganizationType, NumberOfFrames, (columns, rows) of the pixel matrix, and of a frame."""
 _CONCATENATION = 0x00209161
+_SYNTAX, _JPEG_BASELINE = 0x00020010, "1.2.840.10008.1.2.4.50"
 _PER_FRAME_TAG, _PIXELS_TAG = b"\x00\x52\x30\x92", b"\xe0\x7f\x10\x00"
 _COLUMN, _ROW = (
     # Explicit or implicit value representation.
@@ -226,6 +231,85 @@ def _wrong_positions(positions: list[tuple[int, int]], count: int, size: tuple[i
     if outside:
         return f"a frame's position is column {outside[0][0]}, row {outside[0][1]}, outside of {size[0]} × {size[1]} px"
     return "" if len(set(positions)) == count else "two of its frames have the same position"
+
+
+@dataclass(frozen=True, slots=True)
+class JpegFrames:
+    """The JPEG frames of a level. OpenSlide ignores libjpeg's warnings, and shows what it makes of damaged ones.
+
+    Attributes:
+        path: The level's file.
+        size: (rows, columns) of the level.
+        frame_px: (height, width) of a frame.
+        places: (row, column) of a frame, counted in frames -> (offset, bytes) in the file.
+    """
+
+    path: Path
+    size: tuple[int, int]
+    frame_px: tuple[int, int]
+    places: Mapping[tuple[int, int], tuple[int, int]]
+
+    def check(self, box: Box) -> None:
+        """Decode all frames that have pixels of ``box``, small and in grey, which takes less than half the time.
+
+        Raises:
+            TileError: One is damaged.
+        """
+        height, width = self.frame_px
+        rows = range(box.y0 // height, -(-box.y1 // height))
+        columns = range(box.x0 // width, -(-box.x1 // width))
+        with self.path.open("rb") as file:
+            for at in ((row, column) for row in rows for column in columns):
+                start, count = self.places.get(at, (0, 0))
+                file.seek(start)
+                try:
+                    if count:  # none: a frame that was not scanned
+                        simplejpeg.decode_jpeg(file.read(count), "GRAY", min_height=1, min_width=1, strict=True)
+                except ValueError as error:
+                    where = f"{self.path.name}: the frame at row {at[0] * height}, column {at[1] * width}"
+                    raise TileError(f"{where} cannot be decoded: {error}") from error
+
+
+def jpeg_frames(path: Path) -> dict[tuple[int, int], JpegFrames]:
+    """Return (rows, columns) -> frames of the levels of a DICOM slide whose frames can be found, and are JPEG."""
+    levels: dict[tuple[int, int], JpegFrames] = {}
+    for file in series_files(path):
+        with suppress(Exception):
+            if (level := _frames_of(file)) is not None:
+                levels[level.size] = level
+    return levels
+
+
+def _frames_of(path: Path) -> JpegFrames | None:
+    """Return the frames of a level's file; None for other files, parts of a level, and frames in several fragments."""
+    from pydicom.filereader import read_partial
+
+    wanted = [*_OF_FRAMES, _CONCATENATION]
+    with path.open("rb") as file:
+        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PER_FRAME, specific_tags=wanted)
+        if "VOLUME" not in _text(dataset, _OF_FRAMES[0]) or _CONCATENATION in dataset:
+            return None
+        if _text(dataset.file_meta, _SYNTAX) != _JPEG_BASELINE:
+            return None
+        columns, rows, width, height = (int(dataset[tag].value) for tag in _OF_FRAMES[3:])
+        positions = _positions(file)
+        file.seek(0)
+        read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=[_PHOTOMETRIC])
+        items = _items(file, file.tell() + 12)
+    across = -(-columns // width)
+    grid = [((row - 1) // height, (column - 1) // width) for column, row in positions]
+    grid = grid or [divmod(k, across) for k in range(across * -(-rows // height))]
+    return JpegFrames(path, (rows, columns), (height, width), dict(zip(grid, items[1:], strict=True)))
+
+
+def _items(file: BinaryIO, at: int) -> list[tuple[int, int]]:
+    """Return (offset, bytes) of each item of encapsulated pixels at ``at``: the table of offsets, then the frames."""
+    items = []
+    while os.pread(file.fileno(), 4, at) == _ITEM:
+        length = int.from_bytes(os.pread(file.fileno(), 4, at + 4), "little")
+        items.append((at + 8, length))
+        at += 8 + length
+    return items
 
 
 def file_of_slide(path: Path) -> Path:

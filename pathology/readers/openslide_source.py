@@ -16,6 +16,7 @@ from PIL import ImageCms
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
+from pathology.readers.dicom_files import jpeg_frames
 from pathology.readers.facts.levels import StatedLevel, believed_levels, fitted_levels
 from pathology.readers.facts.pixel_size import checked_mpp
 from pathology.readers.facts.slide_facts import APERIO, StatedMpp, merged
@@ -79,6 +80,7 @@ class OpenSlideSource:
         self._background = _background(properties)
         self._downsamples = slide.level_downsamples
         self.levels = tuple(self._described(slide, k, v) for k, v in enumerate(_whole_levels(slide)))
+        self._frames = jpeg_frames(path) if self.vendor == "dicom" else {}
         # For each level of `levels`, its index in the file.
         self._stored = tuple(range(len(self.levels)))
         if checked:
@@ -172,6 +174,9 @@ class OpenSlideSource:
             self._handles.drop()
             where = f"rows {block.y0}–{block.y1}, columns {block.x0}–{block.x1} of level {level}"
             raise TileError(f"OpenSlide cannot decode {where}: {_reason(error, self._path, 'a data file')}") from error
+        size = self.levels[level]
+        if (frames := self._frames.get((size.height_px, size.width_px))) is not None:
+            frames.check(block)
         self._put(rgba, out)
 
     def _read_undamaged(self, block: Box, level: int, out: RGB) -> list[BadTile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -16,7 +17,7 @@ from data.store.manifest import DONE, load_records
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
-from pathology.errors import SlideError
+from pathology.errors import SlideError, TileError
 from pathology.ingest.archive import IngestOptions, Request, ingest, ingest_slide
 from pathology.ingest.discover import find_jobs
 from pathology.ingest.identity import SourceStamp
@@ -24,6 +25,7 @@ from pathology.ingest.staging import files_of, staged
 from pathology.readers import dicom_files
 from pathology.readers.dicom_files import DicomHeader, frame_contradiction, read_header
 from pathology.readers.openslide_source import OpenSlideSource
+from pathology.readers.source_level import BadTile
 from pathology.readers.sources import open_source
 from tests.pathology.readers.dicom_slides import CT, element, write_file, write_series
 from tests.pathology.readers.scanners import smooth
@@ -257,6 +259,31 @@ def test_a_table_of_offsets_that_is_not_that_of_the_frames_is_refused(tmp_path: 
     else:
         with closing(open_source(file)) as source:
             assert np.abs(source.read(Box.of_size(256, 256), 0) - smooth(256, 256).astype(int)).mean() < 2
+
+
+@pytest.mark.parametrize("places", [None, PLACES, PLACES[::-1]])
+def test_a_frame_that_libjpeg_warns_of_is_bad(tmp_path: Path, places: list[tuple[int, int] | None] | None) -> None:
+    """OpenSlide does not report a frame with bytes left over: blocks of zeros shifted tissue in silence."""
+    picture = smooth(256, 256)
+    (file,) = write_series(tmp_path, "a", picture, SERIES, levels=1, positions=places)[1:]
+    content = file.read_bytes()
+    item, ends = struct.pack("<HHI", 0xFFFE, 0xE000, 0)[:4], [at.end() for at in re.finditer(b"\xff\xd9", content)]
+    start = content.rindex(item, 0, ends[1])
+    length = int.from_bytes(content[start + 4 : start + 8], "little") + 40
+    longer = content[start + 8 : ends[1] - 2] + b"\x11" * 40 + content[ends[1] - 2 :]
+    file.write_bytes(content[: start + 4] + length.to_bytes(4, "little") + longer)
+    box = Box(128, 256, 0, 128) if places == PLACES[::-1] else Box(0, 128, 128, 256)
+    with closing(open_source(file)) as source:
+        with pytest.raises(
+            TileError, match=rf"a-0\.dcm: the frame at row {box.y0}, column {box.x0} cannot be decoded: "
+        ):
+            source.read(Box.of_size(256, 256), 0)
+        out, bad = np.empty((256, 256, 3), np.uint8), list[BadTile]()
+        source.read_into(Box.of_size(256, 256), 0, out, bad)
+        assert [tile.box for tile in bad] == [box] and (out[box.slices()] == 255).all()
+        if places != PLACES[::-1]:
+            rest = np.abs(out[128:] - picture[128:].astype(int))
+            assert rest.mean() < 2
 
 
 def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
