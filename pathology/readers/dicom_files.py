@@ -305,8 +305,8 @@ def _frames_of(path: Path) -> JpegFrames | None:
 def _items(file: BinaryIO, at: int) -> list[tuple[int, int]]:
     """Return (offset, bytes) of each item of encapsulated pixels at ``at``: the table of offsets, then the frames."""
     items = []
-    while os.pread(file.fileno(), 4, at) == _ITEM:
-        length = int.from_bytes(os.pread(file.fileno(), 4, at + 4), "little")
+    while (head := os.pread(file.fileno(), 8, at))[:4] == _ITEM:
+        length = int.from_bytes(head[4:], "little")
         items.append((at + 8, length))
         at += 8 + length
     return items
