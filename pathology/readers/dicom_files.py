@@ -29,7 +29,9 @@ from hyfi_core.plan.box import Box
 from pathology.errors import TileError
 from pathology.readers.facts.colour import believed_jpeg, pixels_say
 from pathology.readers.facts.jpeg_2000 import is_jp2
+from pathology.readers.facts.slide_facts import StatedMpp
 from pathology.readers.jpeg_tile import stored_jpeg
+from pathology.readers.mpp import agree
 
 if TYPE_CHECKING:
     from pydicom.dataset import Dataset
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 _WHOLE_SLIDE = "1.2.840.10008.5.1.4.1.1.77.1.6"
 _SOP_CLASS, _SERIES, _SERIES_NUMBER = 0x00020002, 0x0020000E, 0x00200011
 _PHOTOMETRIC, _PIXELS = 0x00280004, 0x7FE00010
-_PER_FRAME = 0x52009230
+_SHARED, _PER_FRAME = 0x52009229, 0x52009230
 _OF_FRAMES = [0x00080008, 0x00209311, 0x00280008, 0x00480006, 0x00480007, 0x00280011, 0x00280010]
 """ImageType, DimensionOrganizationType, NumberOfFrames, (columns, rows) of the pixel matrix, and of a frame."""
 _CONCATENATION = 0x00209161
@@ -310,6 +312,40 @@ def _items(file: BinaryIO, at: int) -> list[tuple[int, int]]:
         items.append((at + 8, length))
         at += 8 + length
     return items
+
+
+def stated_by_coarser_files(path: Path) -> StatedMpp | None:
+    """Return the microns per pixel of the finest level that follow from two or more coarser ones; None if they differ.
+
+    Ignored are levels with the PixelSpacing of the finest one, which some programs copy.
+    """
+    levels = []
+    for file in series_files(path):
+        with suppress(Exception):
+            levels.append(_spacing_of(file))
+    (rows, columns), finest_um = max(levels, default=((0, 0), (0.0, 0.0)))
+    derived = [
+        (um[0] * size[0] / rows, um[1] * size[1] / columns)
+        for size, um in levels
+        if size != (rows, columns) and not agree(um, finest_um)
+    ]
+    if len(derived) < 2 or not all(agree(um, derived[0]) for um in derived):
+        return None
+    return StatedMpp(derived[0], "the values of PixelSpacing of its coarser levels")
+
+
+def _spacing_of(path: Path) -> tuple[tuple[int, int], tuple[float, float]]:
+    """Return ((rows, columns), microns per pixel) of a level; raises any exception for other files."""
+    from pydicom.filereader import read_partial
+
+    wanted = [*_OF_FRAMES, _SHARED]
+    with path.open("rb") as file:
+        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PER_FRAME, specific_tags=wanted)
+        if "VOLUME" not in _text(dataset, _OF_FRAMES[0]):
+            raise ValueError("not a level")
+        columns, rows = (int(dataset[tag].value) for tag in _OF_FRAMES[3:5])
+        y_mm, x_mm = map(float, dataset[_SHARED].value[0].PixelMeasuresSequence[0].PixelSpacing)
+    return (rows, columns), (1000 * y_mm, 1000 * x_mm)
 
 
 def file_of_slide(path: Path) -> Path:

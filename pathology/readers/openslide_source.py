@@ -16,9 +16,9 @@ from PIL import ImageCms
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
-from pathology.readers.dicom_files import jpeg_frames
+from pathology.readers.dicom_files import jpeg_frames, stated_by_coarser_files
 from pathology.readers.facts.levels import StatedLevel, believed_levels, fitted_levels
-from pathology.readers.facts.pixel_size import checked_mpp
+from pathology.readers.facts.pixel_size import checked_mpp, noted_if_contrary
 from pathology.readers.facts.slide_facts import APERIO, StatedMpp, merged
 from pathology.readers.facts.stated_mpp import TAGS
 from pathology.readers.mpp import mpp_of_resolution, parse_number
@@ -73,6 +73,8 @@ class OpenSlideSource:
         self.objective_power = _number(properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER))
         stated = _stated_mpp(properties)
         believed = checked_mpp(stated, self.objective_power, slide.dimensions[::-1])
+        if self.vendor == "dicom":
+            believed = noted_if_contrary(believed, stated_by_coarser_files(path))
         self.mpp, self.facts = believed.um, believed.facts
         self.icc = _icc_profile(slide)
         self.bounds = _bounds(slide)

@@ -286,6 +286,21 @@ def test_a_frame_that_libjpeg_warns_of_is_bad(tmp_path: Path, places: list[tuple
             assert rest.mean() < 2
 
 
+def test_a_spacing_that_coarser_levels_contradict_is_noted(tmp_path: Path) -> None:
+    files = write_series(tmp_path, "a", smooth(512, 512), SERIES)
+    for mpp in (0.5, 0.25):
+        write_file(files[1], smooth(512, 512), f"{SERIES}.0", SERIES, mpp=mpp)
+        with closing(open_source(files[2])) as source:
+            notes = [note.text for note in source.facts.notes]
+        said = (
+            "0.25 µm/px is taken, but the values of PixelSpacing of its coarser levels say 0.5 µm/px for the finest one"
+        )
+        assert notes == ([] if mpp == 0.5 else [said]) and source.mpp == (mpp, mpp)
+    write_file(files[3], smooth(128, 128), f"{SERIES}.2", SERIES, mpp=0.25)  # as that of the finest
+    with closing(open_source(files[1])) as source:
+        assert not [note for note in source.facts.notes if "PixelSpacing" in note.text]
+
+
 def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = bytes(128) + b"DICM" + element(0x00020002, "UI", dicom_files._WHOLE_SLIDE)
     inner = struct.pack("<HHIHHI", 0xFFFE, 0xE000, 0xFFFFFFFF, 0xFFFE, 0xE00D, 0)
