@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from hyfi_core.capture.export import capture
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
-from tests.harness import OffsetImages, assert_equal_also_by_cells
+from tests.harness import OffsetImages, assert_answers_equal_one_process, assert_equal_also_by_cells
 
 
 class Slopes(nn.Module):
@@ -54,3 +56,15 @@ def test_a_slope_for_each_row_is_refused() -> None:
         lower(program, Target((1, 2), 0, gather_bytes=0))
     engine = hyfi_core.parallelize(Rows(), (1, 3, 16, 16), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator())
     assert engine.predict(torch.ones(1, 3, 16, 16)).shape == (1, 3)
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
+def test_channels_between_rows_and_columns_are_reduced(grid: tuple[int, int]) -> None:
+    """Without the dim of channels, columns are one dim further to the left, and rows are where they were."""
+    between: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "max": lambda x: x.permute(0, 2, 1, 3).max(2).values,
+        "prod": lambda x: x.permute(0, 2, 1, 3).prod(2),
+        "kept": lambda x: x.permute(0, 2, 1, 3).prod(2, keepdim=True),
+        "swapped": lambda x: x.permute(0, 3, 1, 2).prod(2),
+    }
+    assert_answers_equal_one_process(between, (2, 3, 9, 12), grid)
