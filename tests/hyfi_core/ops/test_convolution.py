@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import CountedCommunicator
@@ -263,6 +264,19 @@ def test_what_is_saved_is_the_own_part_itself_and_the_strips() -> None:
     assert run_ranks(2, body) == [True, True]
 
 
+class AskedCotangents(TorchDispatchMode):
+    """Notes which of the cotangents of map, weight and bias PyTorch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[tuple[bool, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution_backward.default:
+            self.asked.add(tuple(args[-1]))
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_cotangent_that_is_of_no_use_is_neither_computed_nor_sent(apart: bool) -> None:
     how: Settings = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
@@ -271,9 +285,12 @@ def test_a_cotangent_that_is_of_no_use_is_neither_computed_nor_sent(apart: bool)
     def body(comm: Communicator) -> Any:
         (found,), saved = waited(ops[comm.rank].forward(comm, (noise(1, 4, 16, 10), noise(4, 4, 3, 3), None)))
         counted = CountedCommunicator(comm)
-        no_map = waited(ops[comm.rank].backward(counted, saved, (found,), (False, True, False)))
+        with AskedCotangents() as of_weight:
+            no_map = waited(ops[comm.rank].backward(counted, saved, (found,), (False, True, False)))
         assert counted.counts.messages["halo"] == 0
-        no_weight = waited(ops[comm.rank].backward(counted, saved, (found,), (True, False, False)))
+        with AskedCotangents() as of_map:
+            no_weight = waited(ops[comm.rank].backward(counted, saved, (found,), (True, False, False)))
+        assert (of_weight.asked, of_map.asked) == ({(False, True, False)}, {(True, False, False)})
         assert (counted.counts.messages["halo"], counted.counts.sent_bytes["halo"]) == (1, 16 * 4 * 8)
         return [item is None for item in (*no_map, *no_weight)]
 
