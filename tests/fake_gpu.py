@@ -59,8 +59,8 @@ def batch_norm_backward_elemt(
     dy: Any, x: Any, mean: Any, inverse: Any, weight: Any, sum_dy: Any, sum_dy_xmu: Any, count: Any
 ) -> Any:
     """``torch.batch_norm_backward_elemt``, which a CPU lacks, as PyTorch's SyncBatchNorm uses it."""
-    channels_last = dy.dim() == 4 and dy.is_contiguous(memory_format=torch.channels_last)
-    if channels_last or (dy.is_contiguous() and dy.stride(1) == 1):
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(dy.dim())
+    if (order and dy.is_contiguous(memory_format=order)) or (dy.is_contiguous() and dy.stride(1) == 1):
         # ATen's ``batch_norm_backward_elemt_cuda`` looks at the cotangent alone, and reads the map as if it were, too.
         x = torch.as_strided(x, dy.shape, dy.stride())
     total = int(count.sum())

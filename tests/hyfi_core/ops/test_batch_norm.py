@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -284,6 +285,23 @@ def test_the_kernel_of_cuda_takes_no_map_with_gaps(monkeypatch: Any, x: torch.Te
     monkeypatch.setattr(torch, "batch_norm_backward_elemt", batch_norm_backward_elemt)
     monkeypatch.setattr(BatchNorm, "_has_kernel", lambda self, own: True)
     torch.testing.assert_close(back(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_kernel_of_cuda_takes_volumes_in_one_format(monkeypatch: Any) -> None:
+    """Of five dims, as an encoder of tiles may have them."""
+    maps = random(2, 2, 4, 3, 5, 2)
+    orders = torch.contiguous_format, torch.channels_last_3d
+
+    def back(of_map: torch.memory_format, of_cotangent: torch.memory_format) -> Any:
+        x, dy = maps[0].contiguous(memory_format=of_map), maps[1].contiguous(memory_format=of_cotangent)
+        _, saved = waited(BatchNorm(60, 1e-5).forward(AloneCommunicator(), (x, None, None)))  # type: ignore[arg-type]
+        return waited(BatchNorm(60, 1e-5).backward(AloneCommunicator(), saved, (dy, None, None)))
+
+    expected = back(orders[0], orders[0])
+    monkeypatch.setattr(torch, "batch_norm_backward_elemt", batch_norm_backward_elemt)
+    monkeypatch.setattr(BatchNorm, "_has_kernel", lambda self, own: True)
+    for formats in product(orders, orders):
+        torch.testing.assert_close(back(*formats), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
