@@ -80,7 +80,7 @@ def for_training(instruction: Instruction) -> Instruction:
     """
     changed = _with_halo(instruction, lambda halo: FreshHalo(halo.transfer, halo.dims, halo.fill))
     if isinstance(changed, CollectiveCall) and isinstance(changed.operator, MaxPool):
-        return replace(changed, operator=replace(changed.operator, holds_map=False, leaves_wide=True))
+        return replace(changed, operator=replace(changed.operator, holds_map=False))
     return changed
 
 

@@ -41,16 +41,13 @@ class MaxPool(Banded, RemakesSaved):
 
     Attributes:
         holds_map: whether the map is kept, so that its cotangent can take its memory; else only its shape is kept, and
-            indices in one byte each.
-        leaves_wide: whether indices are left as the native call returns them, for a caller that recomputes them or
-            calls ``compact``.
+            the caller recomputes the indices, or has them stored in one byte each by ``compact``.
         overwrites_map: whether the map's memory may be overwritten by its cotangent.
     """
 
     own_cotangents: ClassVar[bool] = True
 
     holds_map: bool = True
-    leaves_wide: bool = False
     overwrites_map: bool = False
 
     def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
@@ -61,7 +58,7 @@ class MaxPool(Banded, RemakesSaved):
             if self.output.empty:
                 return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas, None, ())
             result, indices = self._pool(canvas, self.canvas_padding)
-            return (result,), (back, self._held(canvas), self._kept(canvas, indices, self.canvas_padding), ())
+            return (result,), (back, self._held(canvas), indices, ())
         pending_strips = yield from self.halo.start(comm, own)
         with polled(pending_strips.pending):
             result, indices = self._pool(self.seen(own), self.own.padding)
@@ -72,13 +69,13 @@ class MaxPool(Banded, RemakesSaved):
             # Indices of a band count within its canvas, not within the map.
             places.append(_Places(self._held(canvas), self._narrow(canvas, where, AT_ONCE)))
         self.halo.give_back(pending_strips.strips)
-        return (result,), (self._held(own), self._kept(self.seen(own), indices, self.own.padding), tuple(places))
+        return (result,), (self._held(own), indices, tuple(places))
 
     @property
     def remakes(self) -> bool:
         """Whether the input is enough to compute the indices again: a canvas with strips needs the strips, too."""
         needs_strips = self.own is None and bool(self.halo.transfer.receives)
-        return self.leaves_wide and not needs_strips and not self.output.empty
+        return not self.holds_map and not needs_strips and not self.output.empty
 
     def remade(self, saved: Any) -> torch.Tensor | None:
         """Return the indices, except those of bands; see ``ops.base.RemakesSaved``."""
@@ -93,7 +90,7 @@ class MaxPool(Banded, RemakesSaved):
 
     def compact(self, saved: Any) -> Any:
         """Return ``saved`` with indices in one byte each where that is enough; see ``ops.base.RemakesSaved``."""
-        if self.holds_map or not self.leaves_wide:
+        if self.holds_map:
             return saved
         if self.own is None:
             back, canvas, indices, no_places = saved
@@ -143,10 +140,6 @@ class MaxPool(Banded, RemakesSaved):
         shape_alone = torch.empty_like(own)
         shape_alone.untyped_storage().resize_(0)
         return shape_alone
-
-    def _kept(self, own: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
-        """Return what forward saves of the indices of maxima."""
-        return indices if self.leaves_wide else self._narrow(own, indices, padding)
 
     def _narrow(self, own: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
         """Return the indices in one byte each if that is enough and the map is not kept; else as they are."""
