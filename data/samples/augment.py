@@ -124,8 +124,8 @@ class Variation:
         The residual, the component orthogonal to both stains, is scaled by ``self.density`` only.
         """
         stains = np.array([HAEMATOXYLIN, EOSIN, np.cross(HAEMATOXYLIN, EOSIN)])
-        # density = amounts @ unit, so density @ inv(unit) = amounts: scale these, and mix them again.
-        unit = stains / np.linalg.norm(stains, axis=1, keepdims=True)
-        mix: NDArray[np.float64] = np.linalg.inv(unit) @ np.diag([*self.stains, 1.0]) @ unit * self.density
+        # density = amounts @ stains, so density @ inv(stains) = amounts: scale these, and mix them again. The lengths
+        # of the vectors do not matter.
+        mix: NDArray[np.float64] = np.linalg.inv(stains) @ np.diag([*self.stains, 1.0]) @ stains * self.density
         # Computed in float64 and rounded once: machines that differ in the last bits hardly ever round differently.
         return mix.astype(np.float32)
