@@ -114,7 +114,7 @@ class StainSample:
 
     def estimate(self, tissue: Mask, glass: Float) -> StainVectors | None:
         """Estimate the stains from the samples within ``tissue``, a mask of the whole slide at any resolution."""
-        rows = (np.arange(self._pixels.shape[1]) * self._step * tissue.shape[0] // max(1, self.height_px)).astype(int)
-        columns = (np.arange(self._pixels.shape[2]) * self._step * tissue.shape[1] // max(1, self.width_px)).astype(int)
-        inside = tissue[np.minimum(rows, tissue.shape[0] - 1)][:, np.minimum(columns, tissue.shape[1] - 1)]
+        rows = np.arange(self._pixels.shape[1]) * self._step * tissue.shape[0] // self.height_px
+        columns = np.arange(self._pixels.shape[2]) * self._step * tissue.shape[1] // self.width_px
+        inside = tissue[rows][:, columns]
         return estimate_stains(self._pixels.reshape(3, -1).take(np.flatnonzero(inside), axis=1).T, glass)
