@@ -278,7 +278,7 @@ def jpeg_frames(path: Path) -> dict[tuple[int, int], JpegFrames]:
     for file in series_files(path):
         with suppress(Exception):
             if (level := _frames_of(file)) is not None:
-                levels[level.size] = level
+                levels.setdefault(level.size, level)  # of two files OpenSlide takes the first
     return levels
 
 
