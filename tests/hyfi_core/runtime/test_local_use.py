@@ -199,29 +199,48 @@ def test_ranks_that_have_all_weights_are_left_alone(plan: str) -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
 
 
-def test_copies_of_a_stages_module_are_left_alone() -> None:
+def stored_and_loaded(module: nn.Module) -> nn.Module:
+    stream = io.BytesIO()
+    torch.save(module, stream)
+    stream.seek(0)
+    loaded: nn.Module = torch.load(stream, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), stored_and_loaded, AveragedModel]
+)
+def test_a_copy_of_a_stages_module_is_refused_and_warned_of_like_the_module(copied: Any) -> None:
+    """Its forward, and an engine made of it, had the old weights of other ranks' stages without a word."""
+
     def body(comm: Any, module: nn.Module) -> None:
         images, labels = data(0)
         engine = engine_of(comm, module, "stages")
-        average = AveragedModel(module)
+        early = copied(module)
         engine.train_step(images, labels)
-        average.update_parameters(module)
-        stream = io.BytesIO()
-        torch.save(module, stream)
-        stream.seek(0)
-        for other in (
-            copy.deepcopy(module),
-            pickle.loads(pickle.dumps(module)),
-            torch.load(stream, weights_only=False),
-        ):
-            other(images)
-            other.state_dict()
-        average(images)
-        average.state_dict()
+        late = copied(module)
+        inner = late.module if copied is AveragedModel else late
+        early(images)  # a model of its own, as it was before training
+        for use in (late, lambda images: engine_of(comm, inner, "parts")):
+            with pytest.raises(RequestError, match="as it was before training"):
+                use(images)
+        whole = comm.broadcast_object({n: t.tolist() for n, t in (engine.gather_state_dict() or {}).items()})
+        inner.load_state_dict({name: torch.tensor(values, dtype=torch.float64) for name, values in whole.items()})
+        torch.testing.assert_close(late(images), engine.predict(images), rtol=1e-10, atol=1e-11)
+        with pytest.raises(RequestError, match=r"engine\.predict"):  # the copy's state is no one else's
+            module(images)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        run_copies(network(), 2, body)
+    run_copies(network(), 2, body)
+
+
+def test_a_copy_warns_of_its_state() -> None:
+    def body(comm: Any, module: nn.Module) -> nn.Module:
+        engine_of(comm, module, "stages").train_step(*data(0))
+        return copy.deepcopy(module)
+
+    for other in run_copies(network(), 2, body):
+        with pytest.warns(UserWarning, match=r"engine\.gather_state_dict\(\)"):
+            other.state_dict()
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
