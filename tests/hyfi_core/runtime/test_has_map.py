@@ -12,6 +12,7 @@ import hyfi_core
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import NoMapError
+from tests.harness import run_copies
 
 
 class Pooled(nn.Module):
@@ -59,4 +60,5 @@ def test_a_map_is_known_before_a_run(plan: dict[str, Any], kind: type[nn.Module]
 def test_a_plan_of_stages_does_not_say() -> None:
     net = nn.Sequential(Pooled().first, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
     plan = hyfi_core.ParallelPlan(grids=((1, 1), (1, 1)), cuts=("0",))
-    assert run_ranks(2, lambda comm: hyfi_core.parallelize(net, (1, 3, 8, 8), plan, comm).pools_a_map) == [None, None]
+    found = run_copies(net, 2, lambda comm, own: hyfi_core.parallelize(own, (1, 3, 8, 8), plan, comm).pools_a_map)
+    assert found == [None, None]
