@@ -263,14 +263,14 @@ def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, 
 
 
 def csv_bytes(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> bytes:
-    """Return a CSV in UTF-8. None and missing values are empty.
+    """Return a CSV in UTF-8. None and missing values become empty cells.
 
     Texts that a spreadsheet would run as a formula get an apostrophe in front, which `read_table` removes: those that
-    start with ``=``, ``@``, a tab or a carriage return, or with ``+`` or ``-`` and are no numbers
+    start with ``=``, ``@``, a tab or a carriage return, or with ``+`` or ``-`` and are not numbers
     (https://owasp.org/www-community/attacks/CSV_Injection).
     """
     lines = [_line(columns), *(_line([row.get(name) for name in columns]) for row in rows)]
-    # Names of files that are not UTF-8 keep their bytes.
+    # File names that are not valid UTF-8 keep their bytes.
     return "".join(lines).encode("utf-8", "surrogateescape")
 
 

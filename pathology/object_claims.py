@@ -144,7 +144,7 @@ def _stale_version(path: ObjectPath) -> str | None:
 
 
 def _server_time_s(path: ObjectPath) -> float:
-    """Return the time of the server's clock, from the date of an object that is written now."""
+    """Return the time of the server's clock, by which claims age: clocks of hosts differ. It dates an empty object."""
     probe = path.with_name(f".now-{secrets.token_hex(8)}")
     try:
         probe.write_bytes(b"")

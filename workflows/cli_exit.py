@@ -10,7 +10,7 @@ import typer
 
 from hyfi_core.runtime.launch import inside_launcher
 from workflows import signals
-from workflows.console import outlive_readers
+from workflows.console import ignore_closed_stdout
 from workflows.exit_codes import exit_code_of
 from workflows.paths import require_writable
 
@@ -26,13 +26,15 @@ def exit_with(command: Callable[[], int], writes: Path | None = None, as_ranks: 
     """
 
     def prepare() -> None:
+        """Set what a request to stop and a closed standard output do; check the output path."""
         if as_ranks and inside_launcher():
-            # A rank of several: it stops with the others.
+            # One of several ranks: all must stop at the same step.
             signals.remember_requests()
         else:
             signals.interrupt_on_request()
         if writes is not None or as_ranks:
-            outlive_readers()
+            # What it writes is worth more than what it prints: `| head` must not end it.
+            ignore_closed_stdout()
         if writes is not None:
             require_writable(writes)
 

@@ -10,7 +10,7 @@ import typer
 from hyfi_core.errors import RequestError
 from workflows import signals
 from workflows.cli_options import Device, Json, Part, Resume
-from workflows.console import outlive_readers
+from workflows.console import ignore_closed_stdout
 from workflows.exit_codes import exit_code_of
 
 Store = Annotated[Path, typer.Argument(metavar="STORE", help="The store with the slides.")]
@@ -136,7 +136,7 @@ def features(
 
 def _prepare() -> None:
     signals.interrupt_on_request()
-    outlive_readers()
+    ignore_closed_stdout()
 
 
 def _options(text: str | None) -> dict[str, Any]:

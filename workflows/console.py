@@ -80,7 +80,7 @@ def keep_lines(keep: Keep | None) -> None:
 _outlives_readers = False
 
 
-def outlive_readers() -> None:
+def ignore_closed_stdout() -> None:
     """From now on, go on without output when its reader has gone, as in ``hyfi train … | head``.
 
     For commands that write their results to files: hours of training must not be lost with a terminal.

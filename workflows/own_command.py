@@ -27,14 +27,14 @@ def run_command(
 
     Args:
         arguments: The command and its arguments, without ``hyfi``.
-        seconds_to_stop: How long the command may take to end after a request to stop; None: as long as it needs.
+        seconds_to_stop: How long the command may take to end after Ctrl-C; None: as long as it needs.
         watch: Is called every second; the command is stopped when it returns True.
 
     Raises:
         KeyboardInterrupt: Stopped on request; the command has ended.
     """
     text = [str(argument) for argument in arguments]
-    # Cohorts of many slides would fill the terminal.
+    # Shortened: the paths of a large cohort would fill the terminal.
     shown = shlex.join(text) if len(text) < 12 else f"{shlex.join(text[:3])} … {shlex.join(text[-2:])}"
     say(f"$ hyfi {shown}")
     # In a new session, so that Ctrl-C reaches only this process, which then stops the command once.

@@ -100,7 +100,7 @@ class NoDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the operator, unless it draws."""
+        """Call the operator; refuse one that draws random numbers from a generator of the process."""
         kwargs = kwargs or {}
         # Tags belong to ATen operators, which only a dispatch mode gets: F.dropout has none.
         if (

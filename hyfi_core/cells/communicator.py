@@ -350,10 +350,10 @@ def cell_communicators(
     """Return the communicator of each cell of this process in the group of all cells.
 
     Args:
-        comm: the processes.
+        comm: communicator of the processes.
         baton: baton of this process's cells.
         members: (process, cell) of every rank of the group, in order.
-        spills: whether maps of cells may be moved out of memory.
+        spills: whether maps of cells may be spilled.
     """
     group = CellGroup(comm, baton, members, spills)
     return [CellCommunicator(group, cell) for cell in range(baton.size)]

@@ -185,10 +185,10 @@ def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str],
 
 
 def _cell_bytes(sketch: Sketch, margins: Margins) -> Mapping[str, float]:
-    """Return map -> bytes of the largest part that a cell computes of it; of the image, the part that a cell reads."""
+    """Return map -> bytes of the largest part that a cell computes of it; for the image, the largest that one reads."""
     read: list[Boxes] = []
     sizes = {value: layout.parts.largest * sketch.pixel_bytes[value] for value, layout in sketch.layouts.items()}
-    # A flow is an operator that can be in a run: in one, cells compute margins beyond their parts.
+    # A flow is an operator that a fused run may contain; inside of a run, cells also compute margins of their parts.
     for flow in sketch.flows:
         boxes = margins.computed.get(flow.name, sketch.layouts[flow.makes[0]].parts)
         sizes.update((value, boxes.largest * sketch.pixel_bytes[value]) for value in flow.makes)

@@ -148,9 +148,9 @@ class PagedSteps:
         recomputes: bool = True,
     ) -> None:
         self._pager, self._order, self._context, self._recomputes = pager, order, context, recomputes
-        # Inputs of the running step; when it has ended, its recomputation is made from them.
+        # Inputs of the running step: when it ends, a record of how to recompute its outputs keeps them.
         self._taken: dict[str, torch.Tensor] = {}
-        self._backward_use = -1  # of the running step: when its saved tensors are used
+        self._backward_use = -1  # time at which the running step's backward uses its saved tensors; -1: no step runs
 
     def need(self, tensors: Any) -> None:
         """Load pages; see ``StepMemory``."""

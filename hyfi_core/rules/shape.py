@@ -83,7 +83,7 @@ def _survivor(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> int |
 
 
 def permute(builder: Builder, op: Operator) -> None:
-    """``permute`` and ``transpose``."""
+    """``permute`` and ``transpose``: each rank permutes its part; the map's height and width are other dims then."""
     name = op.args[0].name
     count = len(builder.shape(name))
     order = list(range(count))

@@ -298,7 +298,7 @@ class DryRun:
         self._start(number, halves)
 
     def _start(self, number: int, halves: list[tuple[int, int, Half]]) -> None:
-        """Start a rank's side of the messages of its current action, or queue them in its stream."""
+        """Start a rank's halves of the messages of its current action, or queue them in its stream."""
         rank = self.ranks[number]
         if not self._one_stream:
             for sender, receiver, half in halves:
@@ -308,11 +308,11 @@ class DryRun:
             for _, _, half in halves:
                 half.batch = batch
             rank.stream.append(batch)
-            # Until no stream moves; the list, unlike a generator, tries every stream in each round.
-            while any([self._moved(rank) for rank in self.ranks]):
+            # Advance all streams until none moves. A list: with a generator, ``any`` would end at the first that moves.
+            while any([self._advance_stream(each) for each in self.ranks]):
                 pass
 
-    def _moved(self, rank: RankState) -> bool:
+    def _advance_stream(self, rank: RankState) -> bool:
         """Start and end messages of a rank's stream while possible; return whether there were any."""
         moved = False
         while rank.stream:

@@ -208,35 +208,35 @@ def _by_slot(slots: Iterable[tuple[int, Action]]) -> list[Action]:
 
 
 def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]:
-    """Interleaved 1F1B (Narayanan et al., SC'21): each of D grids has v = ``interleave`` stages, D stages apart.
+    """Interleaved 1F1B (Narayanan et al., SC'21): each of D = ``grids`` grids has v = ``interleave`` stages, D apart.
 
     Groups of D micro-batches pass through the first stage of every grid, then through the second, and so on. Grid g
     runs 2(D − 1 − g) + (v − 1)D forwards ahead, then alternates one forward and one backward.
 
-    On one grid no rank waits, and a micro-batch goes through all stages and back before the next begins: stages that
-    recompute keep what passes between them, and the maps of one stage at a time (Chen et al., "Training Deep Nets with
-    Sublinear Memory Cost", 2016).
+    On one grid nothing has to wait: each micro-batch goes through all stages and back before the next one starts. With
+    recomputation, memory then has the values between stages, and the maps of one stage at a time (Chen et al.,
+    "Training Deep Nets with Sublinear Memory Cost", 2016).
     """
     if grids == 1:
         return list(_sequential(interleave, microbatches))
     if microbatches % grids:
-        right = grids * max(1, round(microbatches / grids))
+        nearest = grids * max(1, round(microbatches / grids))
         raise RequestError(
             f"plan.interleave is {interleave} on {grids} grids, which needs a multiple of {grids} micro-batches; "
-            f"plan.microbatches is {microbatches}; use {right}"
+            f"plan.microbatches is {microbatches}; use {nearest}"
         )
     total = microbatches * interleave
     order = []
     for grid in range(grids):
         forwards, backwards = [], []
         for index in range(total):
-            # index counts (group of D micro-batches, turn through the grids, micro-batch within the group), the last
+            # index counts (group of D micro-batches, round through the grids, micro-batch within the group), the last
             # number fastest.
             group, index_in_group = divmod(index, grids * interleave)
-            turn, member = divmod(index_in_group, grids)
+            passes, member = divmod(index_in_group, grids)
             microbatch = group * grids + member
-            forwards.append(act(Verb.F, turn * grids + grid, 0, microbatch))
-            backwards.append(act(Verb.B, (interleave - 1 - turn) * grids + grid, 0, microbatch))
+            forwards.append(act(Verb.F, passes * grids + grid, 0, microbatch))
+            backwards.append(act(Verb.B, (interleave - 1 - passes) * grids + grid, 0, microbatch))
         ahead = min(total, 2 * (grids - 1 - grid) + (interleave - 1) * grids)
         order += forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards, strict=False):

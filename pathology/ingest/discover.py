@@ -310,7 +310,7 @@ def _checked(name: str) -> str:
 
 
 def _plain_name(source: Path, scene: str, folders: _Folders) -> str:
-    """Return the name of a slide, made valid as a file's name.
+    """Return the name of a slide: a valid file name, followed by its scene, if there is one.
 
     It is the name of its file, with the suffix only if two files would have the same name. For a DICOM series it is the
     folder's name, or the series' UID if the folder has several.
@@ -323,7 +323,7 @@ def _plain_name(source: Path, scene: str, folders: _Folders) -> str:
         stem = source.name
     # NFC: macOS writes é as e and an accent, but a copy of the slide on Linux must have the same name.
     name = re.sub(r"[\\\x00-\x1f]", "_", unicodedata.normalize("NFC", stem))
-    # Strip white space: cells of tables are stripped, so no row could name a slide "x ".
+    # No dot in front: it would hide the store. No white space: cells of tables are stripped, so no row could name "x ".
     name = re.sub(r"^[\s.]+|\s+$", "", name) or "slide"
     if len(name.encode("utf-8", "replace")) > _LONGEST_NAME_BYTES:
         # File systems allow 255 bytes, and temporary names have suffixes.

@@ -143,12 +143,17 @@ class KeyFile:
         return replace(job, slide_id=row.slide_id, row=shown, secret=row.secret)
 
     def _row(self, job: SlideJob) -> KeyRow:
-        """Return the job's row, updated from the user's manifest."""
+        """Return the job's row of the key, or a new one, with the case and other columns of the user's manifest."""
         path, manifest_row = str(job.source), job.row
-        row = self._rows.get(path) or self._moved(job.source)
+        row = self._rows.get(path) or self._row_of_moved_file(job.source)
         if row is None:
             row = KeyRow(
-                self._pseudonym("s", path), "", self._secret, path, manifest_row.get("slide_id", job.slide_id), ""
+                self._pseudonym("s", path),
+                case_id="",
+                secret=self._secret,
+                source_path=path,
+                real_slide_id=manifest_row.get("slide_id", job.slide_id),
+                real_case_id="",
             )
         if manifest_row.get("case_id"):
             row = replace(
@@ -157,7 +162,7 @@ class KeyFile:
         other_columns = {k: v for k, v in manifest_row.items() if k not in (*_COLUMNS, *KEPT_COLUMNS, "path")}
         return replace(row, others=row.others | other_columns)
 
-    def _moved(self, source: Path) -> KeyRow | None:
+    def _row_of_moved_file(self, source: Path) -> KeyRow | None:
         """Return the row of a missing file with the same name, with its new path ``source``; None without exactly one.
 
         The row is removed from ``_rows``.

@@ -161,22 +161,30 @@ def _pair(rng: np.random.Generator, mpp_um: float) -> _Pair:
     return _Pair(haematoxylin, _plane(cover), dust.astype(np.float32), _granules(rng, mpp_um, inside))
 
 
-def _granules(rng: np.random.Generator, mpp_um: float, inside: Field) -> Field:
-    """Return the fraction of each pixel covered by coarse granules: discs on a jittered lattice."""
-    half = inside.shape[0] // 2
+def _granules(rng: np.random.Generator, mpp_um: float, depth_um: Field) -> Field:
+    """Return the opacity, 0 to 1, of the coarse clumps of chromatin in a nucleus: discs on a jittered lattice.
+
+    Args:
+        rng: Draws the lattice and the discs.
+        mpp_um: Microns per pixel.
+        depth_um: Distance from the nucleus' outline, positive inside; granules fade towards it.
+    """
+    half = depth_um.shape[0] // 2
     y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32) * np.float32(mpp_um)
-    turn = rng.uniform(0, np.pi)
-    apart, radius = rng.uniform(3.5, 4.6), rng.uniform(1.1, 1.4)
-    result = np.zeros_like(inside)
-    ragged = 0.16 * _chromatin(rng, inside.shape, 0.5 / mpp_um)
+    angle = rng.uniform(0, np.pi)
+    spacing_um, radius_um = rng.uniform(3.5, 4.6), rng.uniform(1.1, 1.4)
+    result = np.zeros_like(depth_um)
+    ragged_um = 0.16 * _chromatin(rng, depth_um.shape, 0.5 / mpp_um)
     for i in range(-2, 3):
         for j in range(-2, 3):
             # 0.87 ≈ √3 / 2, and every second row is shifted by half: a triangular lattice.
-            v, u = np.array([i * 0.87 * apart, (j + i % 2 / 2) * apart]) + rng.normal(0, 0.55, 2)
-            v, u = v * np.cos(turn) - u * np.sin(turn), v * np.sin(turn) + u * np.cos(turn)
-            grain = radius * rng.uniform(0.75, 1.15) - np.hypot(y - v, (x - u) * rng.uniform(0.75, 1.3)) + ragged
-            result = np.maximum(result, np.clip(grain / 0.9 + 0.5, 0, 1) * rng.uniform(0.9, 1))
-    return (result * np.clip((inside - 0.3) / 0.8, 0, 1)).astype(np.float32)
+            v, u = np.array([i * 0.87 * spacing_um, (j + i % 2 / 2) * spacing_um]) + rng.normal(0, 0.55, 2)
+            centre_y, centre_x = v * np.cos(angle) - u * np.sin(angle), v * np.sin(angle) + u * np.cos(angle)
+            distance_um = np.hypot(y - centre_y, (x - centre_x) * rng.uniform(0.75, 1.3))
+            inside_um = radius_um * rng.uniform(0.75, 1.15) - distance_um + ragged_um
+            # The edge of a disc is 0.9 µm wide.
+            result = np.maximum(result, np.clip(inside_um / 0.9 + 0.5, 0, 1) * rng.uniform(0.9, 1))
+    return (result * np.clip((depth_um - 0.3) / 0.8, 0, 1)).astype(np.float32)
 
 
 def _match_colours(pairs: list[_Pair]) -> tuple[Field, list[Field], list[Field]]:

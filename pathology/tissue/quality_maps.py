@@ -24,7 +24,7 @@ def blur_to_json(blur: BlurMap, mpp_um: float) -> dict[str, Any]:
 
     Args:
         blur: The map.
-        mpp_um: Microns per pixel at which sharpness was measured.
+        mpp_um: Microns per pixel at which sharpness was measured; a pixel of the PNG is `PATCH_PX` times as wide.
     """
     measured = np.isfinite(blur.values)
     # At least 1, because 0 means that a patch was not measured.

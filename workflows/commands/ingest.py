@@ -68,7 +68,7 @@ class IngestArguments:
     as_json: bool
 
     def request(self) -> Request:
-        """Return what to ingest.
+        """Return the arguments as a request, once they are valid and the store can be written.
 
         Raises:
             RequestError: A value is not valid.
@@ -93,7 +93,7 @@ class IngestArguments:
         )
         _check_cache(self.cache)
         store = location(self.out)
-        # Checked with the request: otherwise the first slide would fail after minutes of reading.
+        # Checked now: otherwise the error would come after minutes of reading the first slide.
         require_can_be_written(store)
         part = parse_part(self.part)
         return Request(self.paths, store, options, self.overwrite, part, self.pseudonyms, self.merge_alike)

@@ -203,7 +203,8 @@ def _logs_text(folder: Path, state: str, logs: list[dict[str, Any]]) -> list[str
     lines = [f"logs: {folder / FOLDER}, {counted(len(reports), 'rank')} on {counted(len(hosts), 'host')}{warnings}"]
     failed = first_failed(reports)
     if failed is not None:
-        kind = "failed" if state == "interrupted" else "first error"  # a run can continue after an error of a library
+        # Of an interrupted run, the error is what ended it. Others may go on after one, as if a library only logs it.
+        kind = "failed" if state == "interrupted" else "first error"
         lines.append(f"{kind}: rank {failed.rank} on {failed.host} at {failed.error_time}: {failed.error}")
     return lines
 

@@ -53,14 +53,14 @@ def sweep(
     """Train with several settings, and choose by validation; the test split is never used."""
 
     def body() -> int:
-        from workflows.console import outlive_readers
+        from workflows.console import ignore_closed_stdout
         from workflows.launch.resumption import Resumption
         from workflows.sweep import command
         from workflows.sweep.optuna_search import requested_settings
         from workflows.sweep.sweep_runs import SweepRuns
 
         # It goes on when nobody reads its output any more, as in ``hyfi sweep … | head``: its results are files.
-        outlive_readers()
+        ignore_closed_stdout()
         chosen, searched = requested_settings(settings, search, trials, seed, prune)
         resumption = Resumption.of(resume, source=None, accepts_changes=False)
         runs = SweepRuns(config, tuple(overrides or ()), ranks, resumption, chosen, folds, fold_column)

@@ -51,7 +51,7 @@ def is_own(task: Task) -> bool:
 
 
 def try_task(task: Task, targets: Sequence[Target]) -> None:
-    """Call the methods of a user's task with random outputs of a few slides, and check what they return.
+    """Call the methods of a user's task with random outputs of a few slides: mistakes show before a run, not during it.
 
     Args:
         task: The task.
@@ -65,16 +65,17 @@ def try_task(task: Task, targets: Sequence[Target]) -> None:
     labels = _tried(name, "tensor", lambda: task.tensor(targets))
     if not isinstance(labels, torch.Tensor) or len(labels) != len(targets):
         raise RequestError(f"{KEY} {name!r}: tensor must return a tensor with a row for each of {len(targets)} labels")
+    # Weights of the loss would not be trained.
     with without_parameters():
         loss = _tried(name, "loss", lambda: task.loss(outputs, labels))
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
-        raise RequestError(f"{KEY} {name!r}: loss must return a tensor without dims, computed from the outputs")
+        raise RequestError(f"{KEY} {name!r}: loss must return a scalar tensor, computed from the outputs")
     values, counts = outputs.detach().double(), torch.ones(_DRAWS, len(targets), dtype=torch.float64)
     drawn = _tried(name, "drawn", lambda: task.drawn(values, labels, counts))
     wrong = [metric for metric in task.metric_names if metric not in drawn or drawn[metric].shape != (_DRAWS,)]
     if wrong:
         raise RequestError(f"{KEY} {name!r}: drawn must return {', '.join(wrong)}, each (draws,) = ({_DRAWS},)")
-    of_case = torch.zeros(len(targets), dtype=torch.long)
+    of_case = torch.zeros(len(targets), dtype=torch.long)  # all slides are of one case
     merged, merged_labels = _tried(name, "by_case", lambda: task.by_case(values, labels, of_case, "mean"))
     if merged.shape != (1, task.outputs) or len(merged_labels) != 1:
         raise RequestError(f"{KEY} {name!r}: by_case must return outputs (cases, {task.outputs}) and their labels")

@@ -101,14 +101,16 @@ class Validating:
                 self._client.submit(step, weights, self._stop_requested)
 
     def sync(self) -> bool:
-        """Record results that arrived, publish a checkpoint that is written, and update ``last`` (collective).
+        """Record results that arrived, publish a checkpoint that all ranks have written, update ``last`` (collective).
+
+        If the validators are gone, the trainers validate from now on.
 
         Returns:
             Whether a stop was requested, the same on every trainer.
         """
         with self._timed():
             self._collect()
-        # One message for four questions: each of its own would cost every step another round of all ranks.
+        # One message for four questions: with four, every step would wait for three more rounds of all ranks.
         writing = int(self._checkpoints.busy())
         vote = torch.tensor([int(self._stop.poll(self._world)), int(self._gave_up), self._recorded_last, writing])
         start_s = time.perf_counter()
@@ -118,7 +120,7 @@ class Validating:
         # No rank is writing any more, and all know it: the moment to publish together.
         if not vote[3]:
             self._checkpoints.advance(self.open_steps)
-        # Every trainer has the same votes, so all turn here, or none.
+        # All trainers have the same votes, so all take this branch, or none.
         if gave_up and self._remote and self.last is None and not stopped:
             with self._timed():
                 self._take_over()

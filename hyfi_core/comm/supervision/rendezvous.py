@@ -168,11 +168,11 @@ def joined(start: Callable[[], T], expected: Expected, interrupted: Callable[[],
 
 
 def _say(expected: Expected, waited_s: float, limit_s: float) -> None:
-    """Print that this process waits, for which ranks, and for how long it will."""
+    """Print that this process waits, for which ranks, and for how long it will wait."""
     until = f"for up to {limit_s:g} s ({LIMIT_VARIABLE})" if limit_s else "without a limit"
     line = (
-        f"hyfi: {socket.gethostname()}, process {os.getpid()}: waiting for other ranks since {waited_s:.3g} s: "
-        f"{expected.describe()}. {expected.advice()}. It waits {until}; Ctrl-C or SIGTERM ends it\n"
+        f"hyfi: {socket.gethostname()}, process {os.getpid()}: has waited {waited_s:.3g} s for other ranks: "
+        f"{expected.describe()}. {expected.advice()}. It will wait {until}; Ctrl-C or SIGTERM ends it\n"
     )
     # In one write: ``print`` writes the end of the line separately, and lines of several ranks would mix.
     sys.stderr.write(line)

@@ -102,11 +102,11 @@ class ThreadGroup:
             return
         self._streams[rank].append(operation)
         # A list, so that ``any`` tries every stream in each round. An operation that completes may let others complete.
-        while any([self._moved(stream) for stream in self._streams]):
+        while any([self._advance(stream) for stream in self._streams]):
             pass
 
     @staticmethod
-    def _moved(stream: deque[Operation]) -> bool:
+    def _advance(stream: deque[Operation]) -> bool:
         """Begin and complete operations of one rank's stream; return whether any began or completed."""
         moved = False
         while stream:

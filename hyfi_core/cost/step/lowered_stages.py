@@ -82,31 +82,33 @@ class PartlyLowered:
     ) -> None:
         assert fine.cuts != "auto" or fine.stages == 1, "cuts must be resolved first"
         self._program, self._fine, self._machine, self._known = program, fine, machine, lowered_plans
-        self._pieces = lowered_plans.cutter(program).cut(() if fine.cuts == "auto" else fine.cuts)
+        self._stages = lowered_plans.cutter(program).cut(() if fine.cuts == "auto" else fine.cuts)
         self.active = lowered_plans.active(program)
         # Of each stage that has been lowered, in order.
         self._splits: list[SplitsByName] = []
         self._entries: list[Mapping[str, Any]] = []
-        self._each: list[tuple[Stage, RankProgram, list[Operator]]] = []
+        self._lowered: list[tuple[Stage, RankProgram, list[Operator]]] = []
         self._divided: list[DividedStage] = []
         self._whole: LoweredStages | None = None
 
     def stage(self, index: int) -> tuple[Stage, DividedStage, list[Operator]]:
-        """Return (stage, the stage after lowering, its operators); plans with the same stage share these objects.
+        """Return (stage, the stage after lowering, its operators): it and the stages before it are lowered, once.
+
+        Plans with the same stage share these objects.
 
         Raises:
             RequestError: the stage cannot be lowered.
         """
-        grids = self._fine.grids * self._fine.interleave
+        grids = self._fine.grids * self._fine.interleave  # one of each stage
         # In order: the layouts of a stage depend on those of the values that it receives from earlier stages.
-        while len(self._each) <= index:
-            at = len(self._each)
-            piece, entries = self._pieces[at], entries_of(self._pieces[at], self._splits, grids[at])
-            stage, operators = self._known.stage(
-                (self._program, piece, grids[at], entries, self._fine),
+        while len(self._lowered) <= index:
+            at = len(self._lowered)
+            stage, entries = self._stages[at], entries_of(self._stages[at], self._splits, grids[at])
+            divided, operators = self._known.stage(
+                (self._program, stage, grids[at], entries, self._fine),
                 partial(
                     _lower_stage,
-                    piece,
+                    stage,
                     grids[at],
                     entries,
                     self._fine,
@@ -116,11 +118,11 @@ class PartlyLowered:
                 ),
             )
             self._entries.append(entries)
-            self._splits.append(stage.planes[0].splits)
-            self._divided.append(stage)
-            self._each.append((piece, stage.planes[0], operators))
-        piece, _, operators = self._each[index]
-        return piece, self._divided[index], operators
+            self._splits.append(divided.planes[0].splits)  # those of all planes
+            self._divided.append(divided)
+            self._lowered.append((stage, divided.planes[0], operators))
+        stage, _, operators = self._lowered[index]
+        return stage, self._divided[index], operators
 
     def whole(self) -> LoweredStages:
         """Return all stages, and the transfers between them.
@@ -129,8 +131,8 @@ class PartlyLowered:
             RequestError: a stage cannot be lowered, or no stage has branches for the plan's planes.
         """
         if self._whole is None:
-            self.stage(len(self._pieces) - 1)
-            pieces, grids, splits = self._pieces, self._fine.grids * self._fine.interleave, self._splits
+            self.stage(len(self._stages) - 1)
+            pieces, grids, splits = self._stages, self._fine.grids * self._fine.interleave, self._splits
             between = {
                 (a, b): boundary(
                     pieces[a],
@@ -148,7 +150,7 @@ class PartlyLowered:
                 raise RequestError(
                     f"plan.branches is {self._fine.branches}, but the model has no parallel branches that pay; use 1"
                 )
-            self._whole = LoweredStages(tuple(self._each), between, carried, tuple(self._divided))
+            self._whole = LoweredStages(tuple(self._lowered), between, carried, tuple(self._divided))
         return self._whole
 
 

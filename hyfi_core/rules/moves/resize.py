@@ -34,27 +34,25 @@ def conv_transpose2d(builder: Builder, op: Operator) -> None:
     sizes = builder.shape(op.first_output)[2:]
     spans = [d * (k - 1) for d, k in zip(dilation, builder.shape(weight.name)[2:], strict=True)]
     axes = tuple(scattered(size, *settings) for size, *settings in zip(sizes, stride, padding, spans, strict=True))
-    plan = reach(builder, x.name, axes)  # type: ignore[arg-type]
-    # The local result covers more than the owned part: by how much before it, and after it.
-    before = [
-        plan.part.y0 - (plan.need.y0 * stride[0] - padding[0]),
-        plan.part.x0 - (plan.need.x0 * stride[1] - padding[1]),
-    ]
-    covered = [(n - 1) * s + span + 1 for n, s, span in zip(plan.need.shape, stride, spans, strict=True)]
-    behind = [b + n - c for b, n, c in zip(before, plan.part.shape, covered, strict=True)]
-    edges = (-before[1], behind[1], -before[0], behind[0])
+    reached = reach(builder, x.name, axes)  # type: ignore[arg-type]
+    need, part = reached.need, reached.part
+    # Rows and columns to add to the local result at each side, so that it is the owned part; negative: to crop.
+    before = (need.y0 * stride[0] - padding[0] - part.y0, need.x0 * stride[1] - padding[1] - part.x0)
+    sizes_made = [(n - 1) * s + span + 1 for n, s, span in zip(need.shape, stride, spans, strict=True)]
+    after = [wanted - start - made for wanted, start, made in zip(part.shape, before, sizes_made, strict=True)]
+    edges = (before[1], after[1], before[0], after[0])
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
         if groups > 1 and max(dilation) > 1 and tensor.device.type == "cpu":
-            # For channels-last maps of 16 bits, PyTorch 2.13 leaves their gradient of the weights unset.
+            # For 16-bit inputs in channels-last, PyTorch 2.13 does not write the gradient of the weights.
             tensor = tensor.contiguous()
         # Without padding, which is cropped below, and bias, which must be added also where no input reaches.
         result = F.conv_transpose2d(tensor, kernel, None, stride, 0, 0, groups, dilation)
         result = F.pad(result, edges)
         return result + bias[0].to(result.dtype).view(1, -1, 1, 1) if bias else result
 
-    inputs = (plan.canvas, weight.name) if bias is None else (plan.canvas, weight.name, bias.name)
-    builder.compute(call, inputs, op.outputs, plan.split)
+    inputs = (reached.canvas, weight.name) if bias is None else (reached.canvas, weight.name, bias.name)
+    builder.compute(call, inputs, op.outputs, reached.split)
 
 
 def upsample_bilinear(builder: Builder, op: Operator) -> None:

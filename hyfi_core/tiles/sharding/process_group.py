@@ -50,7 +50,7 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
         device: device of the weights.
 
     Raises:
-        RequestError: on every rank: this backend's ranks cannot have one.
+        RequestError: on every rank: ranks are threads of one process, or their processes use torch.distributed already.
     """
     own = getattr(comm, "process_group", None)
     if own is not None:
@@ -78,10 +78,11 @@ def process_group(comm: Communicator, device: torch.device) -> Any:
         host, _, port = address.rpartition(":")
         store = library.TCPStore(host, int(port), comm.size, is_master=False, timeout=_LIMIT, wait_for_workers=False)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    report = sys.excepthook
+    our_hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=_LIMIT)
-    # The library has replaced our hook by one that writes its output after it has returned, but ours ends the process.
-    sys.excepthook = report
+    # init_process_group has wrapped our hook, to write what it prints once it has returned. Ours ends the process and
+    # never returns, so what it prints would be lost.
+    sys.excepthook = our_hook
     atexit.register(_leave)
     _MADE[f"{ranks[0].host} {address}"] = dist.group.WORLD
     return dist.group.WORLD

@@ -88,8 +88,9 @@ def _batch(shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _step_s(comm: Communicator, engine: Engine, shape: tuple[int, int, int, int], steps: int) -> float:
-    """Return the seconds of the shortest step, from barrier to barrier."""
-    (images, labels), times = _batch(shape), []
+    """Return the seconds of the shortest of ``steps`` steps after the first `_WARM`, from barrier to barrier."""
+    images, labels = _batch(shape)
+    times = []
     for _ in range(_WARM + steps):
         comm.barrier()
         begin = time.perf_counter()

@@ -87,8 +87,8 @@ def _training(model_name: str, size_px: int, batch: int, options: dict[str, Any]
     plan = hyfi_core.ParallelPlan(**options)
     shape = (batch, 3, size_px, size_px)
     images, labels = torch.randn(shape), torch.zeros(batch, dtype=torch.long)
-    more = [True]  # whether a step follows; set by rank 0, read by all ranks between the two barriers
-    before, after = threading.Barrier(plan.ranks), threading.Barrier(plan.ranks)
+    ended = threading.Event()  # set by rank 0 before the first barrier, read by all ranks between the two
+    start_barrier, end_barrier = threading.Barrier(plan.ranks), threading.Barrier(plan.ranks)
 
     def body(comm: Any) -> None:
         """Take a step whenever rank 0 reads ``step`` from its input, until it reads anything else."""
@@ -97,20 +97,23 @@ def _training(model_name: str, size_px: int, batch: int, options: dict[str, Any]
         sgd = functools.partial(torch.optim.SGD, lr=1e-4)
         engine = hyfi_core.parallelize(model, shape, plan, comm, optimizer=sgd)
 
-        def step() -> None:
+        def step() -> bool:
+            """Train a step, or nothing after the end; return whether a step was trained."""
             # With both barriers, the time of rank 0's step includes the work of all ranks.
-            before.wait()
-            if more[0]:
+            start_barrier.wait()
+            trains = not ended.is_set()
+            if trains:
                 engine.train_step(images, labels)
-            after.wait()
+            end_barrier.wait()
+            return trains
 
         if comm.rank == 0:
             serve(step)
-            more[0] = False
-            step()  # no training step, but the other ranks pass the barriers and see that no step follows
+            ended.set()
+            step()  # trains nothing, but the other ranks pass the barriers and see that no step follows
             return
-        while more[0]:
-            step()
+        while step():
+            pass
 
     run_ranks(plan.ranks, body, timeout_s=3600.0)
 

@@ -87,18 +87,18 @@ def _of_label(
     distinct, rank = torch.unique(-scores, return_inverse=True)  # the highest score first
     shape = (len(counts), len(distinct))
     # (draws, distinct scores): slides with and without the label that have this score.
-    hits, misses = (torch.zeros(shape, dtype=torch.float64).index_add_(1, rank, part) for part in (yes, no))
-    # The same for this score or a higher one.
-    with_label, without_label = hits.cumsum(1), misses.cumsum(1)
-    # Slides without the label that rank lower; of those with the same score, one half.
-    area = (hits * (total_no[:, None] - without_label + misses / 2)).sum(1) / (total_yes * total_no)
+    positives, negatives = (torch.zeros(shape, dtype=torch.float64).index_add_(1, rank, part) for part in (yes, no))
+    # Those with this score or a higher one.
+    with_label, without_label = positives.cumsum(1), negatives.cumsum(1)
+    # For each slide with the label: those without it that rank lower, and half of those with the same score.
+    area = (positives * (total_no[:, None] - without_label + negatives / 2)).sum(1) / (total_yes * total_no)
     total = with_label + without_label
-    # A draw may lack the slides of the highest scores: 0 / 0, which its hits of 0 leave out below.
+    # 0 / 0 if a draw has no slide with so high a score. Any value will do: it has no positives there, either.
     precision = torch.where(total > 0, with_label / total, 0.0)
     true_positives, false_positives = (yes * called).sum(1), (no * called).sum(1)
     values = {
         "auroc": area,
-        "average_precision": (hits * precision).sum(1) / total_yes,
+        "average_precision": (positives * precision).sum(1) / total_yes,
         "balanced_accuracy": (true_positives / total_yes + 1 - false_positives / total_no) / 2,
         "f1": 2 * true_positives / (total_yes + true_positives + false_positives),
     }

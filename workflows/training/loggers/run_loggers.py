@@ -41,7 +41,7 @@ def check_loggers(names: Sequence[str]) -> None:
     """Check that the packages of loggers are installed; imports none of them.
 
     Raises:
-        RequestError: One is not.
+        RequestError: A package is missing.
     """
     for name in names:
         # `find_spec`, because importing them takes seconds.
