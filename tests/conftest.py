@@ -147,6 +147,7 @@ def _captures_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("hyfi_core.runtime.subject.capture", captured_once)
     monkeypatch.setattr("workflows.evaluation.programs.capture", captured_once)
     monkeypatch.setattr("hyfi_core.runtime.subject.verify_capture", lambda *given: None)
+    monkeypatch.setattr("hyfi_core.runtime.subject.mixes_images", lambda *given: False)
 
 
 @pytest.fixture(autouse=True)

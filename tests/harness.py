@@ -84,6 +84,7 @@ def run_copies(model: nn.Module, ranks: int, body: Callable[[Any, nn.Module], An
     with (
         mock.patch("hyfi_core.runtime.subject.capture", captured_once),
         mock.patch("hyfi_core.runtime.subject.verify_capture", lambda *given: None),
+        mock.patch("hyfi_core.runtime.subject.mixes_images", lambda *given: False),
     ):
         return run_ranks(ranks, lambda comm: body(comm, copies[comm.rank]), strict=strict)
 

@@ -42,6 +42,8 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}
 """Largest relative difference; both sides run the same kernels in the same order."""
 _COARSE = 3e-2
 """Largest relative difference for other dtypes, and for models that cannot run in float64."""
+_BATCHED_TOLERANCE = 1e-3
+"""Largest relative difference between an image in a batch and alone, for which other kernels may run."""
 
 Output = Callable[[Any], Any]
 Observed = dict[str, torch.Tensor | None]
@@ -74,6 +76,54 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
     return reason
 
 
+def mixes_images(model: nn.Module, shape: Shape, dtype: torch.dtype, output: Output | None = None) -> bool:
+    """Whether outputs for an image depend on the other images of its batch in evaluation mode, as small images show.
+
+    Args:
+        model: any; restored afterwards.
+        shape: shape of a micro-batch.
+        dtype: dtype of the images.
+        output: selects the logits from the output.
+    """
+    pick, stored = output or (lambda value: value), StoredTensors()
+    try:
+        with _evaluating(model):
+            for small in _small_shapes((2, *shape[1:])):
+                both = _image(small, dtype, model, 0)
+                both[1] = both[1] / 4 + 1  # other statistics than those of the first
+                of_image = OfImage()
+                run = _storing_run(model, pick, stored, of_image)
+                with contextlib.suppress(Exception), undisturbed(model), _without_caches(model, of_image):
+                    with torch.no_grad():
+                        outputs, alone = (_pytree.tree_leaves(run(images)) for images in (both, both[:1].clone()))
+                    return any(_first_differs(*pair) for pair in zip(outputs, alone, strict=True))
+    finally:
+        stored.void()
+    return False
+
+
+def _first_differs(both: Any, alone: Any) -> bool:
+    """Whether the values of the first of two images differ from those without the second by more than rounding."""
+    if not isinstance(both, torch.Tensor) or both.shape[:1] != (2,) or alone.shape[:1] != (1,):
+        return False
+    difference, size = (both[:1] - alone).double().norm(), alone.double().norm()
+    return bool(difference > _BATCHED_TOLERANCE * size)
+
+
+def _storing_run(
+    model: nn.Module, pick: Output, stored: StoredTensors, of_image: OfImage
+) -> Callable[[torch.Tensor], Any]:
+    """Return the model's forward, which notes the tensors that the model stores."""
+
+    def run(image: torch.Tensor) -> Any:
+        stored.note([image])
+        of_image.add([image])
+        with StoringRun(stored, of_image):
+            return pick(model(image))
+
+    return run
+
+
 def _compare(
     model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, mode: str, stored: StoredTensors
 ) -> str | None:
@@ -91,13 +141,7 @@ def _compare(
         RequestError: they differ.
     """
     of_image = OfImage()
-
-    def run(image: torch.Tensor) -> Any:
-        stored.note([image])
-        of_image.add([image])
-        with StoringRun(stored, of_image):
-            return pick(model(image))
-
+    run = _storing_run(model, pick, stored, of_image)
     # The first shape that works: a model may need a smallest size, such as a whole window of its last pool.
     for small in _small_shapes(shape):
         with contextlib.suppress(Exception), undisturbed(model), _without_caches(model, of_image):

@@ -19,7 +19,7 @@ from hyfi_core.capture.program import KEY, Program
 from hyfi_core.capture.released import Former, device_of, dtype_of, fill, release
 from hyfi_core.capture.state_watch import StateWatch
 from hyfi_core.capture.storing.filled_caches import compute_the_same, of_empty_caches
-from hyfi_core.capture.verify import verify_capture
+from hyfi_core.capture.verify import mixes_images, verify_capture
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.compiling.segment_compiler import SegmentCompiler
 from hyfi_core.plan.batch_shapes import BatchShapes, Shape
@@ -285,13 +285,22 @@ class Subject:
         )
 
     def verify(self) -> None:
-        """Compare the model with its capture on small images.
+        """Compare the model with its capture on small images; warn of predictions that depend on micro-batches.
 
         Raises:
             RequestError: they differ.
         """
         with own_use():  # of another engine's model, too
-            unseen = verify_capture(self.model, self.shapes.micro, self.dtype, self.settings.output)
+            facts = (self.model, self.shapes.micro, self.dtype, self.settings.output)
+            unseen = verify_capture(*facts)
+            mixes = self.shapes.micro[0] < self.shapes.whole[0] and mixes_images(*facts)
+        if mixes:
+            warnings.warn(
+                f"{type(self.model).__name__} mixes the images of a batch in evaluation mode, as norms without running "
+                f"statistics do: predict computes micro-batches of {self.shapes.micro[0]}, so that its output is not "
+                f"that of the whole batch; it is with plan.microbatches=1",
+                stacklevel=2,
+            )
         if unseen is not None:
             name = type(self.model).__name__
             warnings.warn(f"{name} could not be compared with its capture: {unseen}", stacklevel=2)

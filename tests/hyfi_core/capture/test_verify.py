@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import warnings
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -162,3 +163,24 @@ def test_a_model_that_takes_whole_tiles_only_is_compared(side: int) -> None:
             return self.first(x).reshape(b, -1).mean(1)
 
     assert verify_capture(OfTiles(), (1, 3, 4 * side, 8 * side), torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    ("norm", "microbatches", "is_said"),
+    [
+        (nn.BatchNorm2d(4, track_running_stats=False), 2, True),
+        (nn.BatchNorm2d(4, track_running_stats=False), 1, False),
+        (nn.BatchNorm2d(4), 2, False),
+        (nn.InstanceNorm2d(4), 2, False),
+    ],
+)
+def test_predictions_that_depend_on_micro_batches_are_said(norm: nn.Module, microbatches: int, is_said: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plan = hyfi_core.ParallelPlan(((1, 1),), microbatches=microbatches)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        hyfi_core.parallelize(model, (4, 3, 20, 22), plan, AloneCommunicator())
+    assert any("mixes the images of a batch" in str(warning.message) for warning in said) == is_said
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
