@@ -42,8 +42,8 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}
 """Largest relative difference; both sides run the same kernels in the same order."""
 _COARSE = 3e-2
 """Largest relative difference for other dtypes, and for models that cannot run in float64."""
-_BATCHED_TOLERANCE = 1e-3
-"""Largest relative difference between an image in a batch and alone, for which other kernels may run."""
+_MIXED = 1e-3
+"""Relative change of an image's outputs above which they depend on the other image; the same kernels run."""
 
 Output = Callable[[Any], Any]
 Observed = dict[str, torch.Tensor | None]
@@ -88,26 +88,34 @@ def mixes_images(model: nn.Module, shape: Shape, dtype: torch.dtype, output: Out
     pick, stored = output or (lambda value: value), StoredTensors()
     try:
         with _evaluating(model):
+            # Two of each shape: for one image alone, other kernels round otherwise, and random numbers may differ.
             for small in _small_shapes((2, *shape[1:])):
-                both = _image(small, dtype, model, 0)
-                both[1] = both[1] / 4 + 1  # other statistics than those of the first
-                of_image = OfImage()
-                run = _storing_run(model, pick, stored, of_image)
-                with contextlib.suppress(Exception), undisturbed(model), _without_caches(model, of_image):
-                    with torch.no_grad():
-                        outputs, alone = (_pytree.tree_leaves(run(images)) for images in (both, both[:1].clone()))
-                    return any(_first_differs(*pair) for pair in zip(outputs, alone, strict=True))
+                images = _image(small, dtype, model, 0)
+                others = images.clone()
+                others[1] = images[1] / 4 + 1  # other statistics
+                with contextlib.suppress(Exception):
+                    first, second = (_evaluated(model, pick, stored, batch) for batch in (images, others))
+                    return any(_first_differs(*pair) for pair in zip(first, second, strict=True))
     finally:
         stored.void()
     return False
 
 
-def _first_differs(both: Any, alone: Any) -> bool:
-    """Whether the values of the first of two images differ from those without the second by more than rounding."""
-    if not isinstance(both, torch.Tensor) or both.shape[:1] != (2,) or alone.shape[:1] != (1,):
+def _evaluated(model: nn.Module, pick: Output, stored: StoredTensors, images: torch.Tensor) -> list[Any]:
+    """Return the outputs of a forward without gradients, which leaves the model as it was."""
+    of_image = OfImage()
+    with undisturbed(model), _without_caches(model, of_image), torch.no_grad():
+        leaves = _pytree.tree_leaves(_storing_run(model, pick, stored, of_image)(images))
+        # Copies: an output may be a buffer, which is restored.
+        return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _first_differs(first: Any, second: Any) -> bool:
+    """Whether the outputs of the first of two images differ between two batches by more than rounding."""
+    if not isinstance(first, torch.Tensor) or first.shape[:1] != (2,) or second.shape != first.shape:
         return False
-    difference, size = (both[:1] - alone).double().norm(), alone.double().norm()
-    return bool(difference > _BATCHED_TOLERANCE * size)
+    difference, size = (first[:1] - second[:1]).double().norm(), first[:1].double().norm()
+    return bool(difference > _MIXED * size)
 
 
 def _storing_run(

@@ -98,6 +98,13 @@ def test_rows_inside_of_quotes_are_refused(tmp_path: Path, separator: str) -> No
     assert [row["slide_id"] for row in read_table(tmp_path / "t.csv", "labels").rows] == ["S0", "S1", "S4"]
 
 
+@pytest.mark.parametrize("comment", ["margin:\n2,5 mm", "17 seen,\n18, not 17\nby two readers"])
+def test_numbers_in_comments_of_several_lines_are_no_rows(tmp_path: Path, comment: str) -> None:
+    (tmp_path / "t.csv").write_text(f'slide_id,comment\n1,fine\n2,\n3,"{comment}"\n4,\n')
+    rows = read_table(tmp_path / "t.csv", "labels").rows
+    assert [row["slide_id"] for row in rows] == ["1", "2", "3", "4"] and rows[2]["comment"] == comment
+
+
 @pytest.mark.parametrize("text", ["-1.5", "+7", "-1e-05", "a=b", "1-2", "", "'quoted'"])
 def test_other_texts_are_written_as_they_are(text: str) -> None:
     assert csv_bytes(["a", "b"], [{"a": "x", "b": text}]) == f"a,b\nx,{text}\n".encode()

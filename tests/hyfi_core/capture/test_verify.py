@@ -17,7 +17,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.capture import verify
 from hyfi_core.capture.export import capture
-from hyfi_core.capture.verify import verify_capture
+from hyfi_core.capture.verify import mixes_images, verify_capture
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
@@ -184,3 +184,25 @@ def test_predictions_that_depend_on_micro_batches_are_said(norm: nn.Module, micr
     assert any("mixes the images of a batch" in str(warning.message) for warning in said) == is_said
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_models_that_draw_or_count_in_evaluation_mode_do_not_mix_images() -> None:
+    """Only what the other image changes is mixed; the second of two forwards had another count."""
+
+    class Counting(nn.Module):
+        count: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 2, 3)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            kept = nn.functional.dropout(self.conv(x + torch.randn_like(x)), 0.5, True)
+            return kept.mean((2, 3)) * self.count
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Counting().to(dtype)
+        assert not mixes_images(model, (1, 3, 20, 22), dtype)
+        assert model.count == 0
