@@ -14,10 +14,12 @@ from __future__ import annotations
 import os
 import re
 import stat
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -43,6 +45,7 @@ _SHARED, _PER_FRAME = 0x52009229, 0x52009230
 _OF_FRAMES = [0x00080008, 0x00209311, 0x00280008, 0x00480006, 0x00480007, 0x00280011, 0x00280010]
 """ImageType, DimensionOrganizationType, NumberOfFrames, (columns, rows) of the pixel matrix, and of a frame."""
 _CONCATENATION = 0x00209161
+_OFFSETS = 0x7FE00001
 _SYNTAX, _JPEG_BASELINE = 0x00020010, "1.2.840.10008.1.2.4.50"
 _PER_FRAME_TAG, _PIXELS_TAG = b"\x00\x52\x30\x92", b"\xe0\x7f\x10\x00"
 _COLUMN, _ROW = (
@@ -235,7 +238,7 @@ def _wrong_positions(positions: list[tuple[int, int]], count: int, size: tuple[i
     return "" if len(set(positions)) == count else "two of its frames have the same position"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JpegFrames:
     """The JPEG frames of a level. OpenSlide ignores libjpeg's warnings, and shows what it makes of damaged ones.
 
@@ -243,13 +246,12 @@ class JpegFrames:
         path: The level's file.
         size: (rows, columns) of the level.
         frame_px: (height, width) of a frame.
-        places: (row, column) of a frame, counted in frames -> (offset, bytes) in the file.
     """
 
     path: Path
     size: tuple[int, int]
     frame_px: tuple[int, int]
-    places: Mapping[tuple[int, int], tuple[int, int]]
+    _finds: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def check(self, box: Box) -> None:
         """Decode all frames that have pixels of ``box``, small and in grey, which takes less than half the time.
@@ -260,16 +262,37 @@ class JpegFrames:
         height, width = self.frame_px
         rows = range(box.y0 // height, -(-box.y1 // height))
         columns = range(box.x0 // width, -(-box.x1 // width))
+        with self._finds:
+            places = self._places
         with self.path.open("rb") as file:
             for at in ((row, column) for row in rows for column in columns):
-                start, count = self.places.get(at, (0, 0))
-                file.seek(start)
                 try:
-                    if count:  # none: a frame that was not scanned
-                        simplejpeg.decode_jpeg(file.read(count), "GRAY", min_height=1, min_width=1, strict=True)
+                    if at in places and (frame := _frame_at(file, *places[at])):  # others were not scanned
+                        simplejpeg.decode_jpeg(frame, "GRAY", min_height=1, min_width=1, strict=True)
                 except ValueError as error:
+                    if "subsampling level" in str(error):
+                        continue  # TurboJPEG lacks some factors of sampling, which OpenSlide's libjpeg has
                     where = f"{self.path.name}: the frame at row {at[0] * height}, column {at[1] * width}"
                     raise TileError(f"{where} cannot be decoded: {error}") from error
+
+    @cached_property
+    def _places(self) -> Mapping[tuple[int, int], tuple[int, int]]:
+        """(row, column) of a frame, counted in frames -> offsets of its item and the next one; empty if not found."""
+        from pydicom.filereader import read_partial
+
+        with suppress(Exception), self.path.open("rb") as file:
+            read_partial(file, stop_when=lambda tag, vr, length: tag >= _PER_FRAME, specific_tags=[_PHOTOMETRIC])
+            positions = _positions(file)
+            file.seek(0)
+            wanted = [_OFFSETS]
+            dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=wanted)
+            stated = dataset.get_item(_OFFSETS).value if _OFFSETS in dataset else b""
+            items = _items(file, file.tell() + 12, stated)
+            (height, width), across = self.frame_px, -(-self.size[1] // self.frame_px[1])
+            grid = [((row - 1) // height, (column - 1) // width) for column, row in positions]
+            grid = grid or [divmod(k, across) for k in range(across * -(-self.size[0] // height))]
+            return dict(zip(grid, pairwise([*items, 0]), strict=True))
+        return {}
 
 
 def jpeg_frames(path: Path) -> dict[tuple[int, int], JpegFrames]:
@@ -283,35 +306,58 @@ def jpeg_frames(path: Path) -> dict[tuple[int, int], JpegFrames]:
 
 
 def _frames_of(path: Path) -> JpegFrames | None:
-    """Return the frames of a level's file; None for other files, parts of a level, and frames in several fragments."""
+    """Return the frames of a level's file; None for other files, and parts of a level."""
     from pydicom.filereader import read_partial
 
     wanted = [*_OF_FRAMES, _CONCATENATION]
     with path.open("rb") as file:
         dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PER_FRAME, specific_tags=wanted)
-        if "VOLUME" not in _text(dataset, _OF_FRAMES[0]) or _CONCATENATION in dataset:
-            return None
-        if _text(dataset.file_meta, _SYNTAX) != _JPEG_BASELINE:
-            return None
-        columns, rows, width, height = (int(dataset[tag].value) for tag in _OF_FRAMES[3:])
-        positions = _positions(file)
-        file.seek(0)
-        read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=[_PHOTOMETRIC])
-        items = _items(file, file.tell() + 12)
-    across = -(-columns // width)
-    grid = [((row - 1) // height, (column - 1) // width) for column, row in positions]
-    grid = grid or [divmod(k, across) for k in range(across * -(-rows // height))]
-    return JpegFrames(path, (rows, columns), (height, width), dict(zip(grid, items[1:], strict=True)))
+    if "VOLUME" not in _text(dataset, _OF_FRAMES[0]) or _CONCATENATION in dataset:
+        return None
+    if _text(dataset.file_meta, _SYNTAX) != _JPEG_BASELINE:
+        return None
+    columns, rows, width, height = (int(dataset[tag].value) for tag in _OF_FRAMES[3:])
+    return JpegFrames(path, (rows, columns), (height, width))
 
 
-def _items(file: BinaryIO, at: int) -> list[tuple[int, int]]:
-    """Return (offset, bytes) of each item of encapsulated pixels at ``at``: the table of offsets, then the frames."""
+def _items(file: BinaryIO, at: int, stated: bytes) -> list[int]:
+    """Return the offsets of the frames' items in encapsulated pixels at ``at``.
+
+    Args:
+        file: The file.
+        at: Offset of the first item, the basic table of offsets.
+        stated: The extended table of offsets; empty if there is none.
+    """
+    table = int.from_bytes(os.pread(file.fileno(), 8, at)[4:], "little")
+    start = at + 8 + table
+    # Without a table OpenSlide visits all items, too. With one it does not: on a slow disk this takes minutes.
+    if stated or table:
+        offsets = (
+            np.frombuffer(stated, "<u8") if stated else np.frombuffer(os.pread(file.fileno(), table, at + 8), "<u4")
+        )
+        return [start + offset for offset in offsets.tolist()]
     items = []
-    while (head := os.pread(file.fileno(), 8, at))[:4] == _ITEM:
-        length = int.from_bytes(head[4:], "little")
-        items.append((at + 8, length))
-        at += 8 + length
+    while (head := os.pread(file.fileno(), 8, start))[:4] == _ITEM:
+        items.append(start)
+        start += 8 + int.from_bytes(head[4:], "little")
     return items
+
+
+def _frame_at(file: BinaryIO, item: int, following: int) -> bytes:
+    """Return the frame of an item; empty if it is in several items, or not there.
+
+    Args:
+        file: The file.
+        item: Offset of its item.
+        following: Offset of the next frame's item; 0 for the last frame.
+    """
+    file.seek(item)
+    head = file.read(8)
+    length = int.from_bytes(head[4:], "little")
+    if head[:4] != _ITEM or following not in (0, item + 8 + length):
+        return b""
+    frame = file.read(length)
+    return b"" if not following and file.read(4) == _ITEM else frame
 
 
 def stated_by_coarser_files(path: Path) -> StatedMpp | None:

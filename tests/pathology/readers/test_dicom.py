@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import struct
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import simplejpeg
+from PIL import Image
 
 from data.store.manifest import DONE, load_records
 from data.store.slide_store import SlideStore, slide_path
@@ -25,7 +27,7 @@ from pathology.ingest.staging import files_of, staged
 from pathology.readers import dicom_files
 from pathology.readers.dicom_files import DicomHeader, frame_contradiction, read_header
 from pathology.readers.openslide_source import OpenSlideSource
-from pathology.readers.source_level import BadTile
+from pathology.readers.source_level import RGB, BadTile
 from pathology.readers.sources import open_source
 from tests.pathology.readers.dicom_slides import CT, element, write_file, write_series
 from tests.pathology.readers.scanners import smooth
@@ -284,6 +286,58 @@ def test_a_frame_that_libjpeg_warns_of_is_bad(tmp_path: Path, places: list[tuple
         if places != PLACES[::-1]:
             rest = np.abs(out[128:] - picture[128:].astype(int))
             assert rest.mean() < 2
+
+
+def test_frames_are_found_by_tables_of_offsets_and_those_of_several_items_are_not_checked(tmp_path: Path) -> None:
+    (file,) = write_series(tmp_path, "a", smooth(256, 256), SERIES, levels=1)[1:]
+    head, empty, rest = file.read_bytes().partition(struct.pack("<HHI", 0xFFFE, 0xE000, 0))
+    frames, at = [], 0
+    while rest[at : at + 4] == empty[:4]:
+        length = int.from_bytes(rest[at + 4 : at + 8], "little")
+        frames.append(rest[at + 8 : at + 8 + length])
+        at += 8 + length
+    frames[1] = frames[1][: frames[1].rindex(b"\xff\xd9")] + b"\x11" * 40 + b"\xff\xd9"
+    frames[1] += bytes(len(frames[1]) % 2)
+    pixels, box = head.rindex(b"\xe0\x7f\x10\x00"), Box.of_size(256, 256)
+
+    def written(kind: str, items: int) -> None:
+        """Write the second and the last frame in ``items`` items, with a table of offsets of this kind."""
+        parts = [
+            [f[: len(f) // 4 * 2], f[len(f) // 4 * 2 :]] if k % 2 and items > 1 else [f] for k, f in enumerate(frames)
+        ]
+        blocks = [b"".join(empty[:4] + len(p).to_bytes(4, "little") + p for p in part) for part in parts]
+        starts = np.cumsum([0, *map(len, blocks[:-1])])
+        basic = starts.astype("<u4").tobytes() if kind == "basic" else b""
+        extended = element(0x7FE00001, "OB", starts.astype("<u8").tobytes()) if kind == "extended" else b""
+        extended = extended.replace(b"OB", b"OV", 1)
+        table = empty[:4] + len(basic).to_bytes(4, "little") + basic
+        file.write_bytes(head[:pixels] + extended + head[pixels:] + table + b"".join(blocks) + rest[at:])
+
+    for kind in ("", "basic", "extended"):
+        written(kind, 1)
+        (frame,) = dicom_files.jpeg_frames(file).values()
+        frame.check(Box(0, 128, 0, 128))
+        with pytest.raises(TileError, match="the frame at row 0, column 128 cannot be decoded: "):
+            frame.check(box)
+        written(kind, 2)
+        (frame,) = dicom_files.jpeg_frames(file).values()
+        frame.check(box)
+
+
+def test_factors_of_sampling_that_turbojpeg_lacks_are_no_damage(tmp_path: Path) -> None:
+    def encode(tile: RGB) -> bytes:
+        """Return a grey JPEG of 4:1:0 sampling: 32 × 16 px have eight blocks of luma and two of chroma, all zero."""
+        file = io.BytesIO()
+        Image.fromarray(np.full((128, 128, 3), 128, np.uint8)).save(file, "JPEG", subsampling="4:4:4")
+        whole = file.getvalue()
+        sampling, scan = whole.index(b"\xff\xc0") + 11, whole.index(b"\xff\xda")
+        bits = ("001010" * 8 + "0000" * 2) * 32
+        data = int(bits + "1" * (-len(bits) % 8), 2).to_bytes(-(-len(bits) // 8), "big")
+        return whole[:sampling] + b"\x24" + whole[sampling + 1 : scan + 14] + data + b"\xff\xd9"
+
+    write_series(tmp_path, "a", smooth(256, 256), SERIES, levels=1, encode=encode)
+    with closing(open_source(tmp_path / "a-0.dcm")) as source:
+        assert (source.read(Box.of_size(256, 256), 0) == 128).all()
 
 
 def test_a_spacing_that_coarser_levels_contradict_is_noted(tmp_path: Path) -> None:
