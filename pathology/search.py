@@ -12,7 +12,7 @@ from data.files import as_on_disk
 from data.location import each, is_remote, location
 from data.store.manifest import read_user_manifest
 from hyfi_core.errors import RequestError
-from pathology.readers.dicom_files import DicomHeader, file_of_slide, may_be_dicom, read_header
+from pathology.readers.dicom.files import DicomHeader, file_of_slide, may_be_dicom, read_header
 from pathology.readers.file_check import UNREAD_FORMATS
 from pathology.readers.ngff.groups import is_ome_zarr
 from pathology.readers.sources import SLIDE_SUFFIXES

@@ -18,7 +18,7 @@ from data.missing import is_missing
 from data.spelling import joined_note, one_spelling
 from data.store.manifest import record_path
 from hyfi_core.errors import RequestError
-from pathology.readers.dicom_files import DicomHeader, series_in
+from pathology.readers.dicom.files import DicomHeader, series_in
 from pathology.readers.ngff.groups import is_own_slide, name_of_store
 from pathology.readers.sources import SLIDE_SUFFIXES, largest_scene, scene_count
 from pathology.search import header_or_none, is_gone, slides_at

@@ -24,7 +24,7 @@ from pathlib import Path
 from data.files import is_running
 from data.location import is_remote
 from pathology.errors import SlideError
-from pathology.readers.dicom_files import may_be_dicom, series_files
+from pathology.readers.dicom.files import may_be_dicom, series_files
 
 _BLOCK_BYTES = 16 * 2**20
 _SPARE_BYTES = 2**30

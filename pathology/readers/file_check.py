@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.location import is_remote
 from pathology.errors import SlideError
-from pathology.readers.dicom_files import (
+from pathology.readers.dicom.files import (
     offsets_contradiction,
     position_contradiction,
     read_header,

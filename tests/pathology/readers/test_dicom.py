@@ -24,8 +24,9 @@ from pathology.ingest.archive import IngestOptions, Request, ingest, ingest_slid
 from pathology.ingest.discover import find_jobs
 from pathology.ingest.identity import SourceStamp
 from pathology.ingest.staging import files_of, staged
-from pathology.readers import dicom_files
-from pathology.readers.dicom_files import DicomHeader, frame_contradiction, read_header
+from pathology.readers.dicom import files as dicom_files
+from pathology.readers.dicom import frames as dicom_frames
+from pathology.readers.dicom.files import DicomHeader, frame_contradiction, read_header
 from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.source_level import RGB, BadTile
 from pathology.readers.sources import open_source
@@ -315,12 +316,12 @@ def test_frames_are_found_by_tables_of_offsets_and_those_of_several_items_are_no
 
     for kind in ("", "basic", "extended"):
         written(kind, 1)
-        (frame,) = dicom_files.jpeg_frames(file).values()
+        (frame,) = dicom_frames.jpeg_frames(file).values()
         frame.check(Box(0, 128, 0, 128))
         with pytest.raises(TileError, match="the frame at row 0, column 128 cannot be decoded: "):
             frame.check(box)
         written(kind, 2)
-        (frame,) = dicom_files.jpeg_frames(file).values()
+        (frame,) = dicom_frames.jpeg_frames(file).values()
         frame.check(box)
 
 

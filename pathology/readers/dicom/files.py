@@ -14,21 +14,15 @@ from __future__ import annotations
 import os
 import re
 import stat
-import threading
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import imagecodecs
 import numpy as np
-import simplejpeg
 
-from hyfi_core.plan.box import Box
-from pathology.errors import TileError
 from pathology.readers.facts.colour import believed_jpeg, pixels_say
 from pathology.readers.facts.jpeg_2000 import is_jp2
 from pathology.readers.facts.slide_facts import StatedMpp
@@ -40,13 +34,11 @@ if TYPE_CHECKING:
 
 _WHOLE_SLIDE = "1.2.840.10008.5.1.4.1.1.77.1.6"
 _SOP_CLASS, _SERIES, _SERIES_NUMBER = 0x00020002, 0x0020000E, 0x00200011
-_PHOTOMETRIC, _PIXELS = 0x00280004, 0x7FE00010
-_SHARED, _PER_FRAME = 0x52009229, 0x52009230
-_OF_FRAMES = [0x00080008, 0x00209311, 0x00280008, 0x00480006, 0x00480007, 0x00280011, 0x00280010]
+PHOTOMETRIC, PIXELS = 0x00280004, 0x7FE00010
+_SHARED, PER_FRAME = 0x52009229, 0x52009230
+OF_FRAMES = [0x00080008, 0x00209311, 0x00280008, 0x00480006, 0x00480007, 0x00280011, 0x00280010]
 """ImageType, DimensionOrganizationType, NumberOfFrames, (columns, rows) of the pixel matrix, and of a frame."""
-_CONCATENATION = 0x00209161
-_OFFSETS = 0x7FE00001
-_SYNTAX, _JPEG_BASELINE = 0x00020010, "1.2.840.10008.1.2.4.50"
+CONCATENATION = 0x00209161
 _PER_FRAME_TAG, _PIXELS_TAG = b"\x00\x52\x30\x92", b"\xe0\x7f\x10\x00"
 _COLUMN, _ROW = (
     # Explicit or implicit value representation.
@@ -55,7 +47,7 @@ _COLUMN, _ROW = (
 )
 _PART_BYTES, _LARGEST_SEQUENCE_BYTES = 2**22, 2**30
 _JPEG_START, _JPEG_2000_START = b"\xff\xd8", b"\xff\x4f"
-_ITEM = b"\xfe\xff\x00\xe0"
+ITEM = b"\xfe\xff\x00\xe0"
 _AGAIN = "DICOM does not allow; convert the slide again from its original"
 _SHOWN_AS_RGB = ("RGB", "YBR_ICT", "YBR_RCT")
 """PhotometricInterpretations for which OpenSlide shows frames as they are, after the transform of their codestream."""
@@ -155,12 +147,12 @@ def _first_frame(file: BinaryIO) -> tuple[str, bytes]:
     """Return (PhotometricInterpretation, first fragment of encapsulated pixels, b"" if there is none); PS3.5, A.4."""
     from pydicom.filereader import read_partial
 
-    dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=[_PHOTOMETRIC])
-    photometric = _text(dataset, _PHOTOMETRIC)
+    dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= PIXELS, specific_tags=[PHOTOMETRIC])
+    photometric = text_of(dataset, PHOTOMETRIC)
     file.seek(file.tell() + 12)  # the element's tag, type and length
     # Items have a tag and a length of four bytes each: first the table of offsets, then the fragments.
     item = file.read(8)
-    if item[:4] != _ITEM:  # uncompressed pixels have no items
+    if item[:4] != ITEM:  # uncompressed pixels have no items
         return photometric, b""
     file.seek(int.from_bytes(item[4:], "little"), os.SEEK_CUR)
     return photometric, file.read(int.from_bytes(file.read(8)[4:], "little"))
@@ -175,18 +167,18 @@ def position_contradiction(path: Path) -> str:
     with suppress(Exception), path.open("rb") as file:
         from pydicom.filereader import read_partial
 
-        wanted = [*_OF_FRAMES, _CONCATENATION]
-        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PER_FRAME, specific_tags=wanted)
-        kind, organisation, stated = (_text(dataset, tag) for tag in _OF_FRAMES[:3])
+        wanted = [*OF_FRAMES, CONCATENATION]
+        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= PER_FRAME, specific_tags=wanted)
+        kind, organisation, stated = (text_of(dataset, tag) for tag in OF_FRAMES[:3])
         if "VOLUME" not in kind:
             return ""
-        positions, count = _positions(file), int(stated or 1)
-        columns, rows, *frame = (int(dataset[tag].value) for tag in _OF_FRAMES[3:])
+        positions, count = frame_positions(file), int(stated or 1)
+        columns, rows, *frame = (int(dataset[tag].value) for tag in OF_FRAMES[3:])
         if positions or organisation == "TILED_SPARSE":
             return _wrong_positions(positions, count, (columns, rows))
         # Without positions, frames are in row-major order. OpenSlide counts those of a level in several files.
         needed = -(-columns // frame[0]) * -(-rows // frame[1])
-        if count != needed and _CONCATENATION not in dataset:
+        if count != needed and CONCATENATION not in dataset:
             several = " (several optical paths or focal planes are not read)" if count % needed == 0 else ""
             return f"it has {count} frames, but {columns} × {rows} px are {needed}{several}"
     return ""
@@ -201,20 +193,20 @@ def offsets_contradiction(path: Path) -> str:
     with suppress(Exception), path.open("rb") as file:
         from pydicom.filereader import read_partial
 
-        read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=[_PHOTOMETRIC])
+        read_partial(file, stop_when=lambda tag, vr, length: tag >= PIXELS, specific_tags=[PHOTOMETRIC])
         file.seek(file.tell() + 12)
         item = file.read(8)
-        table = np.frombuffer(file.read(int.from_bytes(item[4:], "little")) if item[:4] == _ITEM else b"", "<u4")
+        table = np.frombuffer(file.read(int.from_bytes(item[4:], "little")) if item[:4] == ITEM else b"", "<u4")
         if not len(table):
             return ""  # frames are found one after the other
         start = file.tell()
-        begins = [file.seek(start + int(offset)) and file.read(4) == _ITEM for offset in table[:: -(-len(table) // 9)]]
+        begins = [file.seek(start + int(offset)) and file.read(4) == ITEM for offset in table[:: -(-len(table) // 9)]]
         if table[0] or (np.diff(table.astype(np.int64)) <= 0).any() or not all(begins):
             return f"its table of offsets is not that of its {len(table)} frames, which {_AGAIN}"
     return ""
 
 
-def _positions(file: BinaryIO) -> list[tuple[int, int]]:
+def frame_positions(file: BinaryIO) -> list[tuple[int, int]]:
     """Return the (column, row) of each frame from PerFrameFunctionalGroupsSequence; empty without this sequence."""
     if file.read(4) != _PER_FRAME_TAG:
         return []
@@ -236,128 +228,6 @@ def _wrong_positions(positions: list[tuple[int, int]], count: int, size: tuple[i
     if outside:
         return f"a frame's position is column {outside[0][0]}, row {outside[0][1]}, outside of {size[0]} × {size[1]} px"
     return "" if len(set(positions)) == count else "two of its frames have the same position"
-
-
-@dataclass(frozen=True)
-class JpegFrames:
-    """The JPEG frames of a level. OpenSlide ignores libjpeg's warnings, and shows what it makes of damaged ones.
-
-    Attributes:
-        path: The level's file.
-        size: (rows, columns) of the level.
-        frame_px: (height, width) of a frame.
-    """
-
-    path: Path
-    size: tuple[int, int]
-    frame_px: tuple[int, int]
-    _finds: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-
-    def check(self, box: Box) -> None:
-        """Decode all frames that have pixels of ``box``, small and in grey, which takes less than half the time.
-
-        Raises:
-            TileError: One is damaged.
-        """
-        height, width = self.frame_px
-        rows = range(box.y0 // height, -(-box.y1 // height))
-        columns = range(box.x0 // width, -(-box.x1 // width))
-        with self._finds:
-            places = self._places
-        with self.path.open("rb") as file:
-            for at in ((row, column) for row in rows for column in columns):
-                try:
-                    if at in places and (frame := _frame_at(file, *places[at])):  # others were not scanned
-                        simplejpeg.decode_jpeg(frame, "GRAY", min_height=1, min_width=1, strict=True)
-                except ValueError as error:
-                    if "subsampling level" in str(error):
-                        continue  # TurboJPEG lacks some factors of sampling, which OpenSlide's libjpeg has
-                    where = f"{self.path.name}: the frame at row {at[0] * height}, column {at[1] * width}"
-                    raise TileError(f"{where} cannot be decoded: {error}") from error
-
-    @cached_property
-    def _places(self) -> Mapping[tuple[int, int], tuple[int, int]]:
-        """(row, column) of a frame, counted in frames -> offsets of its item and the next one; empty if not found."""
-        from pydicom.filereader import read_partial
-
-        with suppress(Exception), self.path.open("rb") as file:
-            read_partial(file, stop_when=lambda tag, vr, length: tag >= _PER_FRAME, specific_tags=[_PHOTOMETRIC])
-            positions = _positions(file)
-            file.seek(0)
-            wanted = [_OFFSETS]
-            dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PIXELS, specific_tags=wanted)
-            stated = dataset.get_item(_OFFSETS).value if _OFFSETS in dataset else b""
-            items = _items(file, file.tell() + 12, stated)
-            (height, width), across = self.frame_px, -(-self.size[1] // self.frame_px[1])
-            grid = [((row - 1) // height, (column - 1) // width) for column, row in positions]
-            grid = grid or [divmod(k, across) for k in range(across * -(-self.size[0] // height))]
-            return dict(zip(grid, pairwise([*items, 0]), strict=True))
-        return {}
-
-
-def jpeg_frames(path: Path) -> dict[tuple[int, int], JpegFrames]:
-    """Return (rows, columns) -> frames of the levels of a DICOM slide whose frames can be found, and are JPEG."""
-    levels: dict[tuple[int, int], JpegFrames] = {}
-    for file in series_files(path):
-        with suppress(Exception):
-            if (level := _frames_of(file)) is not None:
-                levels.setdefault(level.size, level)  # of two files OpenSlide takes the first
-    return levels
-
-
-def _frames_of(path: Path) -> JpegFrames | None:
-    """Return the frames of a level's file; None for other files, and parts of a level."""
-    from pydicom.filereader import read_partial
-
-    wanted = [*_OF_FRAMES, _CONCATENATION]
-    with path.open("rb") as file:
-        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PER_FRAME, specific_tags=wanted)
-    if "VOLUME" not in _text(dataset, _OF_FRAMES[0]) or _CONCATENATION in dataset:
-        return None
-    if _text(dataset.file_meta, _SYNTAX) != _JPEG_BASELINE:
-        return None
-    columns, rows, width, height = (int(dataset[tag].value) for tag in _OF_FRAMES[3:])
-    return JpegFrames(path, (rows, columns), (height, width))
-
-
-def _items(file: BinaryIO, at: int, stated: bytes) -> list[int]:
-    """Return the offsets of the frames' items in encapsulated pixels at ``at``.
-
-    Args:
-        file: The file.
-        at: Offset of the first item, the basic table of offsets.
-        stated: The extended table of offsets; empty if there is none.
-    """
-    table = int.from_bytes(os.pread(file.fileno(), 8, at)[4:], "little")
-    start = at + 8 + table
-    # Without a table OpenSlide visits all items, too. With one it does not: on a slow disk this takes minutes.
-    if stated or table:
-        offsets = (
-            np.frombuffer(stated, "<u8") if stated else np.frombuffer(os.pread(file.fileno(), table, at + 8), "<u4")
-        )
-        return [start + offset for offset in offsets.tolist()]
-    items = []
-    while (head := os.pread(file.fileno(), 8, start))[:4] == _ITEM:
-        items.append(start)
-        start += 8 + int.from_bytes(head[4:], "little")
-    return items
-
-
-def _frame_at(file: BinaryIO, item: int, following: int) -> bytes:
-    """Return the frame of an item; empty if it is in several items, or not there.
-
-    Args:
-        file: The file.
-        item: Offset of its item.
-        following: Offset of the next frame's item; 0 for the last frame.
-    """
-    file.seek(item)
-    head = file.read(8)
-    length = int.from_bytes(head[4:], "little")
-    if head[:4] != _ITEM or following not in (0, item + 8 + length):
-        return b""
-    frame = file.read(length)
-    return b"" if not following and file.read(4) == _ITEM else frame
 
 
 def stated_by_coarser_files(path: Path) -> StatedMpp | None:
@@ -384,12 +254,12 @@ def _spacing_of(path: Path) -> tuple[tuple[int, int], tuple[float, float]]:
     """Return ((rows, columns), microns per pixel) of a level; raises any exception for other files."""
     from pydicom.filereader import read_partial
 
-    wanted = [*_OF_FRAMES, _SHARED]
+    wanted = [*OF_FRAMES, _SHARED]
     with path.open("rb") as file:
-        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= _PER_FRAME, specific_tags=wanted)
-        if "VOLUME" not in _text(dataset, _OF_FRAMES[0]):
+        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= PER_FRAME, specific_tags=wanted)
+        if "VOLUME" not in text_of(dataset, OF_FRAMES[0]):
             raise ValueError("not a level")
-        columns, rows = (int(dataset[tag].value) for tag in _OF_FRAMES[3:5])
+        columns, rows = (int(dataset[tag].value) for tag in OF_FRAMES[3:5])
         y_mm, x_mm = map(float, dataset[_SHARED].value[0].PixelMeasuresSequence[0].PixelSpacing)
     return (rows, columns), (1000 * y_mm, 1000 * x_mm)
 
@@ -431,15 +301,15 @@ def _parsed(file: BinaryIO) -> DicomHeader:
             file, stop_when=lambda tag, vr, length: tag > _SERIES_NUMBER, specific_tags=[_SERIES, _SERIES_NUMBER]
         )
         # Values are parsed when they are asked for.
-        series, number = _text(dataset, _SERIES), _text(dataset, _SERIES_NUMBER)
-        return DicomHeader(_text(dataset.file_meta, _SOP_CLASS) == _WHOLE_SLIDE, series, number)
+        series, number = text_of(dataset, _SERIES), text_of(dataset, _SERIES_NUMBER)
+        return DicomHeader(text_of(dataset.file_meta, _SOP_CLASS) == _WHOLE_SLIDE, series, number)
     except Exception as error:  # damaged files raise many types, also OSError without errno
         if isinstance(error, OSError) and error.errno is not None:
             raise
         return DicomHeader(whole_slide=True, series="")  # the reader will report what is wrong with it
 
 
-def _text(elements: Dataset, tag: int) -> str:
+def text_of(elements: Dataset, tag: int) -> str:
     """Return a value as text, without pydicom's warnings about invalid ones."""
     value = elements.get_item(tag).value if tag in elements else b""
     return value.decode("ascii", "replace").rstrip("\0 ") if isinstance(value, bytes) else str(value or "")

@@ -1,0 +1,161 @@
+"""JPEG frames of DICOM slides, checked with libjpeg's warnings (PS3.5, A.4: encapsulated pixels).
+
+```
+(7FE0,0001)  extended table of offsets, perhaps
+(7FE0,0010)  item: basic table of offsets, perhaps empty | item: frame | item: frame | ... | end
+```
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import simplejpeg
+
+from hyfi_core.plan.box import Box
+from pathology.errors import TileError
+from pathology.readers.dicom.files import (
+    CONCATENATION,
+    ITEM,
+    OF_FRAMES,
+    PER_FRAME,
+    PHOTOMETRIC,
+    PIXELS,
+    frame_positions,
+    series_files,
+    text_of,
+)
+
+_OFFSETS = 0x7FE00001
+_SYNTAX, _JPEG_BASELINE = 0x00020010, "1.2.840.10008.1.2.4.50"
+
+
+@dataclass(frozen=True)
+class JpegFrames:
+    """The JPEG frames of a level. OpenSlide ignores libjpeg's warnings, and shows what it makes of damaged ones.
+
+    Attributes:
+        path: The level's file.
+        size: (rows, columns) of the level.
+        frame_px: (height, width) of a frame.
+    """
+
+    path: Path
+    size: tuple[int, int]
+    frame_px: tuple[int, int]
+    _finds: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def check(self, box: Box) -> None:
+        """Decode all frames that have pixels of ``box``, small and in grey, which takes less than half the time.
+
+        Raises:
+            TileError: One is damaged.
+        """
+        height, width = self.frame_px
+        rows = range(box.y0 // height, -(-box.y1 // height))
+        columns = range(box.x0 // width, -(-box.x1 // width))
+        with self._finds:
+            places = self._places
+        with self.path.open("rb") as file:
+            for at in ((row, column) for row in rows for column in columns):
+                try:
+                    if at in places and (frame := _frame_at(file, *places[at])):  # others were not scanned
+                        simplejpeg.decode_jpeg(frame, "GRAY", min_height=1, min_width=1, strict=True)
+                except ValueError as error:
+                    if "subsampling level" in str(error):
+                        continue  # TurboJPEG lacks some factors of sampling, which OpenSlide's libjpeg has
+                    where = f"{self.path.name}: the frame at row {at[0] * height}, column {at[1] * width}"
+                    raise TileError(f"{where} cannot be decoded: {error}") from error
+
+    @cached_property
+    def _places(self) -> Mapping[tuple[int, int], tuple[int, int]]:
+        """(row, column) of a frame, counted in frames -> offsets of its item and the next one; empty if not found."""
+        from pydicom.filereader import read_partial
+
+        with suppress(Exception), self.path.open("rb") as file:
+            read_partial(file, stop_when=lambda tag, vr, length: tag >= PER_FRAME, specific_tags=[PHOTOMETRIC])
+            positions = frame_positions(file)
+            file.seek(0)
+            wanted = [_OFFSETS]
+            dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= PIXELS, specific_tags=wanted)
+            stated = dataset.get_item(_OFFSETS).value if _OFFSETS in dataset else b""
+            items = _items(file, file.tell() + 12, stated)
+            (height, width), across = self.frame_px, -(-self.size[1] // self.frame_px[1])
+            grid = [((row - 1) // height, (column - 1) // width) for column, row in positions]
+            grid = grid or [divmod(k, across) for k in range(across * -(-self.size[0] // height))]
+            return dict(zip(grid, pairwise([*items, 0]), strict=True))
+        return {}
+
+
+def jpeg_frames(path: Path) -> dict[tuple[int, int], JpegFrames]:
+    """Return (rows, columns) -> frames of the levels of a DICOM slide whose frames can be found, and are JPEG."""
+    levels: dict[tuple[int, int], JpegFrames] = {}
+    for file in series_files(path):
+        with suppress(Exception):
+            if (level := _frames_of(file)) is not None:
+                levels.setdefault(level.size, level)  # of two files OpenSlide takes the first
+    return levels
+
+
+def _frames_of(path: Path) -> JpegFrames | None:
+    """Return the frames of a level's file; None for other files, and parts of a level."""
+    from pydicom.filereader import read_partial
+
+    wanted = [*OF_FRAMES, CONCATENATION]
+    with path.open("rb") as file:
+        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= PER_FRAME, specific_tags=wanted)
+    if "VOLUME" not in text_of(dataset, OF_FRAMES[0]) or CONCATENATION in dataset:
+        return None
+    if text_of(dataset.file_meta, _SYNTAX) != _JPEG_BASELINE:
+        return None
+    columns, rows, width, height = (int(dataset[tag].value) for tag in OF_FRAMES[3:])
+    return JpegFrames(path, (rows, columns), (height, width))
+
+
+def _items(file: BinaryIO, at: int, stated: bytes) -> list[int]:
+    """Return the offsets of the frames' items in encapsulated pixels at ``at``.
+
+    Args:
+        file: The file.
+        at: Offset of the first item, the basic table of offsets.
+        stated: The extended table of offsets; empty if there is none.
+    """
+    table = int.from_bytes(os.pread(file.fileno(), 8, at)[4:], "little")
+    start = at + 8 + table
+    # Without a table OpenSlide visits all items, too. With one it does not: on a slow disk this takes minutes.
+    if stated or table:
+        offsets = (
+            np.frombuffer(stated, "<u8") if stated else np.frombuffer(os.pread(file.fileno(), table, at + 8), "<u4")
+        )
+        return [start + offset for offset in offsets.tolist()]
+    items = []
+    while (head := os.pread(file.fileno(), 8, start))[:4] == ITEM:
+        items.append(start)
+        start += 8 + int.from_bytes(head[4:], "little")
+    return items
+
+
+def _frame_at(file: BinaryIO, item: int, following: int) -> bytes:
+    """Return the frame of an item; empty if it is in several items, or not there.
+
+    Args:
+        file: The file.
+        item: Offset of its item.
+        following: Offset of the next frame's item; 0 for the last frame.
+    """
+    file.seek(item)
+    head = file.read(8)
+    length = int.from_bytes(head[4:], "little")
+    if head[:4] != ITEM or following not in (0, item + 8 + length):
+        return b""
+    frame = file.read(length)
+    return b"" if not following and file.read(4) == ITEM else frame
