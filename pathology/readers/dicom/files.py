@@ -34,18 +34,21 @@ if TYPE_CHECKING:
 
 _WHOLE_SLIDE = "1.2.840.10008.5.1.4.1.1.77.1.6"
 _SOP_CLASS, _SERIES, _SERIES_NUMBER = 0x00020002, 0x0020000E, 0x00200011
-PHOTOMETRIC, PIXELS = 0x00280004, 0x7FE00010
+PHOTOMETRIC = 0x00280004
 _SHARED, PER_FRAME = 0x52009229, 0x52009230
 OF_FRAMES = [0x00080008, 0x00209311, 0x00280008, 0x00480006, 0x00480007, 0x00280011, 0x00280010]
 """ImageType, DimensionOrganizationType, NumberOfFrames, (columns, rows) of the pixel matrix, and of a frame."""
 CONCATENATION = 0x00209161
-_PER_FRAME_TAG, _PIXELS_TAG = b"\x00\x52\x30\x92", b"\xe0\x7f\x10\x00"
+_PER_FRAME_TAG = b"\x00\x52\x30\x92"
+# Explicit or implicit value representation. Four bytes alone may be an offset in the extended table of offsets.
+_PIXELS_START, _IMPLICIT_PIXELS_START = re.compile(rb"\xe0\x7f\x10\x00O[BW]\0\0"), re.compile(rb"\xe0\x7f\x10\x00")
+SYNTAX, _IMPLICIT = 0x00020010, "1.2.840.10008.1.2"
 _COLUMN, _ROW = (
     # Explicit or implicit value representation.
     re.compile(rb"\x48\x00" + tag + rb"\x02(?:SL\x04\x00|\x04\x00\x00\x00)(.{4})", re.DOTALL)
     for tag in (rb"\x1e", rb"\x1f")
 )
-_PART_BYTES, _LARGEST_SEQUENCE_BYTES = 2**22, 2**30
+_PART_BYTES, _LARGEST_PART_BYTES, _LARGEST_SEQUENCE_BYTES = 2**16, 2**22, 2**30
 _JPEG_START, _JPEG_2000_START = b"\xff\xd8", b"\xff\x4f"
 ITEM = b"\xfe\xff\x00\xe0"
 _AGAIN = "DICOM does not allow; convert the slide again from its original"
@@ -145,17 +148,42 @@ def frame_contradiction(path: Path) -> str:
 
 def _first_frame(file: BinaryIO) -> tuple[str, bytes]:
     """Return (PhotometricInterpretation, first fragment of encapsulated pixels, b"" if there is none); PS3.5, A.4."""
-    from pydicom.filereader import read_partial
-
-    dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= PIXELS, specific_tags=[PHOTOMETRIC])
+    dataset, _, at = before_pixels(file, [PHOTOMETRIC])
     photometric = text_of(dataset, PHOTOMETRIC)
-    file.seek(file.tell() + 12)  # the element's tag, type and length
+    file.seek(at + 12)  # the element's tag, type and length
     # Items have a tag and a length of four bytes each: first the table of offsets, then the fragments.
     item = file.read(8)
     if item[:4] != ITEM:  # uncompressed pixels have no items
         return photometric, b""
     file.seek(int.from_bytes(item[4:], "little"), os.SEEK_CUR)
     return photometric, file.read(int.from_bytes(file.read(8)[4:], "little"))
+
+
+def before_pixels(file: BinaryIO, wanted: list[int]) -> tuple[Dataset, bytes, int]:
+    """Return the head of a DICOM file, the elements of its frames as they are stored, and the offset of its pixels.
+
+    The latter are searched for the pixels: a slide has up to a million frames, and pydicom takes 0.1 ms for each.
+
+    Args:
+        file: The file.
+        wanted: Tags of the head to read.
+
+    Raises:
+        ValueError: It has no pixels.
+    """
+    from pydicom.filereader import read_partial
+
+    file.seek(0)
+    dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= PER_FRAME, specific_tags=list(wanted))
+    pattern = _IMPLICIT_PIXELS_START if text_of(dataset.file_meta, SYNTAX) == _IMPLICIT else _PIXELS_START
+    start, data, count = file.tell(), bytearray(), _PART_BYTES
+    while len(data) < _LARGEST_SEQUENCE_BYTES and (part := file.read(count)):
+        searched = max(0, len(data) - 8)  # the pixels' tag may be in two parts
+        data += part
+        if (found := pattern.search(data, searched)) is not None:
+            return dataset, bytes(data[: found.start()]), start + found.start()
+        count = min(2 * count, _LARGEST_PART_BYTES)
+    raise ValueError("no pixels")
 
 
 def position_contradiction(path: Path) -> str:
@@ -165,14 +193,11 @@ def position_contradiction(path: Path) -> str:
     it crashes. Files that are not a level, or too damaged to tell, are left to the reader.
     """
     with suppress(Exception), path.open("rb") as file:
-        from pydicom.filereader import read_partial
-
-        wanted = [*OF_FRAMES, CONCATENATION]
-        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= PER_FRAME, specific_tags=wanted)
+        dataset, groups, _ = before_pixels(file, [*OF_FRAMES, CONCATENATION])
         kind, organisation, stated = (text_of(dataset, tag) for tag in OF_FRAMES[:3])
         if "VOLUME" not in kind:
             return ""
-        positions, count = frame_positions(file), int(stated or 1)
+        positions, count = frame_positions(groups), int(stated or 1)
         columns, rows, *frame = (int(dataset[tag].value) for tag in OF_FRAMES[3:])
         if positions or organisation == "TILED_SPARSE":
             return _wrong_positions(positions, count, (columns, rows))
@@ -191,10 +216,8 @@ def offsets_contradiction(path: Path) -> str:
     bits, so those beyond 4 GiB start again from 0.
     """
     with suppress(Exception), path.open("rb") as file:
-        from pydicom.filereader import read_partial
-
-        read_partial(file, stop_when=lambda tag, vr, length: tag >= PIXELS, specific_tags=[PHOTOMETRIC])
-        file.seek(file.tell() + 12)
+        _, _, at = before_pixels(file, [])
+        file.seek(at + 12)
         item = file.read(8)
         table = np.frombuffer(file.read(int.from_bytes(item[4:], "little")) if item[:4] == ITEM else b"", "<u4")
         if not len(table):
@@ -206,15 +229,10 @@ def offsets_contradiction(path: Path) -> str:
     return ""
 
 
-def frame_positions(file: BinaryIO) -> list[tuple[int, int]]:
+def frame_positions(groups: bytes) -> list[tuple[int, int]]:
     """Return the (column, row) of each frame from PerFrameFunctionalGroupsSequence; empty without this sequence."""
-    if file.read(4) != _PER_FRAME_TAG:
+    if not groups.startswith(_PER_FRAME_TAG):
         return []
-    data = b""
-    # Search for the tags: a slide has up to a million frames, and pydicom takes 0.1 ms for each.
-    while _PIXELS_TAG not in data and len(data) < _LARGEST_SEQUENCE_BYTES and (part := file.read(_PART_BYTES)):
-        data += part
-    groups = data.partition(_PIXELS_TAG)[0]
     columns, rows = (pattern.findall(groups) for pattern in (_COLUMN, _ROW))
     numbers = [[int.from_bytes(value, "little", signed=True) for value in values] for values in (columns, rows)]
     return list(zip(*numbers, strict=True))

@@ -28,15 +28,15 @@ from pathology.readers.dicom.files import (
     ITEM,
     OF_FRAMES,
     PER_FRAME,
-    PHOTOMETRIC,
-    PIXELS,
+    SYNTAX,
+    before_pixels,
     frame_positions,
     series_files,
     text_of,
 )
 
-_OFFSETS = 0x7FE00001
-_SYNTAX, _JPEG_BASELINE = 0x00020010, "1.2.840.10008.1.2.4.50"
+_OFFSETS = b"\xe0\x7f\x01\x00OV\0\0"
+_JPEG_BASELINE = "1.2.840.10008.1.2.4.50"
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,10 @@ class JpegFrames:
     @cached_property
     def _places(self) -> Mapping[tuple[int, int], tuple[int, int]]:
         """(row, column) of a frame, counted in frames -> offsets of its item and the next one; empty if not found."""
-        from pydicom.filereader import read_partial
-
         with suppress(Exception), self.path.open("rb") as file:
-            read_partial(file, stop_when=lambda tag, vr, length: tag >= PER_FRAME, specific_tags=[PHOTOMETRIC])
-            positions = frame_positions(file)
-            file.seek(0)
-            wanted = [_OFFSETS]
-            dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= PIXELS, specific_tags=wanted)
-            stated = dataset.get_item(_OFFSETS).value if _OFFSETS in dataset else b""
-            items = _items(file, file.tell() + 12, stated)
+            _, groups, at = before_pixels(file, [])
+            items = _items(file, at + 12, _extended_offsets(groups))
+            positions = frame_positions(groups)
             (height, width), across = self.frame_px, -(-self.size[1] // self.frame_px[1])
             grid = [((row - 1) // height, (column - 1) // width) for column, row in positions]
             grid = grid or [divmod(k, across) for k in range(across * -(-self.size[0] // height))]
@@ -115,10 +109,17 @@ def _frames_of(path: Path) -> JpegFrames | None:
         dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= PER_FRAME, specific_tags=wanted)
     if "VOLUME" not in text_of(dataset, OF_FRAMES[0]) or CONCATENATION in dataset:
         return None
-    if text_of(dataset.file_meta, _SYNTAX) != _JPEG_BASELINE:
+    if text_of(dataset.file_meta, SYNTAX) != _JPEG_BASELINE:
         return None
     columns, rows, width, height = (int(dataset[tag].value) for tag in OF_FRAMES[3:])
     return JpegFrames(path, (rows, columns), (height, width))
+
+
+def _extended_offsets(groups: bytes) -> bytes:
+    """Return the extended table of offsets from the elements in front of the pixels; empty if there is none."""
+    at = groups.rfind(_OFFSETS)
+    length = int.from_bytes(groups[at + 8 : at + 12], "little")
+    return groups[at + 12 : at + 12 + length] if at >= 0 else b""
 
 
 def _items(file: BinaryIO, at: int, stated: bytes) -> list[int]:

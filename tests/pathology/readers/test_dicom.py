@@ -325,6 +325,21 @@ def test_frames_are_found_by_tables_of_offsets_and_those_of_several_items_are_no
         frame.check(box)
 
 
+def test_pixels_are_found_behind_the_positions_of_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pydicom took 0.1 ms for each frame, several times for each opening. An offset may have the bytes of the tag."""
+    (file,) = write_series(tmp_path, "a", smooth(256, 256), SERIES, levels=1, positions=PLACES)[1:]
+    content = file.read_bytes()
+    at = content.rindex(b"\xe0\x7f\x10\x00OB\0\0")
+    offsets = element(0x7FE00001, "OB", struct.pack("<4Q", 0, 0x107FE0, 0x107FE0, 1)).replace(b"OB", b"OV", 1)
+    file.write_bytes(content[:at] + offsets + content[at:])
+    for count in (1, 7, 2**16):
+        monkeypatch.setattr(dicom_files, "_PART_BYTES", count)
+        with file.open("rb") as opened:
+            _, groups, found = dicom_files.before_pixels(opened, [])
+        assert found == at + len(offsets) and dicom_files.frame_positions(groups) == PLACES
+        assert groups.endswith(offsets)
+
+
 def test_factors_of_sampling_that_turbojpeg_lacks_are_no_damage(tmp_path: Path) -> None:
     def encode(tile: RGB) -> bytes:
         """Return a grey JPEG of 4:1:0 sampling: 32 × 16 px have eight blocks of luma and two of chroma, all zero."""
