@@ -83,9 +83,9 @@ class ParameterOwnership:
             if name in lowered.trained and self._groups.holders(used[name]) != self._holders[name]:
                 raise RequestError(
                     f"{name!r} of the model is trained by stages {sorted(used[name])} of the plan now, but belonged to "
-                    f"stages {sorted(self._stages[name])} when the engine was created; set attributes back, or create "
-                    f"an engine of a new module with these attributes and load what engine.save(folder) wrote, or use "
-                    f"a plan of one stage"
+                    f"stages {sorted(self._stages[name])} when the engine was created; set attributes and "
+                    f"mode (train, eval) back, or create an engine of a new module that has these before, and load "
+                    f"what engine.save(folder) wrote, or use a plan of one stage"
                 )
 
     def missing(self) -> str | None:

@@ -210,13 +210,15 @@ def position_contradiction(path: Path) -> str:
 
 
 def offsets_contradiction(path: Path) -> str:
-    """Return how the table of offsets of a DICOM file's frames contradicts its pixels; empty if it does not.
+    """Return how the table of offsets of a level's frames contradicts its pixels; empty if it does not.
 
     OpenSlide trusts it (PS3.5, A.4: Basic Offset Table): it shows frames at wrong places, or crashes. Offsets have 32
     bits, so those beyond 4 GiB start again from 0.
     """
     with suppress(Exception), path.open("rb") as file:
-        _, _, at = before_pixels(file, [])
+        dataset, _, at = before_pixels(file, OF_FRAMES[:1])
+        if "VOLUME" not in text_of(dataset, OF_FRAMES[0]):
+            return ""  # a label, which is not shown
         file.seek(at + 12)
         item = file.read(8)
         table = np.frombuffer(file.read(int.from_bytes(item[4:], "little")) if item[:4] == ITEM else b"", "<u4")

@@ -264,6 +264,18 @@ def test_a_table_of_offsets_that_is_not_that_of_the_frames_is_refused(tmp_path: 
             assert np.abs(source.read(Box.of_size(256, 256), 0) - smooth(256, 256).astype(int)).mean() < 2
 
 
+def test_the_table_of_offsets_of_a_label_is_not_questioned(tmp_path: Path) -> None:
+    label, file = write_series(tmp_path, "a", smooth(256, 256), SERIES, levels=1)
+    empty, wrong = struct.pack("<HHI", 0xFFFE, 0xE000, 0), struct.pack("<HHII", 0xFFFE, 0xE000, 4, 2)
+    for name in (label, file):
+        name.write_bytes(name.read_bytes().replace(empty, wrong, 1))
+    assert dicom_files.offsets_contradiction(file) and not dicom_files.offsets_contradiction(label)
+    write_series(tmp_path, "b", smooth(256, 256), f"{SERIES}.1", levels=1)
+    (tmp_path / "b-label.dcm").write_bytes((tmp_path / "b-label.dcm").read_bytes().replace(empty, wrong, 1))
+    with closing(open_source(tmp_path / "b-0.dcm")) as source:
+        assert np.abs(source.read(Box.of_size(256, 256), 0) - smooth(256, 256).astype(int)).mean() < 2
+
+
 @pytest.mark.parametrize("places", [None, PLACES, PLACES[::-1]])
 def test_a_frame_that_libjpeg_warns_of_is_bad(tmp_path: Path, places: list[tuple[int, int] | None] | None) -> None:
     """OpenSlide does not report a frame with bytes left over: blocks of zeros shifted tissue in silence."""
