@@ -35,7 +35,7 @@ def sync_file(path: Path) -> None:
     # A folder can be opened for reading only, and ``fsync`` accepts that for files, too.
     handle = os.open(path, os.O_RDONLY)
     try:
-        with naming(path):
+        with naming(path):  # an error of fsync has no file
             os.fsync(handle)
     finally:
         os.close(handle)

@@ -129,14 +129,14 @@ def _mounts(proc: Path, controller: str) -> Iterator[tuple[int, Path, Path]]:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Iterator[MemoryLimit]:
-    """Yield the limits of a Slurm job on this node; none for a value of 0, which means all of its memory."""
+    """Yield the memory limits of a Slurm job on this node; none for a value of 0: all of the node's memory."""
     with suppress(KeyError, ValueError):
-        if node := int(environment["SLURM_MEM_PER_NODE"]) * _MIB:
-            yield MemoryLimit(node, "by SLURM_MEM_PER_NODE (sbatch --mem)")
+        if per_node := int(environment["SLURM_MEM_PER_NODE"]) * _MIB:
+            yield MemoryLimit(per_node, "by SLURM_MEM_PER_NODE (sbatch --mem)")
     with suppress(KeyError, ValueError):
         cpus = int(environment["SLURM_CPUS_ON_NODE"])
-        if core := int(environment["SLURM_MEM_PER_CPU"]) * _MIB:
-            yield MemoryLimit(core * cpus, "by SLURM_MEM_PER_CPU (sbatch --mem-per-cpu)")
+        if per_cpu := int(environment["SLURM_MEM_PER_CPU"]) * _MIB:
+            yield MemoryLimit(per_cpu * cpus, "by SLURM_MEM_PER_CPU (sbatch --mem-per-cpu)")
 
 
 def _of_shell(proc: Path) -> Iterator[MemoryLimit]:

@@ -112,7 +112,7 @@ def demo(
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
-    """Run everything on a small synthetic archive: slides, store, training, prediction, report."""
+    """Run everything on a few synthetic slides: store, training, prediction, report."""
     from workflows.commands import demo
 
     exit_with(partial(demo.run, out, as_json), writes=out)

@@ -151,6 +151,7 @@ AcceptDataChanges = Annotated[
     bool, typer.Option("--accept-data-changes", help="Continue although labels, splits or slides have changed.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Accepted as in `hyfi train`; finished work is always kept.")]
+"""Of commands that always continue, and do not read it: any stopped command may be repeated with ``--resume``."""
 RanksPerSlide = Annotated[
     int | None,
     typer.Option(

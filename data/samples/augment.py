@@ -119,13 +119,12 @@ class Variation:
         return self.stains == (1.0, 1.0) and self.density == 1.0 and self.contrast == 1.0
 
     def _mix(self) -> NDArray[np.float32]:
-        """Return the matrix M for which ``density @ M`` has scaled amounts of stain; density is (red, green, blue).
+        """Return the matrix M for which ``d @ M`` has scaled amounts of stain, with densities d (red, green, blue).
 
         The residual, the component orthogonal to both stains, is scaled by ``self.density`` only.
         """
         stains = np.array([HAEMATOXYLIN, EOSIN, np.cross(HAEMATOXYLIN, EOSIN)])
-        # density = amounts @ stains, so density @ inv(stains) = amounts: scale these, and mix them again. The lengths
-        # of the vectors do not matter.
+        # d = amounts @ stains, so d @ inv(stains) = amounts: scale these, and mix them again. The lengths cancel.
         mix: NDArray[np.float64] = np.linalg.inv(stains) @ np.diag([*self.stains, 1.0]) @ stains * self.density
-        # Computed in float64 and rounded once: machines that differ in the last bits hardly ever round differently.
+        # Rounded once, from float64: machines whose float64 results differ in the last bits hardly ever differ here.
         return mix.astype(np.float32)

@@ -201,18 +201,19 @@ class AgreedCases:
 
 
 def _contradiction(table: str, manifest: str, text: str, shared: str = "") -> RequestError:
-    """Return the error for a contradiction, which ``text`` describes.
+    """Return the error for case ids of a table that contradict the manifest; ``text`` says how.
 
     ``shared`` is a name that one side has for slides of two cases: perhaps a word that means unknown.
     """
     correct = "correct the one that is wrong"
-    if manifest == STORE_MANIFEST:  # an ingest writes it anew
+    if manifest == STORE_MANIFEST:  # the next ingest would undo a correction in it
         correct = "correct the table, or the manifest given to `hyfi ingest` and run that again"
     unknown = f". If {shared!r} means that the case is unknown, list it in data.missing (hyfi split --missing)"
     return RequestError(
         f"{table}: case_id contradicts {manifest}: {text}. Slides of a case stay together in splits, bags and metrics, "
         f"so both must say the same: {correct}; or, if the manifest is right, leave case_id out of the table. A run "
-        "that began with such a table goes on with --resume once case_id is out of it" + (unknown if shared else "")
+        "that was started with such a table can be continued with --resume once the table has no case_id"
+        + (unknown if shared else "")
     )
 
 

@@ -261,10 +261,11 @@ class ShardedArray:
             # As bytes, because the cache has arrays of uint8.
             return [(0, read_index(open_file, path, self.layout, expected).astype("<u8").reshape(-1).view(np.uint8))]
 
+        # For the cache, the index is one more chunk of the file.
         key, size = f"{self.digest}/{name}{INDEX}", self.layout.index_bytes - CRC_BYTES
         ((_, stored),) = cache.read(key, {0: key}, (size,), load)
         assert stored is not None, "every index has bytes"
-        # A copy: the index is kept, but arrays of the cache are valid only until its next chunk.
+        # A copy: this object keeps the index, but an array of the cache is valid only until the cache returns the next.
         return np.frombuffer(stored.tobytes(), "<u8").reshape(-1, 2)
 
 

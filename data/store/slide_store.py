@@ -168,7 +168,7 @@ class SlideStore:
         """Return a copy of this object that uses ``mask`` as its tissue; the store on disk is not changed.
 
         Args:
-            mask: ``(h, w)`` bool, of the shape of the label's finest level; not copied.
+            mask: ``(h, w)`` bool, with the shape of the finest level of the stored tissue mask; not copied.
 
         Raises:
             ValueError: The mask has another shape.

@@ -107,9 +107,10 @@ class SlideWriter:
         for pool in (self._encoders, self._disk):
             pool.shutdown(wait=True, cancel_futures=True)
         self._journal.close()
-        # A stopped run (KeyboardInterrupt, SystemExit) can be resumed, and so can an upload; other errors would recur.
-        stopped = kind is not None and (self._uploading or not issubclass(kind, Exception))
-        if not (self._resumable and stopped):
+        # A stopped run (KeyboardInterrupt, SystemExit) can be resumed, and so can a failed upload; others would recur.
+        can_go_on = kind is not None and (self._uploading or not issubclass(kind, Exception))
+        # A published slide on this machine has another name by now.
+        if not (self._resumable and can_go_on):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def finished(self, level: int, y0: int, x0: int) -> bool:

@@ -32,7 +32,7 @@ _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(Non
 
 @contextlib.contextmanager
 def watched_loss(alone: bool, trained: Set[int], elsewhere: Mapping[int, str]) -> Iterator[None]:
-    """Context in which a loss is computed.
+    """Context in which a loss is computed: what would differ between ranks is refused.
 
     Args:
         alone: whether there is only one rank.
@@ -40,7 +40,7 @@ def watched_loss(alone: bool, trained: Set[int], elsewhere: Mapping[int, str]) -
         elsewhere: id -> name of the model's parameters and buffers that only stages on other ranks have.
 
     Raises:
-        RequestError: the loss computes with something that is not the same on every rank.
+        RequestError: the loss computes with something that has no value, or not the same one on every rank.
     """
     with LossGuard(alone, trained, elsewhere), contextlib.nullcontext() if alone else NoDraws():
         yield

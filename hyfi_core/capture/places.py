@@ -38,7 +38,7 @@ def traced_line(stack: str) -> str:
 
 def explained(error: Exception, model: nn.Module) -> str:
     """Return one line that says what failed during tracing, where, and what would help."""
-    # PyTorch's own words for a graph that changes one of two inputs in the same memory.
+    # PyTorch raises such an AssertionError for a graph that changes one of two inputs which share memory.
     if isinstance(error, AssertionError) and "GraphModule" in str(error):
         for first, second in overlapping({**dict(model.named_parameters()), **dict(model.named_buffers())}):
             return (

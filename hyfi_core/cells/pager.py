@@ -372,9 +372,9 @@ class Pager:
         self.counts.store_bytes = max(self.counts.store_bytes, self.store.held_bytes)
 
     def _read(self, page: Page) -> None:
-        """Give a page its memory again, and start to read it."""
+        """Give a spilled page its memory again, and start to read it."""
         storage = page.storage()
-        if storage is None or page.place is None:
+        if storage is None or page.place is None:  # the map is gone, or was never written
             return
         storage.resize_(page.size)
         page.in_memory = page.reading = True

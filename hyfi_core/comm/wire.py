@@ -109,14 +109,14 @@ def as_sent(flat: torch.Tensor, shape: Sequence[int], channels_last: bool) -> to
 
 
 def check_dense(tensor: torch.Tensor) -> None:
-    """Refuse a tensor with gaps.
+    """Refuse a tensor whose memory cannot be sent as it is.
 
     Raises:
         ValueError: it is neither contiguous nor channels-last.
     """
     if not (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)):
         raise ValueError(
-            f"a message must be contiguous; got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+            f"a message must be contiguous or channels-last; got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         )
 
 

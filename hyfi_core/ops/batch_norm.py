@@ -228,15 +228,17 @@ class BatchNorm(AsyncBackward, Recomputable):
     def _in_blocks(
         self, dx: torch.Tensor, dy: torch.Tensor, own: torch.Tensor, terms: tuple[torch.Tensor, ...]
     ) -> None:
-        """Write gain · dy + slope · x + shift to ``dx``: a 16-bit map, computed in float32 and rounded once.
+        """Write gain · dy, and for pixels that count + slope · x + shift, to ``dx``: a 16-bit map, rounded once.
 
-        Rounded after each term, small shifts would be lost, and gradients that cancel over the map far from zero. It is
-        done block by block: float32 copies of the operands are six times as large as the map.
+        If each term were rounded, small shifts would be lost, and gradients that cancel over the map would not, far
+        from zero. Computed in float32 block by block: whole copies of the three maps would take six times the memory of
+        one.
         """
         gain, slope, shift = terms
         for top, height in _blocks(dx):
+            # A height of 0 stands for the whole tensor.
             dy_rows, x_rows, dx_rows = (tensor.narrow(2, top, height) if height else tensor for tensor in (dy, own, dx))
-            wide = torch.mul(dy_rows, gain)
+            wide = torch.mul(dy_rows, gain)  # float32, as gain is
             self._counted(wide, top).addcmul_(self._counted(x_rows, top), slope).add_(shift)
             dx_rows.copy_(wide)
 

@@ -72,7 +72,7 @@ def _viewed(shape: tuple[int, ...], split: Split, sizes: tuple[int, ...]) -> tup
 
 
 def _survivor(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> int | None:
-    """Return the dim of ``sizes`` that a view makes of dim ``dim`` of ``shape``; None if it does not stay a dim.
+    """Return the dim of ``sizes`` that dim ``dim`` of ``shape`` becomes in a view; None if it is split or merged.
 
     It has the same size, and the same product of sizes before it.
     """

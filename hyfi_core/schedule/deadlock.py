@@ -59,7 +59,7 @@ def _first(run: DryRun, number: int) -> str:
 
 
 def _waits(run: DryRun, number: int) -> Iterator[Wait]:
-    """Yield (rank, description) for each rank that this one waits for before its current action."""
+    """Yield (rank, what for) for each rank that rank ``number`` waits for before its current action."""
     rank = run.ranks[number]
     action = rank.current
     if action is None:

@@ -192,8 +192,9 @@ def _what_the_file_says(file_mpp: tuple[float, float] | None) -> str:
     stated = f"{_number(x)} µm/px" if x == y else f"{_number(y)} × {_number(x)} µm/px (y, x)"
     if 0 in file_mpp:
         stated += ", or a resolution of 0"
-    sensible = all(SENSIBLE_UM[0] <= v <= SENSIBLE_UM[1] for v in file_mpp)
-    expected = "square within 5 %" if sensible else _range()
+    # If each is plausible alone, it is their ratio that is not.
+    each_plausible = all(SENSIBLE_UM[0] <= v <= SENSIBLE_UM[1] for v in file_mpp)
+    expected = "square within 5 %" if each_plausible else _range()
     return f"the file states {stated}, which is not plausible (expected {expected})"
 
 

@@ -82,18 +82,21 @@ def main() -> None:
 def compare(
     model: str, size: int, rounds: int, steps: int, settings: dict[str, str], sides: Sequence[str] = SIDES
 ) -> dict[str, object]:
-    """Return seconds and ratios of all sides, which alternate so that other processes disturb all of them."""
+    """Return the shortest seconds of a step of each side, and ratios to plain PyTorch.
+
+    Sides alternate, so that other processes disturb all of them alike.
+    """
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, times in seconds.items():
             times += _run(side, model, size, steps, settings)
     result: dict[str, object] = {"model": model, "size_px": size}
     result |= {f"{side}_s": round(min(times), 3) for side, times in seconds.items()}
-    engine_sides = [side for side in sides if side not in ("plain", "as_started")]
-    pairs = [(side, "plain") for side in engine_sides] + [("two_ranks", "as_started")]
+    compared = [side for side in sides if side not in ("plain", "as_started")]
+    pairs = [(side, "plain") for side in compared] + [("two_ranks", "as_started")]
     for ours, theirs in (pair for pair in pairs if {*pair} <= {*sides}):
-        for name, middle in (("", min), ("_median", statistics.median)):
-            result[f"{ours}_to_{theirs}{name}"] = round(middle(seconds[ours]) / middle(seconds[theirs]), 3)
+        for name, summary in (("", min), ("_median", statistics.median)):
+            result[f"{ours}_to_{theirs}{name}"] = round(summary(seconds[ours]) / summary(seconds[theirs]), 3)
     return result
 
 

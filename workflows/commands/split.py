@@ -162,7 +162,7 @@ def _write_and_report(
     for text in notes:
         console.warn(f"note: {text}")
     names = list(dict.fromkeys((*shares, *([TEST] if TEST in drawn[0] else []))))
-    _report(table, out, drawn[0], names, groups, strata, as_json)
+    _report(out, drawn[0], names, groups, strata, as_json)
 
 
 def _drawn(rows: Sequence[tuple[str, str]], shares: Mapping[str, float], seed: int, strict: bool) -> Mapping[str, str]:
@@ -357,7 +357,6 @@ def _write(table: Table, out: Path, group: str, drawn: Sequence[Sequence[str]], 
 
 
 def _report(
-    table: Table,
     out: Path,
     parts: Sequence[str],
     names: Sequence[str],
@@ -365,16 +364,15 @@ def _report(
     strata: Sequence[str],
     as_json: bool,
 ) -> None:
-    """Print how many rows, groups and classes each part has.
+    """Print how many rows, groups and classes each split or fold has.
 
     Args:
-        table: The labels.
         out: The file that was written.
-        parts: The part of each row.
-        names: Names of the parts, in the order to print.
+        parts: The split or fold of each row.
+        names: Names of the splits or folds, in the order to print.
         groups: The group of each row.
         strata: The class of each row; empty texts if there are none.
-        as_json: Print one JSON object, too.
+        as_json: Also print one JSON object.
     """
     counts: dict[str, dict[str, Any]] = {}
     for name in names:

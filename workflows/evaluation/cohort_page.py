@@ -82,12 +82,12 @@ def predicted_slides(
         out: The folder.
         task: What is predicted.
         names: Columns of the readout.
-        labels: Slide -> label as text, instead of the labels known when the slides were predicted.
+        labels: Slide -> label as text, if other than when the slide was predicted.
 
     Raises:
         OSError: The table cannot be read.
     """
-    # All slides of the folder, also those of earlier runs and of other parts.
+    # All slides of the folder, also those that earlier commands predicted, or others with another ``--part``.
     _, rows = read_own((out / FILE_NAME).read_bytes())
     label_texts = labels or {}
     return [_predicted_slide(out, row, task, names, label_texts.get(row["slide_id"])) for row in rows]

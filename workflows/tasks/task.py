@@ -175,16 +175,16 @@ class Task(ABC):
         """
 
     def metrics(self, outputs: torch.Tensor, targets: torch.Tensor) -> Metrics:
-        """Return ``loss`` and all metrics; None if undefined, or if outputs are not finite."""
+        """Return ``loss``, the task's metrics and the user's: None if undefined, all None if outputs are not finite."""
         names = self.metric_names
         if not len(targets) or not bool(outputs.isfinite().all()):
             return dict.fromkeys((*names, *self.own_names))
         values = measured(lambda counts: self.drawn(outputs, targets, counts), len(targets))
         own = own_numbers(self.own_loss, self.own_metrics, self.in_units(outputs), targets)
-        # ``drawn`` has the loss of the class before the user's: not the one that was minimised.
+        # A class of the user may have another loss than the task that it extends, whose ``drawn`` it keeps.
         if self._own_method and not self.own_loss:
             own["loss"] = finite(float(self.loss(outputs, targets)))
-        # The user's last: a loss of their own replaces the task's.
+        # The user's numbers last: their loss replaces the task's.
         return {**{name: values[name] for name in names}, **own}
 
     def intervals(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> Intervals:

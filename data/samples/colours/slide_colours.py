@@ -85,7 +85,7 @@ def glass_colour(image: Pixels) -> NDArray[np.float32]:
 
 
 def glass_of(slide: MeasuredSlide) -> NDArray[np.float32]:
-    """Return the colour of a slide's glass, ``(3,)``, from its level of about 8 µm per pixel.
+    """Return the colour of a slide's glass, ``(3,)``, from the level nearest to 8 µm per pixel; of a large one, strips.
 
     Raises:
         StoreError: A file of the store is missing or damaged.
@@ -95,7 +95,7 @@ def glass_of(slide: MeasuredSlide) -> NDArray[np.float32]:
     if height * width <= _OVERVIEW_PX:
         return glass_colour(slide.read(Box.of_size(height, width), index))
     rows = max(1, _OVERVIEW_PX // _STRIPS // width)
-    # The middle of each of `_STRIPS` equal bands.
+    # A strip begins in the middle of each of `_STRIPS` equal bands.
     tops = [(2 * k + 1) * height // (2 * _STRIPS) for k in range(_STRIPS)]
     strips = [slide.read(Box(top, min(top + rows, height), 0, width), index) for top in tops]
     return glass_colour(np.concatenate(strips, axis=1))

@@ -94,11 +94,11 @@ class WeightWatch:
         self._last = self._marks()
 
     def sample(self, names: Sequence[str], turn: int) -> int:
-        """Return a digest of a few values of each tensor in the host's memory.
+        """Return a digest of a few values of each tensor that is in the host's memory.
 
         Args:
             names: names of the tensors.
-            turn: selects the values; n turns in a row select all values of a tensor with up to n · 64 values.
+            turn: which values; n turns one after the other select all of a tensor with up to n · 64 values.
         """
         digest = 0
         for _, values in self._selected(names, turn):

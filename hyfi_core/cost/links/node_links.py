@@ -135,7 +135,7 @@ def _crossings(
 
     Args:
         grid: rows and columns of ranks.
-        begins: where on its node the first rank of the grid may be; it differs between replicas.
+        begins: indices that the device of the grid's first rank may have on its node; they differ between replicas.
         per_node: devices of a node.
         backwards: whether rank numbers fall along the grid, as in the second direction.
         peers: offsets from a rank to its peers.
@@ -145,11 +145,11 @@ def _crossings(
     def node_of(begin: int, y: int, x: int) -> int:
         return (begin + step * (y * columns + x)) // per_node
 
-    kinds: set[Crossings] = set()
+    distinct: set[Crossings] = set()
     for begin, y, x in product(begins, range(rows), range(columns)):
-        node, kind = node_of(begin, y, x), list[bool | None]()
+        node, crossings = node_of(begin, y, x), list[bool | None]()
         for down, right in peers:
             inside = 0 <= y + down < rows and 0 <= x + right < columns
-            kind.append(node_of(begin, y + down, x + right) != node if inside else None)
-        kinds.add(tuple(kind))
-    return frozenset(kinds)
+            crossings.append(node_of(begin, y + down, x + right) != node if inside else None)
+        distinct.add(tuple(crossings))
+    return frozenset(distinct)

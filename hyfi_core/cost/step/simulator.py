@@ -183,12 +183,17 @@ def _update_s(plan: ParallelPlan, costs: StageCosts) -> float:
 
 
 def _collapsed(plan: ParallelPlan) -> ParallelPlan:
-    """Return a plan whose dry run takes the same time: one replica and, if possible, one rank for each grid.
+    """Return a plan whose dry run forecasts the same time: one replica and, if possible, one rank for each grid.
 
-    Fields that do not change the order of actions keep their defaults, so that many plans share one dry run.
+    Fields that do not change the order of actions have their defaults, so that many plans share one dry run.
     """
     small = ParallelPlan(
-        plan.grids, "auto", plan.microbatches, plan.schedule, interleave=plan.interleave, mirror=plan.mirror
+        plan.grids,
+        cuts="auto",
+        microbatches=plan.microbatches,
+        schedule=plan.schedule,
+        interleave=plan.interleave,
+        mirror=plan.mirror,
     )
     sizes = [prod(grid) for grid in plan.grids]
     if plan.directions == 2 and sizes != sizes[::-1]:

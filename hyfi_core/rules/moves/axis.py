@@ -68,31 +68,32 @@ class Axis:
         return (*result, self.outputs)
 
     def _cut(self, cut: int, inputs: int) -> int:
-        """Return the output cut with which the fewest inputs move across ``cut``; of several, the most balanced one.
+        """Return where to cut the output so that few inputs move across ``cut``; of equal cuts, the most balanced.
 
-        With an output cut up to ``low``, outputs before it need no inputs after ``cut``. With one from ``high`` on,
-        outputs after it need none before ``cut``. So the best output cut is between them.
+        Two numbers of inputs move: of those after ``cut`` that outputs before the output cut read, and of those before
+        ``cut`` that outputs after it read. As the output cut grows, the first never falls: it is 0 up to ``low``. The
+        second never grows: it is 0 from ``high`` on. Outside of that range, one is 0 and the other only grows.
         """
         every_cut = range(self.outputs + 1)
-        # As the output cut grows, the first count never falls and the second never grows, so bisection finds both ends.
-        low = bisect_left(every_cut, 1, key=lambda out: self._needed_before(out, cut, inputs)) - 1
-        high = bisect_left(every_cut, 0, key=lambda out: -self._needed_behind(out, cut))
+        low = bisect_left(every_cut, 1, key=lambda out: self._moved_down(out, cut, inputs)) - 1
+        high = bisect_left(every_cut, 0, key=lambda out: -self._moved_up(out, cut))
         first, last = max(0, min(low, high)), min(self.outputs, max(low, high))
+        # In a long range not every cut is tried: the best of those may move a few inputs more.
         step = max(1, (last - first) // _MOST_CANDIDATES)
         balanced = self.outputs * cut / max(inputs, 1)
         return min(
             range(first, last + 1, step),
             key=lambda out: (
-                self._needed_before(out, cut, inputs) + self._needed_behind(out, cut),
+                self._moved_down(out, cut, inputs) + self._moved_up(out, cut),
                 abs(out - balanced),
             ),
         )
 
-    def _needed_before(self, out: int, cut: int, inputs: int) -> int:
+    def _moved_down(self, out: int, cut: int, inputs: int) -> int:
         """Return the number of inputs from ``cut`` on that outputs before ``out`` read."""
         return max(0, min(self.interval(0, out)[1], inputs) - cut) if out > 0 else 0
 
-    def _needed_behind(self, out: int, cut: int) -> int:
+    def _moved_up(self, out: int, cut: int) -> int:
         """Return the number of inputs before ``cut`` that outputs from ``out`` on read."""
         return max(0, cut - max(self.interval(out, self.outputs)[0], 0)) if out < self.outputs else 0
 

@@ -133,14 +133,14 @@ class BatchLoss(StepLoss):
         labels = [gathered.pop((replica, m, _LABELS)) for replica, m in self._order]
         return gathered, torch.cat(labels)
 
-    def _owned(self, outputs: Mapping[int, Leaves], tensors: list[int]) -> dict[tuple[int, int, int], torch.Tensor]:
+    def _owned(self, outputs: Mapping[int, Leaves], leaves: list[int]) -> dict[tuple[int, int, int], torch.Tensor]:
         """Return (replica, micro-batch, leaf) -> tensor, for all that this rank sends.
 
-        These are the outputs of directions that it leads, and the labels if it leads direction 0.
+        A direction's outputs are sent by one rank of its last stage, which leads it; labels by that of direction 0.
         """
         replica, microbatches = self._groups.index, range(self._plan.microbatches)
         led = [m for m in microbatches if self._leads(self._direction(m))]
-        owned = {(replica, m, at): outputs[m][at] for m in led for at in tensors}
+        owned = {(replica, m, leaf): outputs[m][leaf] for m in led for leaf in leaves}
         if self._leads(0):
             # Direction 0 sends all labels of a replica, although the last stages of both directions have them.
             labels = self._labels.split(self._size(replica))

@@ -23,7 +23,7 @@ async def serve(folder: Path, latency_s: float) -> None:
         """Answer the requests of one connection, one after the other."""
         try:
             while request := await reader.readuntil(b"\r\n\r\n"):
-                # A latency limits no bandwidth: requests of other connections are answered meanwhile.
+                # Only this connection waits, as latency does not limit bandwidth.
                 await asyncio.sleep(latency_s)
                 await _answer(folder, request.decode("latin-1"), writer)
         except (asyncio.IncompleteReadError, ConnectionError):

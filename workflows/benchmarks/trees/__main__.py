@@ -55,14 +55,14 @@ def main() -> None:
 def compare(
     checkouts: tuple[Path, Path], words: Sequence[str], pairs: int
 ) -> tuple[list[tuple[float, float]], tuple[int, int]]:
-    """Return the processor seconds of each pair of steps, and the bytes by which each process grew at its peak.
+    """Return the processor seconds of each pair of steps, and by how many bytes each process had grown at its peak.
 
     Both are pairs in the order of ``checkouts``.
     """
     sides = [_Side(checkout, words) for checkout in checkouts]
     seconds = []
     for pair in range(pairs):
-        # In the order A B B A, steady changes of the machine, such as of its clock rate, cancel.
+        # In the order A B B A, a steady drift of the machine, such as of its clock rate, cancels out.
         order = (0, 1) if pair % 2 == 0 else (1, 0)
         steps = {index: sides[index].step() for index in order}
         seconds.append((steps[0], steps[1]))

@@ -99,7 +99,7 @@ class TargetPart:
 
 
 def parts_of(tasks: Sequence[tuple[str, Task, float, float]]) -> tuple[TargetPart, ...]:
-    """Return targets from (name, task, weight, labelled); their outputs and numbers follow one another."""
+    """Return targets from (name, task, weight, share of labelled slides), with slices of outputs and label numbers."""
     parts: list[TargetPart] = []
     first_output = first_number = 0
     for name, task, weight, labelled in tasks:

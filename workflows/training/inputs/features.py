@@ -99,11 +99,12 @@ class FeatureInputs(BagInputs):
     def warnings(self, engine: TrainingEngine) -> list[str]:
         """Return warnings about slides, and about features without positions or without a stated encoder."""
         warnings = self.job.warnings()
+        # Positions have a unit.
         if any(stored.unit is None for stored in (*self.train.stored, *self.val.stored)):
             warnings.append("some features have no positions (coords): predictions with them will have no heatmap")
         if self._features.encoder is None:
             warnings.append(
-                "the features do not state their encoder: a prediction with features of another encoder is not noticed"
+                "the features do not name their encoder: predicting with features of another one will not be noticed"
             )
         return warnings
 
