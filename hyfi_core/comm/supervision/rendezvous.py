@@ -171,7 +171,7 @@ def _say(expected: Expected, waited_s: float, limit_s: float) -> None:
     """Print that this process waits, for which ranks, and for how long it will wait."""
     until = f"for up to {limit_s:g} s ({LIMIT_VARIABLE})" if limit_s else "without a limit"
     line = (
-        f"hyfi: {socket.gethostname()}, process {os.getpid()}: has waited {waited_s:.3g} s for other ranks: "
+        f"hyfi: {socket.gethostname()}, process {os.getpid()}: has been waiting for other ranks for {waited_s:.3g} s: "
         f"{expected.describe()}. {expected.advice()}. It will wait {until}; Ctrl-C or SIGTERM ends it\n"
     )
     # In one write: ``print`` writes the end of the line separately, and lines of several ranks would mix.
