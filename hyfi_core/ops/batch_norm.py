@@ -231,12 +231,10 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Write gain · dy, and for pixels that count + slope · x + shift, to ``dx``: a 16-bit map, rounded once.
 
         If each term were rounded, small shifts would be lost, and gradients that cancel over the map would not, far
-        from zero. Computed in float32 block by block: whole copies of the three maps would take six times the memory of
-        one.
+        from zero. In float32, block by block: whole copies of the three maps would take six times the memory of one.
         """
         gain, slope, shift = terms
         for top, height in _blocks(dx):
-            # A height of 0 stands for the whole tensor.
             dy_rows, x_rows, dx_rows = (tensor.narrow(2, top, height) if height else tensor for tensor in (dy, own, dx))
             wide = torch.mul(dy_rows, gain)  # float32, as gain is
             self._counted(wide, top).addcmul_(self._counted(x_rows, top), slope).add_(shift)

@@ -124,7 +124,7 @@ def test_a_loss_that_a_class_changes_is_the_one_that_validation_reports() -> Non
         ("Counted", "has no 'Counted'"),
         ("function", "has no facts"),
         ("NoFacts", "has no facts"),
-        ("NoTensor", "loss must return a tensor without dims"),
+        ("NoTensor", "loss must return a scalar tensor"),
     ],
 )
 def test_what_is_no_task_is_refused_with_what_it_lacks(tmp_path: Path, store: Path, task: str, said: str) -> None:
