@@ -33,6 +33,9 @@ class LocalUse:
     # No attributes: a capture is used again for a module in the same state, to which attributes of hooks belong.
     __slots__ = ("__weakref__",)
 
+    def __repr__(self) -> str:
+        return "LocalUse()"  # no address: those of a copy are the same
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _with_weight, (_STALE.get(self),)
 
