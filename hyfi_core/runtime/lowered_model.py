@@ -81,6 +81,14 @@ class LoweredModel:
         return tuple((*p, *b) for p, b in zip(self.parameters, self.buffers, strict=True))
 
     @cached_property
+    def stages_of(self) -> Mapping[str, frozenset[int]]:
+        """User's name of a parameter or buffer -> the stages that use it by this name."""
+        stages: dict[str, frozenset[int]] = {}
+        for stage, names in enumerate(self.names):
+            stages.update((name, stages.get(name, frozenset()) | {stage}) for name in names)
+        return stages
+
+    @cached_property
     def alike(self) -> frozenset[int]:
         """Indices of the leaves of the output that are the same for all images, such as a parameter."""
         return frozenset(

@@ -11,7 +11,8 @@ take them over, so that each step starts, and each replica predicts, with the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -315,13 +316,14 @@ class StageTensors:
         updated_on: Mapping[str, frozenset[int]],
     ) -> None:
         self._model, self._groups, self._owner, self._updated_on = model, groups, owner, updated_on
+        self._users = lru_cache(maxsize=None)(groups.users)  # asked for each tensor in each step
         self._known_on: dict[str, frozenset[int]] = {}  # ranks with the new value; tensors not listed: all ranks
 
     def changed(self, lowered: LoweredModel) -> None:
         """Record that a step has changed buffers; send them to the ranks that save them (collective over planes)."""
-        for name, stages in _stages_of(lowered, lowered.program.mutations).items():
-            self._known_on[name] = self._groups.users(stages)
-        self.send([name for name, ranks in self._known_on.items() if self._owner(name) not in ranks])
+        changed = [name for name in lowered.program.mutations if name in lowered.stages_of]
+        self._known_on |= {name: self._users(lowered.stages_of[name]) for name in changed}
+        self.send([name for name in changed if self._owner(name) not in self._known_on[name]])
 
     def updated(self) -> None:
         """Record that the optimizer has changed parameters."""
@@ -329,28 +331,21 @@ class StageTensors:
 
     def missing(self, lowered: LoweredModel) -> list[str]:
         """Return the tensors that stages read on ranks without the new value; the same on every rank."""
-        read = _stages_of(lowered, self._known_on)
-        return [name for name, stages in read.items() if not self._groups.users(stages) <= self._known_on[name]]
+        stages = lowered.stages_of
+        return [
+            name for name, ranks in self._known_on.items() if name in stages and not self._users(stages[name]) <= ranks
+        ]
 
     @torch.no_grad()
     def send(self, names: Iterable[str]) -> None:
         """Send tensors of ``_known_on`` from a rank that knows them to all ranks (collective over planes)."""
-        named = named_tensors(self._model)
-        for name in sorted(names):
+        ordered = sorted(names)
+        named = named_tensors(self._model) if ordered else {}  # this goes through the whole model
+        for name in ordered:
             tensor = named[name]
             # A rank that has released the tensor takes part in the broadcast all the same.
             value = torch.empty_like(tensor, device=device_of(self._model)) if tensor.is_meta else tensor.detach()
             self._groups.plane.broadcast(value, root=min(self._known_on.pop(name)))
-
-
-def _stages_of(lowered: LoweredModel, names: Collection[str]) -> dict[str, set[int]]:
-    """Return name -> the stages that use it, for the parameters and buffers ``names``."""
-    stages: dict[str, set[int]] = {}
-    for stage, used in enumerate(lowered.names):
-        for name in used:
-            if name in names:
-                stages.setdefault(name, set()).add(stage)
-    return stages
 
 
 def _copies(buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
