@@ -152,25 +152,26 @@ def parse_table(path: Path, subject: str) -> Table:
 
 def _refuse_rows_in_quotes(path: Path, lines: Sequence[tuple[int, Sequence[str]]], separator: str) -> None:
     """Refuse a cell in quotes that has other rows in it: their slides would be lost in silence."""
+    of_several_lines = [(line, value) for line, values in lines for value in values if "\n" in value]
+    if not of_several_lines:
+        return
     names = [values[0] for _, values in lines[1:]]
     forms, listed = {_form(name) for name in names}, set(names)
-    for line, values in lines:
-        for value in values:
-            parts = value.splitlines()[1:] if "\n" in value else []
-            hidden = [part.split(separator) for part in parts if part.strip()]
-            firsts = [cells[0].strip() for cells in hidden]
-            # Numbers in both, as in most names of slides: comments may have as many commas as a row. Every line is one
-            # of the rows that a quote hides, the last perhaps a part of one.
-            if not all("0" in _form(first) and _form(first) in forms for first in firsts):
-                continue
-            for cells, first in zip(hidden, firsts, strict=True):
-                # A number that names another row is a number of a comment, such as 2,5 with a decimal comma.
-                is_row = first not in listed or len(listed) < len(names)
-                if is_row and len(cells) == len(lines[0][1]) > 1:
-                    raise RequestError(
-                        f"{path}, line {line}: a cell in quotes has {separator.join(cells)!r} in it, which is a row: a "
-                        'quote is missing, or is part of a text; in a text, write it twice ("")'
-                    )
+    for line, value in of_several_lines:
+        hidden = [part.split(separator) for part in value.splitlines()[1:] if part.strip()]
+        firsts = [cells[0].strip() for cells in hidden]
+        # Numbers in both, as in most names of slides: comments may have as many commas as a row. Every line is one of
+        # the rows that a quote hides, the last perhaps a part of one.
+        if not all("0" in _form(first) and _form(first) in forms for first in firsts):
+            continue
+        for cells, first in zip(hidden, firsts, strict=True):
+            # A number that names another row is a number of a comment, such as 2,5 with a decimal comma.
+            is_row = first not in listed or len(listed) < len(names)
+            if is_row and len(cells) == len(lines[0][1]) > 1:
+                raise RequestError(
+                    f"{path}, line {line}: a cell in quotes has {separator.join(cells)!r} in it, which is a row: a "
+                    'quote is missing, or is part of a text; in a text, write it twice ("")'
+                )
 
 
 def _form(name: str) -> str:

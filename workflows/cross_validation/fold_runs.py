@@ -81,9 +81,12 @@ class FoldRuns(RunFamily):
         """
         data = self.config.data
         path = data.splits or data.labels or data.store / "manifest.csv"
-        return FoldTable.read(
-            location(path), load_manifest(location(data.store)), data.missing_words, self.column or COLUMN
-        )
+        return FoldTable.read(location(path), self._slides, data.missing_words, self.column or COLUMN)
+
+    @cached_property
+    def _slides(self) -> list[dict[str, str]]:
+        """The rows of the store's manifest."""
+        return load_manifest(location(self.config.data.store))
 
     @cached_property
     def chosen(self) -> tuple[int, ...]:
@@ -239,14 +242,17 @@ class FoldRuns(RunFamily):
         """Return the test slides of a fold, labelled or not."""
         from data.samples.splits import load_splits
 
-        data = self.config.data
-        rows, missing = load_manifest(location(data.store)), data.missing_words
+        data, splits = self.config.data, self.folder / SPLITS_FILE
         # Where the checks before a run found a fault, they have named it.
         with suppress(RequestError):
-            splits = load_splits(
-                self.folder / SPLITS_FILE, rows, column=column_of(fold), merge_alike=data.merge_alike, missing=missing
+            split_of = load_splits(
+                splits,
+                self._slides,
+                column=column_of(fold),
+                merge_alike=data.merge_alike,
+                missing=data.missing_words,
             )
-            return [slide for slide, split in splits.items() if split == "test"]
+            return [slide for slide, split in split_of.items() if split == "test"]
         return []
 
     def train_words(self, fold: int) -> list[str]:
