@@ -9,13 +9,8 @@ from pathlib import Path
 
 from data.location import is_remote
 from pathology.errors import SlideError
-from pathology.readers.dicom.files import (
-    offsets_contradiction,
-    position_contradiction,
-    read_header,
-    series_files,
-    series_in,
-)
+from pathology.readers.dicom.contradictions import offsets_contradiction, position_contradiction
+from pathology.readers.dicom.files import read_header, series_files, series_in
 from pathology.readers.facts.header_budget import check_directories, first_directory
 from pathology.readers.ngff.groups import is_ome_zarr, read_group
 

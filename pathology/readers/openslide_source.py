@@ -16,8 +16,8 @@ from PIL import ImageCms
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
-from pathology.readers.dicom.files import stated_by_coarser_files
 from pathology.readers.dicom.frames import jpeg_frames
+from pathology.readers.dicom.spacing import stated_by_coarser_files
 from pathology.readers.facts.levels import StatedLevel, believed_levels, fitted_levels
 from pathology.readers.facts.pixel_size import checked_mpp, noted_if_contrary
 from pathology.readers.facts.slide_facts import APERIO, StatedMpp, merged

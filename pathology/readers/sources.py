@@ -22,7 +22,8 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.czi_file import is_czi, scenes_of_czi
 from pathology.readers.czi_source import CziSource
-from pathology.readers.dicom.files import file_of_slide, frame_contradiction
+from pathology.readers.dicom.contradictions import frame_contradiction
+from pathology.readers.dicom.files import file_of_slide
 from pathology.readers.facts.colour import COLOUR_FLAG, ColourError
 from pathology.readers.facts.pictures import WHOLE, Pick, PlanesError, check_plane, scenes_of_tiff
 from pathology.readers.file_check import check_file

@@ -23,16 +23,15 @@ import simplejpeg
 
 from hyfi_core.plan.box import Box
 from pathology.errors import TileError
-from pathology.readers.dicom.files import (
+from pathology.readers.dicom.files import series_files, text_of
+from pathology.readers.dicom.pixels import (
     CONCATENATION,
     ITEM,
     OF_FRAMES,
-    PER_FRAME,
     SYNTAX,
     before_pixels,
     frame_positions,
-    series_files,
-    text_of,
+    read_head,
 )
 
 _OFFSETS = b"\xe0\x7f\x01\x00OV\0\0"
@@ -102,11 +101,8 @@ def jpeg_frames(path: Path) -> dict[tuple[int, int], JpegFrames]:
 
 def _frames_of(path: Path) -> JpegFrames | None:
     """Return the frames of a level's file; None for other files, and parts of a level."""
-    from pydicom.filereader import read_partial
-
-    wanted = [*OF_FRAMES, CONCATENATION]
     with path.open("rb") as file:
-        dataset = read_partial(file, stop_when=lambda tag, vr, length: tag >= PER_FRAME, specific_tags=wanted)
+        dataset = read_head(file, [*OF_FRAMES, CONCATENATION])
     if "VOLUME" not in text_of(dataset, OF_FRAMES[0]) or CONCATENATION in dataset:
         return None
     if text_of(dataset.file_meta, SYNTAX) != _JPEG_BASELINE:

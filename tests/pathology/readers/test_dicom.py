@@ -24,9 +24,10 @@ from pathology.ingest.archive import IngestOptions, Request, ingest, ingest_slid
 from pathology.ingest.discover import find_jobs
 from pathology.ingest.identity import SourceStamp
 from pathology.ingest.staging import files_of, staged
-from pathology.readers.dicom import files as dicom_files
-from pathology.readers.dicom import frames as dicom_frames
-from pathology.readers.dicom.files import DicomHeader, frame_contradiction, read_header
+from pathology.readers.dicom.contradictions import frame_contradiction, offsets_contradiction, position_contradiction
+from pathology.readers.dicom.files import WHOLE_SLIDE, DicomHeader, read_header, series_files
+from pathology.readers.dicom.frames import jpeg_frames
+from pathology.readers.dicom.pixels import before_pixels, frame_positions
 from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.source_level import RGB, BadTile
 from pathology.readers.sources import open_source
@@ -232,12 +233,12 @@ def test_parts_of_a_concatenation_are_counted_together(tmp_path: Path) -> None:
     (file,) = write_series(tmp_path, "a", smooth(256, 256), SERIES, levels=1)[1:]
     part, uid = element(0x00480006, "UL", 512), element(0x00209161, "UI", "1.2.3.99")
     content = file.read_bytes().replace(element(0x00480006, "UL", 256), part)
-    assert dicom_files.position_contradiction(file) == ""
+    assert position_contradiction(file) == ""
     file.write_bytes(content)
-    assert "has 4 frames" in dicom_files.position_contradiction(file)
+    assert "has 4 frames" in position_contradiction(file)
     at = content.index(element(0x00209311, "CS", "TILED_FULL"))
     file.write_bytes(content[:at] + uid + content[at:])
-    assert dicom_files.position_contradiction(file) == ""
+    assert position_contradiction(file) == ""
 
 
 @pytest.mark.parametrize("change", ["", "shifted", "again from 0", "beside"])
@@ -269,7 +270,7 @@ def test_the_table_of_offsets_of_a_label_is_not_questioned(tmp_path: Path) -> No
     empty, wrong = struct.pack("<HHI", 0xFFFE, 0xE000, 0), struct.pack("<HHII", 0xFFFE, 0xE000, 4, 2)
     for name in (label, file):
         name.write_bytes(name.read_bytes().replace(empty, wrong, 1))
-    assert dicom_files.offsets_contradiction(file) and not dicom_files.offsets_contradiction(label)
+    assert offsets_contradiction(file) and not offsets_contradiction(label)
     write_series(tmp_path, "b", smooth(256, 256), f"{SERIES}.1", levels=1)
     (tmp_path / "b-label.dcm").write_bytes((tmp_path / "b-label.dcm").read_bytes().replace(empty, wrong, 1))
     with closing(open_source(tmp_path / "b-0.dcm")) as source:
@@ -328,12 +329,12 @@ def test_frames_are_found_by_tables_of_offsets_and_those_of_several_items_are_no
 
     for kind in ("", "basic", "extended"):
         written(kind, 1)
-        (frame,) = dicom_frames.jpeg_frames(file).values()
+        (frame,) = jpeg_frames(file).values()
         frame.check(Box(0, 128, 0, 128))
         with pytest.raises(TileError, match="the frame at row 0, column 128 cannot be decoded: "):
             frame.check(box)
         written(kind, 2)
-        (frame,) = dicom_frames.jpeg_frames(file).values()
+        (frame,) = jpeg_frames(file).values()
         frame.check(box)
 
 
@@ -345,10 +346,10 @@ def test_pixels_are_found_behind_the_positions_of_frames(tmp_path: Path, monkeyp
     offsets = element(0x7FE00001, "OB", struct.pack("<4Q", 0, 0x107FE0, 0x107FE0, 1)).replace(b"OB", b"OV", 1)
     file.write_bytes(content[:at] + offsets + content[at:])
     for count in (1, 7, 2**16):
-        monkeypatch.setattr(dicom_files, "_PART_BYTES", count)
+        monkeypatch.setattr("pathology.readers.dicom.pixels._PART_BYTES", count)
         with file.open("rb") as opened:
-            _, groups, found = dicom_files.before_pixels(opened, [])
-        assert found == at + len(offsets) and dicom_files.frame_positions(groups) == PLACES
+            _, groups, found = before_pixels(opened, [])
+        assert found == at + len(offsets) and frame_positions(groups) == PLACES
         assert groups.endswith(offsets)
 
 
@@ -384,7 +385,7 @@ def test_a_spacing_that_coarser_levels_contradict_is_noted(tmp_path: Path) -> No
 
 
 def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = bytes(128) + b"DICM" + element(0x00020002, "UI", dicom_files._WHOLE_SLIDE)
+    start = bytes(128) + b"DICM" + element(0x00020002, "UI", WHOLE_SLIDE)
     inner = struct.pack("<HHIHHI", 0xFFFE, 0xE000, 0xFFFFFFFF, 0xFFFE, 0xE00D, 0)
     endless = struct.pack("<HH2sxxI", 8, 0x1115, b"SQ", 0xFFFFFFFF)
     series = element(0x0020000E, "UI", "1.2.3")
@@ -412,6 +413,4 @@ def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_pipe_that_is_named_so_is_no_slide_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.dcm")
-    assert read_header(tmp_path / "a.dcm") is None and dicom_files.series_files(tmp_path / "a.dcm") == [
-        tmp_path / "a.dcm"
-    ]
+    assert read_header(tmp_path / "a.dcm") is None and series_files(tmp_path / "a.dcm") == [tmp_path / "a.dcm"]

@@ -1,0 +1,44 @@
+"""Microns per pixel that the files of a DICOM slide's levels state."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from pathology.readers.dicom.files import series_files, text_of
+from pathology.readers.dicom.pixels import OF_FRAMES, read_head
+from pathology.readers.facts.slide_facts import StatedMpp
+from pathology.readers.mpp import agree
+
+_SHARED = 0x52009229
+
+
+def stated_by_coarser_files(path: Path) -> StatedMpp | None:
+    """Return the microns per pixel of the finest level that follow from two or more coarser ones; None if they differ.
+
+    Ignored are levels with the PixelSpacing of the finest one, which some programs copy.
+    """
+    levels = []
+    for file in series_files(path):
+        with suppress(Exception):
+            levels.append(_spacing_of(file))
+    (rows, columns), finest_um = max(levels, default=((0, 0), (0.0, 0.0)))
+    derived = [
+        (um[0] * size[0] / rows, um[1] * size[1] / columns)
+        for size, um in levels
+        if size != (rows, columns) and not agree(um, finest_um)
+    ]
+    if len(derived) < 2 or not all(agree(um, derived[0]) for um in derived):
+        return None
+    return StatedMpp(derived[0], "the values of PixelSpacing of its coarser levels")
+
+
+def _spacing_of(path: Path) -> tuple[tuple[int, int], tuple[float, float]]:
+    """Return ((rows, columns), microns per pixel) of a level; raises any exception for other files."""
+    with path.open("rb") as file:
+        dataset = read_head(file, [*OF_FRAMES, _SHARED])
+        if "VOLUME" not in text_of(dataset, OF_FRAMES[0]):
+            raise ValueError("not a level")
+        columns, rows = (int(dataset[tag].value) for tag in OF_FRAMES[3:5])
+        y_mm, x_mm = map(float, dataset[_SHARED].value[0].PixelMeasuresSequence[0].PixelSpacing)
+    return (rows, columns), (1000 * y_mm, 1000 * x_mm)
