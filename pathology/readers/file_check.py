@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.location import is_remote
 from pathology.errors import SlideError
-from pathology.readers.dicom.contradictions import offsets_contradiction, position_contradiction
+from pathology.readers.dicom.contradictions import level_contradiction
 from pathology.readers.dicom.files import read_header, series_files, series_in
 from pathology.readers.facts.header_budget import check_directories, first_directory
 from pathology.readers.ngff.groups import is_ome_zarr, read_group
@@ -78,7 +78,7 @@ def _check_dicom_positions(path: Path) -> None:
     except OSError:
         return  # the reader will report it
     for file in files:
-        if contradiction := position_contradiction(file) or offsets_contradiction(file):
+        if contradiction := level_contradiction(file):
             raise SlideError(f"{file.name}: {contradiction}; its pixels would be missing or at wrong places")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 import imagecodecs
 import numpy as np
@@ -13,6 +14,9 @@ from pathology.readers.dicom.pixels import CONCATENATION, ITEM, OF_FRAMES, befor
 from pathology.readers.facts.colour import believed_jpeg, pixels_say
 from pathology.readers.facts.jpeg_2000 import is_jp2
 from pathology.readers.jpeg_tile import stored_jpeg
+
+if TYPE_CHECKING:
+    from pydicom.dataset import Dataset
 
 _JPEG_START, _JPEG_2000_START = b"\xff\xd8", b"\xff\x4f"
 _AGAIN = "DICOM does not allow; convert the slide again from its original"
@@ -43,48 +47,52 @@ def frame_contradiction(path: Path) -> str:
     return ""
 
 
-def position_contradiction(path: Path) -> str:
-    """Return how the stated positions of a level's frames contradict its header; empty if they do not.
+def level_contradiction(path: Path) -> str:
+    """Return how the frames of a level contradict its header, or their table of offsets its pixels; empty if neither.
 
-    OpenSlide trusts the positions. If they are wrong, it omits frames or shows them at wrong places; if there are none,
-    it crashes. Files that are not a level, or too damaged to tell, are left to the reader.
+    Files that are not a level, such as a label, which is not shown, or too damaged to tell, are left to the reader.
     """
     with suppress(Exception), path.open("rb") as file:
-        dataset, groups, _ = before_pixels(file, [*OF_FRAMES, CONCATENATION])
-        kind, organisation, stated = (text_of(dataset, tag) for tag in OF_FRAMES[:3])
-        if "VOLUME" not in kind:
-            return ""
-        positions, count = frame_positions(groups), int(stated or 1)
-        columns, rows, *frame = (int(dataset[tag].value) for tag in OF_FRAMES[3:])
-        if positions or organisation == "TILED_SPARSE":
-            return _wrong_positions(positions, count, (columns, rows))
-        # Without positions, frames are in row-major order. OpenSlide counts those of a level in several files.
-        needed = -(-columns // frame[0]) * -(-rows // frame[1])
-        if count != needed and CONCATENATION not in dataset:
-            several = " (several optical paths or focal planes are not read)" if count % needed == 0 else ""
-            return f"it has {count} frames, but {columns} × {rows} px are {needed}{several}"
+        head, groups, at = before_pixels(file, [*OF_FRAMES, CONCATENATION])
+        if "VOLUME" in text_of(head, OF_FRAMES[0]):
+            return _offsets_contradiction(file, at + 12) or _frames_contradiction(head, groups)
     return ""
 
 
-def offsets_contradiction(path: Path) -> str:
-    """Return how the table of offsets of a level's frames contradicts its pixels; empty if it does not.
+def _frames_contradiction(head: Dataset, groups: bytes) -> str:
+    """Return how the number of frames, or their stated positions, contradict the header of their level.
+
+    OpenSlide trusts the positions. If they are wrong, it omits frames or shows them at wrong places; if there are none,
+    it crashes.
+    """
+    organisation, stated = (text_of(head, tag) for tag in OF_FRAMES[1:3])
+    positions, count = frame_positions(groups), int(stated or 1)
+    columns, rows, *frame = (int(head[tag].value) for tag in OF_FRAMES[3:])
+    if positions or organisation == "TILED_SPARSE":
+        return _wrong_positions(positions, count, (columns, rows))
+    # Without positions, frames are in row-major order. OpenSlide counts those of a level in several files.
+    needed = -(-columns // frame[0]) * -(-rows // frame[1])
+    if count == needed or CONCATENATION in head:
+        return ""
+    several = " (several optical paths or focal planes are not read)" if count % needed == 0 else ""
+    return f"it has {count} frames, but {columns} × {rows} px are {needed}{several}"
+
+
+def _offsets_contradiction(file: BinaryIO, at: int) -> str:
+    """Return how the table of offsets, the item at ``at``, contradicts the pixels.
 
     OpenSlide trusts it (PS3.5, A.4: Basic Offset Table): it shows frames at wrong places, or crashes. Offsets have 32
     bits, so those beyond 4 GiB start again from 0.
     """
-    with suppress(Exception), path.open("rb") as file:
-        dataset, _, at = before_pixels(file, OF_FRAMES[:1])
-        if "VOLUME" not in text_of(dataset, OF_FRAMES[0]):
-            return ""  # a label, which is not shown
-        file.seek(at + 12)
-        item = file.read(8)
-        table = np.frombuffer(file.read(int.from_bytes(item[4:], "little")) if item[:4] == ITEM else b"", "<u4")
-        if not len(table):
-            return ""  # frames are found one after the other
-        start = file.tell()
-        begins = [file.seek(start + int(offset)) and file.read(4) == ITEM for offset in table[:: -(-len(table) // 9)]]
-        if table[0] or (np.diff(table.astype(np.int64)) <= 0).any() or not all(begins):
-            return f"its table of offsets is not that of its {len(table)} frames, which {_AGAIN}"
+    file.seek(at)
+    item = file.read(8)
+    table = np.frombuffer(file.read(int.from_bytes(item[4:], "little")) if item[:4] == ITEM else b"", "<u4")
+    if not len(table):
+        return ""  # frames are found one after the other
+    start = file.tell()
+    begins = [file.seek(start + int(offset)) and file.read(4) == ITEM for offset in table[:: -(-len(table) // 9)]]
+    if table[0] or (np.diff(table.astype(np.int64)) <= 0).any() or not all(begins):
+        return f"its table of offsets is not that of its {len(table)} frames, which {_AGAIN}"
     return ""
 
 

@@ -24,7 +24,7 @@ from pathology.ingest.archive import IngestOptions, Request, ingest, ingest_slid
 from pathology.ingest.discover import find_jobs
 from pathology.ingest.identity import SourceStamp
 from pathology.ingest.staging import files_of, staged
-from pathology.readers.dicom.contradictions import frame_contradiction, offsets_contradiction, position_contradiction
+from pathology.readers.dicom.contradictions import frame_contradiction, level_contradiction
 from pathology.readers.dicom.files import WHOLE_SLIDE, DicomHeader, read_header, series_files
 from pathology.readers.dicom.frames import jpeg_frames
 from pathology.readers.dicom.pixels import before_pixels, frame_positions
@@ -233,12 +233,12 @@ def test_parts_of_a_concatenation_are_counted_together(tmp_path: Path) -> None:
     (file,) = write_series(tmp_path, "a", smooth(256, 256), SERIES, levels=1)[1:]
     part, uid = element(0x00480006, "UL", 512), element(0x00209161, "UI", "1.2.3.99")
     content = file.read_bytes().replace(element(0x00480006, "UL", 256), part)
-    assert position_contradiction(file) == ""
+    assert level_contradiction(file) == ""
     file.write_bytes(content)
-    assert "has 4 frames" in position_contradiction(file)
+    assert "has 4 frames" in level_contradiction(file)
     at = content.index(element(0x00209311, "CS", "TILED_FULL"))
     file.write_bytes(content[:at] + uid + content[at:])
-    assert position_contradiction(file) == ""
+    assert level_contradiction(file) == ""
 
 
 @pytest.mark.parametrize("change", ["", "shifted", "again from 0", "beside"])
@@ -270,7 +270,7 @@ def test_the_table_of_offsets_of_a_label_is_not_questioned(tmp_path: Path) -> No
     empty, wrong = struct.pack("<HHI", 0xFFFE, 0xE000, 0), struct.pack("<HHII", 0xFFFE, 0xE000, 4, 2)
     for name in (label, file):
         name.write_bytes(name.read_bytes().replace(empty, wrong, 1))
-    assert offsets_contradiction(file) and not offsets_contradiction(label)
+    assert level_contradiction(file) and not level_contradiction(label)
     write_series(tmp_path, "b", smooth(256, 256), f"{SERIES}.1", levels=1)
     (tmp_path / "b-label.dcm").write_bytes((tmp_path / "b-label.dcm").read_bytes().replace(empty, wrong, 1))
     with closing(open_source(tmp_path / "b-0.dcm")) as source:
