@@ -25,7 +25,7 @@ def view(
     no_browser: NoBrowser = False,
     annotations: Annotations = None,
     slide_mpp: SlideMpp = None,
-    resume: Resume = False,
+    resume: Resume = False,  # changes nothing: accepted as in `hyfi train`
 ) -> None:
     """Show slides in the browser: deep zoom, tissue, heatmaps, regions, annotations. Ctrl-C ends it."""
 

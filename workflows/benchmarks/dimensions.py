@@ -36,7 +36,7 @@ from hyfi_core.schedule.simulate import simulate
 from hyfi_core.schedule.trace import TraceEvent, bubble, to_json
 from workflows.benchmarks.reduction import Sleep, SleepingNetwork, SleepingProduct
 from workflows.evaluation.models import convert_model
-from workflows.launch.mpiexec import find
+from workflows.launch.mpiexec import find_mpiexec
 
 BLOCKS, BLOCK_S, SIZE_PX, BATCH = 16, 0.02, 32, 8
 LONG_BLOCK_S = 0.06
@@ -89,7 +89,7 @@ def main() -> None:
 
 def _start(ranks: int, arguments: list[str]) -> None:
     """Run this program with ``arguments`` on ranks of mpiexec, of one thread each."""
-    command = [*find().command(ranks), sys.executable, "-m", "workflows.benchmarks.dimensions", *arguments]
+    command = [*find_mpiexec().command(ranks), sys.executable, "-m", "workflows.benchmarks.dimensions", *arguments]
     subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1", "HYFI_BENCHMARK": "1"}, check=True)
 
 
@@ -278,7 +278,13 @@ def _real(size_px: int, steps: int) -> None:
     print("| plan | step (s) | largest rank (MB) | stage MB | halo MB | reduce MB |\n|---|---|---|---|---|---|")
     for name, plan in REAL.items():
         arguments = ["--plan", json.dumps(plan.to_json()), "--size", str(size_px), "--steps", str(steps)]
-        command = [*find().command(plan.ranks), sys.executable, "-m", "workflows.benchmarks.dimensions", *arguments]
+        command = [
+            *find_mpiexec().command(plan.ranks),
+            sys.executable,
+            "-m",
+            "workflows.benchmarks.dimensions",
+            *arguments,
+        ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
         completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         cells = json.loads(completed.stdout.strip().splitlines()[-1])

@@ -28,7 +28,7 @@ from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_freed_now
 from workflows.launch.launch import RANK_SETTINGS
-from workflows.launch.mpiexec import find
+from workflows.launch.mpiexec import find_mpiexec
 
 WAYS = ("kept", "released")
 CLASSES, STEPS = 2, 2
@@ -48,7 +48,14 @@ def main() -> None:
         _rank(args)
         return
     for way in args.ways:
-        command = [*find().command(args.stages), sys.executable, "-m", "workflows.benchmarks.layers", "--way", way]
+        command = [
+            *find_mpiexec().command(args.stages),
+            sys.executable,
+            "-m",
+            "workflows.benchmarks.layers",
+            "--way",
+            way,
+        ]
         for name in ("depth", "filters", "stages", "size"):
             command += [f"--{name}", str(getattr(args, name))]
         subprocess.run(command, env=os.environ | RANK_SETTINGS | {"OMP_NUM_THREADS": "1"}, check=True)

@@ -34,7 +34,7 @@ from hyfi_core.comm.delayed import DelayedCommunicator, Latency
 from hyfi_core.models import resnet
 from hyfi_core.ops.convolution import Convolution
 from workflows.evaluation.models import convert_model
-from workflows.launch.mpiexec import find
+from workflows.launch.mpiexec import find_mpiexec
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ def main() -> None:
         _compare(args.size, args.latency_ms / 1000, args.steps)
         return
     environment = os.environ | {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "HYFI_OVERLAP_RANK": "1"}
-    command = [*find().command(2), sys.executable, "-m", "workflows.benchmarks.overlap", *sys.argv[1:]]
+    command = [*find_mpiexec().command(2), sys.executable, "-m", "workflows.benchmarks.overlap", *sys.argv[1:]]
     sys.exit(subprocess.run(command, env=environment, check=False).returncode)
 
 

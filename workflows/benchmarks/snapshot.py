@@ -30,7 +30,7 @@ from hyfi_core.runtime.engine import Engine
 from workflows.evaluation.validation_client import QUEUE, Policy, ValidationClient
 from workflows.evaluation.validator import ValidationService
 from workflows.launch.child_process import ChildProcess, Parent
-from workflows.launch.mpiexec import find
+from workflows.launch.mpiexec import find_mpiexec
 
 PROGRAM = ("-m", "workflows.benchmarks.snapshot", "--child")
 
@@ -51,14 +51,14 @@ def main() -> None:
         _rank(args)
     else:
         command = [sys.executable, "-m", "workflows.benchmarks.snapshot", *sys.argv[1:], "--rank"]
-        raise SystemExit(subprocess.run([*find().command(2), *command]).returncode)
+        raise SystemExit(subprocess.run([*find_mpiexec().command(2), *command]).returncode)
 
 
 def _rank(args: argparse.Namespace) -> None:
     """Train (rank 0) or serve validation (rank 1), once for each policy."""
     torch.set_num_threads(1)
     world = hyfi_core.init()
-    group = world.split(world.rank, world.rank)
+    group = world.split(world.rank)  # each rank alone: the trainer's group, and the validators'
     assert group is not None
     engine, step_s = _trainer(args, group) if world.rank == 0 else (None, 0.0)
     # A validation takes twice the time between two snapshots, so that the queue fills up.

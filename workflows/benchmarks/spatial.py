@@ -34,7 +34,7 @@ from hyfi_core.lowering.compiling.segment_compiler import CompileMode
 from hyfi_core.models import resnet
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_what_is_freed
 from workflows.launch.launch import RANK_SETTINGS, own_rank
-from workflows.launch.mpiexec import find
+from workflows.launch.mpiexec import find_mpiexec
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 SIDES = (
@@ -113,14 +113,15 @@ def _memory(model: str, size: int, sides: Sequence[str]) -> dict[str, object]:
 def _run(
     side: str, model: str, size: int, steps: int, settings: dict[str, str], more: Sequence[str] = ()
 ) -> list[float]:
-    """Return the numbers that a side prints, the largest of all its ranks."""
+    """Run one side (a variant in ``SIDES``) in new processes; return its seconds of each step, or its growth in MB."""
     ranks = 4 if side == "four_ranks" else 2 if side.endswith("two_ranks") else 1
     command = [sys.executable, "-m", "workflows.benchmarks.spatial", "--side", side, "--model", model]
     command += ["--size", str(size), "--steps", str(steps), *more]
     # Memory settings of this process must not reach `as_started`.
     environment = {name: value for name, value in os.environ.items() if name not in RANK_SETTINGS | KEEP_MEMORY}
+    # Two threads in all, as many as plain PyTorch has.
     environment |= {"OMP_NUM_THREADS": str(max(1, 2 // ranks))} | ({} if side == "as_started" else settings)
-    start = find().command(ranks) if ranks > 1 else []
+    start = find_mpiexec().command(ranks) if ranks > 1 else []
     completed = subprocess.run([*start, *command], env=environment, capture_output=True, text=True, check=True)
     lists = [json.loads(numbers) for numbers in re.findall(r"\[.*?\]", completed.stdout)]
     # One rank prints times, but all print memory: of each number, the largest of all ranks.

@@ -81,7 +81,14 @@ def measure(path: Path, count: int) -> None:
 
 
 def _series(pid: int, slide: str, about: dict[str, Any], count: int) -> None:
-    """Print how fast tiles are served, for the first time and again."""
+    """Print how fast a viewer serves tiles of a slide that nothing has decoded yet, and then the same tiles again.
+
+    Args:
+        pid: Process of the viewer, whose CPU time counts.
+        slide: Address of the slide.
+        about: Its ``about.json``.
+        count: Number of tiles.
+    """
     finest = about["finest_zoom"]
     zooms = {"1 : 1, PNG": ([finest], "png"), "zoomed out, JPEG": (list(range(max(0, finest - 4), finest)), "jpg")}
     for name, (levels, kind) in zooms.items():

@@ -97,7 +97,7 @@ def _torch() -> str:
 def _mpiexec() -> str:
     from workflows.launch import mpiexec
 
-    launcher = mpiexec.find()
+    launcher = mpiexec.find_mpiexec()
     return f"{launcher.flavour} ({launcher.path})"
 
 

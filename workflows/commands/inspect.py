@@ -279,7 +279,13 @@ def _resolved(source: SlideSource, slide_mpp: float | None) -> tuple[SourceMpp |
 
 
 def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue: float | None) -> dict[str, Any]:
-    """Return what ``--json`` prints about a slide file; ``tissue`` is a fraction of the slide."""
+    """Return what ``--json`` prints about a slide file.
+
+    Args:
+        source: The opened file.
+        mpp: Microns per pixel that are used: the file's, or those that the user gives instead; None: unknown.
+        tissue: Fraction of the slide that is tissue; None: not computed.
+    """
     levels = []
     for level in source.levels:
         level_mpp = None if mpp is None else [m * d for m, d in zip(mpp, level.downsample, strict=True)]

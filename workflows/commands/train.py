@@ -152,7 +152,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
     # A stop may have been requested while the ranks started: check before the engine is built, which may take long.
     if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
-    start = _agreed_start(world, config, resumption)
+    start = _agreed_start(world, config, resumption)  # the step from which the run continues; 0: a new run
     _say_once(world, agree(world, lambda: share_chunks(config.data)))
     job = agree_everywhere(world, lambda: prepare(config))
     if world.rank == 0:
@@ -311,31 +311,31 @@ def _trainer(
 
     assert roles.trainers is not None
     job = inputs.job
-    first = roles.world.rank == 0  # alone reads files, prints and writes
+    is_rank_0 = roles.world.rank == 0  # alone reads files, prints and writes
     # One rank reads the file of run.machine, and all are refused together.
-    peak = agree(roles.trainers, lambda: peak_flops_per_s(job.config, job.plan.ranks, device) if first else None)
-    tell = say if first else lambda line: None
+    peak = agree(roles.trainers, lambda: peak_flops_per_s(job.config, job.plan.ranks, device) if is_rank_0 else None)
+    tell = say if is_rank_0 else lambda line: None
     # Rank 0 reads the file of weights, unless a checkpoint replaces them.
-    model, freezing = agree(roles.trainers, lambda: inputs.make_model(device, first and saved is None, tell))
+    model, freezing = agree(roles.trainers, lambda: inputs.make_model(device, is_rank_0 and saved is None, tell))
     engine = inputs.make_engine(model, roles)
     agree(roles.trainers, lambda: check_average(job.config.run.ema, engine))
     # Loggers run on rank 0 alone.
-    agree(roles.trainers, lambda: check_loggers(job.config.run.loggers) if first else None)
+    agree(roles.trainers, lambda: check_loggers(job.config.run.loggers) if is_rank_0 else None)
     if saved is not None:
         agree(roles.trainers, lambda: saved.check_groups(engine, model))
     inputs.reserve(engine, model, roles)  # refused before anything is written
-    change = None if saved is None else inputs.describe_change(saved, engine)
-    throughput = inputs.throughput(engine, peak, device) if first else None
+    changed_result = None if saved is None else inputs.describe_change(saved, engine)
+    throughput = inputs.throughput(engine, peak, device) if is_rank_0 else None
 
     def body(as_json: bool) -> int:
         """Train; rank 0 records and reports. Return the exit code."""
         start = saved.training.state["step"] if saved is not None else 0
-        # The throughput is known on rank 0 only, and so is the recorder.
+        # Only rank 0 has a throughput, and so a recorder.
         recorder = Recorder(job, engine.plan, start, slides, throughput) if throughput is not None else None
-        if first:
+        if is_rank_0:
             say(describe_start(job, engine, start))
             RunFolder(job.config.run.dir).write_state("running", job.steps)
-            for warning in [*inputs.warnings(engine), *([] if change is None else [change])]:
+            for warning in [*inputs.warnings(engine), *([] if changed_result is None else [changed_result])]:
                 warn(f"hyfi: {warning}")
         loop = TrainingLoop(inputs, roles, engine, model, freezing, recorder, saved, stop)
         if recorder is None:

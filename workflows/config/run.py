@@ -232,7 +232,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _batch_fits_plan(self) -> Config:
         """Refuse a batch that cannot be divided among replicas and micro-batches."""
-        if self.roles.design == "offload_naive":
+        if self.roles.design == "offload_naive":  # spare ranks train, too, and replicas may have different shares
             _check_sharing(self)
             return self
         parts = self.plan.replicas * self.plan.microbatches
@@ -321,7 +321,7 @@ def _check_kind(config: Config) -> None:
                 f"data.features for features that are computed already"
             )
         return
-    instead = config.meaningless
+    instead = config.meaningless  # key -> what to use instead
     wrong = [key for key in instead if _is_given(config, key)]
     if wrong:
         lines = [f"{key}: has no meaning with data.{kind}; leave it out ({instead[key]})" for key in wrong]

@@ -77,7 +77,10 @@ def architecture_of(module: nn.Module) -> dict[str, Any]:
 
 
 def module_of(architecture: Mapping[str, Any]) -> nn.Module:
-    """Return a module with random weights, from `architecture_of`.
+    """Build the module of transformers that `architecture_of` has described, with random weights.
+
+    Args:
+        architecture: ``config``, the module's configuration, and ``pools``, whether it has a pooler.
 
     Raises:
         RequestError: transformers is not installed, or does not know such a module.

@@ -132,6 +132,7 @@ def _values_of(
         case_outputs = torch.from_numpy(outputs[:, k].astype(np.float64))
         # A case that is one bag has the same outputs in each of its slides: nothing to combine.
         if model.get("bag", "slide") == "slide" and len(slides) > 1:
+            # `by_case` combines labels, too, which do not matter here; all slides are of case 0.
             labels, same_case = _some_labels(task, len(slides)), torch.zeros(len(slides), dtype=torch.long)
             case_outputs, _ = task.by_case(case_outputs, labels, same_case, model.get("case_aggregate", "mean"))
         # Averaged after the readout, because each model has its own calibration.

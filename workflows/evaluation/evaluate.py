@@ -173,12 +173,12 @@ class EvaluationSet:
         return {**by_slide, "case": {**self._metrics(case_outputs, case_labels, draws), "cases": len(case_labels)}}
 
     def _metrics(self, outputs: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> EvaluatedMetrics:
-        """Return metrics with their intervals; ``counts``: how often each draw has each sample."""
+        """Return metrics with their intervals; ``counts`` (draws, n): how often each bootstrap draw has each sample."""
         return {
             **self.task.metrics(outputs, labels),
             "intervals": {
                 **self.task.intervals(outputs, labels, counts),
-                # The user's functions return one number of all slides, which cannot be drawn again.
+                # None for the user's own metrics: a function of theirs returns one number, without an interval.
                 **dict.fromkeys(self.task.own_names),
             },
         }

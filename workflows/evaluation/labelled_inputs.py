@@ -68,11 +68,12 @@ class InputLabels:
         rows = [{"slide_id": slide.slide_id, "case_id": slide.case_id, "status": "done"} for slide in inputs]
         missing = missing_of(model)
         merge, manifest = bool(model.get("merge_alike", False)), _manifest_of(paths)
+        # One spelling of each case, so that slides of a case find each other.
         rows = cases_in_one_way(rows, manifest, merge=merge, missing=missing)
         # Classes in the order of training: a table with other values must not renumber them.
         labels = task.read_again(table, rows, merge, missing)
         rows = with_cases(rows, labels, str(table), manifest)
-        match = match_labels(rows, labels, None, str(table), manifest)
+        match = match_labels(rows, labels, splits=None, table=str(table), manifest=manifest)
         # A table of more slides than these is fine, if it has any of them.
         match.check(str(table), allow_unmatched=bool(match.slides))
         targets = [labels.of(row["slide_id"], row["case_id"]) for row in rows]
@@ -85,20 +86,28 @@ class InputLabels:
     def _chosen(
         self,
         inputs: list[SlideInput],
-        path: Table,
+        table: Table,
         rows: Sequence[Mapping[str, str]],
         model: Mapping[str, Any],
         missing: tuple[str, ...],
     ) -> list[SlideInput]:
-        """Return the slides that are in ``self.split``; all slides if it is ``all`` or None."""
+        """Return the slides that are in ``self.split``; all slides if it is ``all`` or None.
+
+        Args:
+            inputs: All slides.
+            table: The table with the column of splits.
+            rows: One row for each slide, as in a store's manifest.
+            model: ``model.json``, with the name of that column.
+            missing: Words that mean that a value is missing.
+        """
         if self.split in (None, ALL):
             return inputs
         column = model.get("split_column", "split")
-        splits = load_splits(path, rows, column=column, missing=missing)
+        splits = load_splits(table, rows, column=column, missing=missing)
         chosen = [slide for slide in inputs if splits.get(slide.slide_id) == self.split]
         if not chosen:
             none = f"none of the {len(inputs)} slides is in it"
-            raise RequestError(f"--split {self.split}: {none}, by the column {column!r} of {path}")
+            raise RequestError(f"--split {self.split}: {none}, by the column {column!r} of {table}")
         return chosen
 
     def _table(self, paths: Sequence[Path]) -> Path:

@@ -37,13 +37,15 @@ def convert_model(model: nn.Module, precision: str, memory_format: str) -> nn.Mo
 
 
 def convert_to_train(model: nn.Module, precision: str, memory_format: str) -> nn.Module:
-    """Convert ``model`` in place, as `convert_model`, and return it.
+    """Convert ``model`` in place to a precision and a memory format, as `convert_model`, to be trained; return it.
 
     Raises:
-        RequestError: Different parameters to train are in the same memory: conversions and GPUs separate them.
+        RequestError: Two parameters to train are different tensors in the same memory. A conversion or a GPU would
+            separate them, and the result would depend on it.
     """
     named = dict(model.named_parameters())
     for first, second in overlapping({name: p for name, p in named.items() if p.requires_grad}):
+        # The first pair is enough.
         raise RequestError(
             f"{first!r} and {second!r} of the model are different tensors in the same memory, as after "
             f"p.data = q.data, and would be trained apart; tie them as one tensor (module.weight = other.weight)"

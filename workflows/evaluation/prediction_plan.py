@@ -133,6 +133,7 @@ def plans_json(model: EvaluatedModel, needs: PredictionNeeds, search: Prediction
             "ranks_per_slide": forecast.grid[0] * forecast.grid[1],
             "cells": forecast.cells,
             "spills": forecast.spills,
+            # Less than `slide_s` if several slides are computed at a time.
             "seconds_per_slide": forecast.each_s,
             "slide_s": forecast.slide_s,
             "memory_bytes": forecast.memory_bytes,

@@ -129,7 +129,14 @@ def refuse_features(model: Mapping[str, Any], features: Path | None) -> None:
 def cells_of(
     checkpoints: Sequence[Path], cells: str | None, memory: str | None, spill: str | None, image: str
 ) -> Cells:
-    """Return the cells of an evaluation, from its options; None without cells and for bags, which are never divided.
+    """Return the cells of an evaluation; None without cells, and for bags, which are never divided.
+
+    Args:
+        checkpoints: The model, or the models of an ensemble.
+        cells: Value of ``--cells``.
+        memory: Value of ``--memory``; with bags, it limits the chunks of tiles, not cells.
+        spill: Value of ``--spill``.
+        image: Value of ``--image``; ``whole``, the default, is what bags always do.
 
     Raises:
         RequestError: A checkpoint is not on a disk, or options do not fit together or have no meaning for bags.

@@ -119,7 +119,7 @@ class ValidationClient:
     def _progress(self) -> None:
         """Release the snapshots that are sent, take new results, and send further snapshots as the queue has room."""
         unfinished = []
-        for pending, snapshot in self._sending:
+        for pending, snapshot in self._sending:  # None: a message without weights
             if not pending.test():
                 unfinished.append((pending, snapshot))
             elif snapshot is not None:
@@ -127,9 +127,14 @@ class ValidationClient:
         self._sending = unfinished
         # Before sending: a result makes room in the queue.
         while (received := self._world.poll_object(RESULT_TAG, self._leader)) is not None:
-            self._handle(received[1])
-        limit = QUEUE if self._policy == "all" else 1
-        while self._unsent and len(self._in_flight) < limit and not self.gave_up and self._unsent[0].ready():
+            _, message = received
+            self._handle(message)
+        if self.gave_up:
+            return
+        # With "latest", the validators have at most one: a newer one can still replace those that wait here.
+        most_in_flight = QUEUE if self._policy == "all" else 1
+        # Not ready: a GPU still copies weights into the snapshot.
+        while self._unsent and len(self._in_flight) < most_in_flight and self._unsent[0].ready():
             self._send(self._unsent.pop(0))
 
     def _send(self, snapshot: Snapshot) -> None:

@@ -252,13 +252,14 @@ class ValidationService:
                 backoff.pause()
                 continue
             backoff.reset()
-            if order[1]["kind"] in ("begun", "end"):
-                return bool(order[1].get("stopped"))
+            _, message = order
+            if message["kind"] in ("begun", "end"):
+                return bool(message.get("stopped"))
             # Every other order ends the old child: "kill", or "start" after the death of another validator's child.
             self._kill()
-            if order[1]["kind"] == "start":
-                self._round = order[1]["round"]
-                self._replace_child(order[1]["port"])
+            if message["kind"] == "start":
+                self._round = message["round"]
+                self._replace_child(message["port"])
 
     def _on_follower_child(self, message: ChildMessage) -> None:
         """Handle a message of the child of another validator than 0."""

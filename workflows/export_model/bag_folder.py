@@ -96,7 +96,7 @@ def write_bag_torch(source: ExportSource, folder: Path) -> list[tuple[str, str]]
     Raises:
         RequestError: Merging the updates of LoRA changes the encoder's vectors.
     """
-    model, config = _merged(source), source.config
+    model, config = _with_merged_lora(source), source.config
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     (folder / WEIGHTS).write_bytes(save(weights))
     # Names of slides are not for others; `files` has digests of files that are not exported.
@@ -124,9 +124,9 @@ def write_bag_onnx(source: ExportSource, folder: Path) -> tuple[list[tuple[str, 
     Raises:
         RequestError: PyTorch cannot export one of them, or a file computes something else.
     """
-    model, config = _merged(source).float(), source.config
+    model, config = _with_merged_lora(source).float(), source.config
     files, differences = [], []
-    any_count = {0: torch.export.Dim.DYNAMIC}  # of tiles, or of vectors
+    any_count = {0: torch.export.Dim.DYNAMIC}  # dim 0 may vary: the number of tiles, or of vectors
     if config.get("tiles"):
         size = int(config["tiles"]["size_px"])
         samples = [_pixels(count, size) for count in (_TILES, _TILES + 1)]
@@ -143,7 +143,7 @@ def write_bag_onnx(source: ExportSource, folder: Path) -> tuple[list[tuple[str, 
     return files, max(differences)
 
 
-def _merged(source: ExportSource) -> TileModel:
+def _with_merged_lora(source: ExportSource) -> TileModel:
     """Merge updates of LoRA into the weights of the source's model, in place, and return it.
 
     Raises:

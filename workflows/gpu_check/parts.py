@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from workflows.gpu_check.setting import CHANNELS_LAST, CheckSizes
-from workflows.launch.mpiexec import find
+from workflows.launch.mpiexec import find_mpiexec
 
 Launcher = Literal["none", "mpiexec", "torchrun"]
 
@@ -71,7 +71,7 @@ class CheckPart:
         """
         program = ["-m", "workflows.gpu_check.child", self.body, self.argument, *options]
         if self.launcher == "mpiexec":
-            return [*find().command(self.ranks), sys.executable, *program]
+            return [*find_mpiexec().command(self.ranks), sys.executable, *program]
         if self.launcher == "torchrun":
             start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
             return [sys.executable, *start, *program]

@@ -102,7 +102,7 @@ def launch_program(
     program: Sequence[str], ranks: int, run: Path | None = None, body: Callable[[], int] | None = None
 ) -> int:
     """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`; ``body`` is pickled for them."""
-    starter = mpiexec.find()
+    starter = mpiexec.find_mpiexec()
     time_limit_s(), notice_s()  # both raise if their variables are wrong: now, before anything is started
     if starter.flavour.startswith("MPICH"):
         check_shared_memory(ranks, os.environ)

@@ -44,7 +44,7 @@ class MpiExec:
         return arguments
 
 
-def find() -> MpiExec:
+def find_mpiexec() -> MpiExec:
     """Return the mpiexec in this Python's folder, else the first on the PATH.
 
     Raises:
@@ -80,7 +80,7 @@ def refuse_several_nodes(command: str, ranks: int) -> None:
         return
     start = f"mpiexec -n {ranks} hyfi {command} …"
     if system == "Slurm":
-        pmi = "pmix" if find().flavour == "Open MPI" else "pmi2"
+        pmi = "pmix" if find_mpiexec().flavour == "Open MPI" else "pmi2"
         start = f"srun --mpi={pmi} -n {ranks} hyfi {command} …`, or write a job script with `hyfi launch slurm …"
     raise RequestError(
         f"this {system} job has {nodes} nodes, but all {ranks} ranks would run on this one. Start them with `{start}`"

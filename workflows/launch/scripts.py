@@ -231,7 +231,7 @@ def _pmi_of_this_mpi() -> str:
     from workflows.launch import mpiexec
 
     try:
-        return "pmix" if mpiexec.find().flavour == "Open MPI" else "pmi2"
+        return "pmix" if mpiexec.find_mpiexec().flavour == "Open MPI" else "pmi2"
     except RequestError:
         return "pmi2"
 

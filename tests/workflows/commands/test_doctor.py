@@ -63,7 +63,7 @@ def test_what_is_missing_comes_with_what_mends_it(
     def no_mpi() -> mpiexec.MpiExec:
         raise RequestError(mpiexec.NO_MPI)
 
-    monkeypatch.setattr(mpiexec, "find", no_mpi)
+    monkeypatch.setattr(mpiexec, "find_mpiexec", no_mpi)
     monkeypatch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name] for name in ("Python", "MPI", "threads")})
     assert doctor.run(as_json=True) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -302,7 +302,7 @@ def test_no_mpi_is_a_request_that_can_be_mended(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RequestError, match=r"pip install 'hyfi\[local\]'"):
-        mpiexec.find()
+        mpiexec.find_mpiexec()
 
 
 def test_flavours_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_flavours_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     other.write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
     other.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    found = mpiexec.find()
+    found = mpiexec.find_mpiexec()
     assert found.flavour == "Open MPI"
     assert found.command(3)[:6] == [str(other), "-n", "3", "--oversubscribe", "--bind-to", "none"]
 

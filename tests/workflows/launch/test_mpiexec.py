@@ -72,7 +72,7 @@ def test_ranks_of_a_job_of_several_nodes_are_not_started_on_one(
 def test_ranks_start_although_the_list_of_nodes_of_a_job_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container, or with a variable left over from a job that has ended."""
     monkeypatch.setenv("PBS_NODEFILE", "/nonexistent")
-    words = [*mpiexec.find().command(1), "echo", "begun"]
+    words = [*mpiexec.find_mpiexec().command(1), "echo", "begun"]
     of_part = run_parts._environment(next(part for part in all_parts(SMALL) if part.launcher == "mpiexec"), 0)
     for environment in (launch._environment(1), of_part):
         ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)

@@ -137,7 +137,7 @@ def test_a_process_manager_that_does_not_start_ranks_is_named(
     broken.chmod(0o755)
     program = (
         "import sys; from workflows.launch import launch, mpiexec; from pathlib import Path\n"
-        f"mpiexec.find = lambda: mpiexec.MpiExec(Path({str(broken)!r}), 'MPICH (Hydra)')\n"
+        f"mpiexec.find_mpiexec = lambda: mpiexec.MpiExec(Path({str(broken)!r}), 'MPICH (Hydra)')\n"
         "sys.exit(launch.launch(['train'], 2))"
     )
     limit = {} if number is not None else {"HYFI_TIMEOUT_S": "1"}

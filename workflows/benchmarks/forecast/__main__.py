@@ -46,7 +46,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.benchmarks.forecast.cases import BATCH, NETWORKS, PLANS, label
 from workflows.benchmarks.forecast.sleeping import compare_sleeping
 from workflows.launch.launch import RANK_SETTINGS, launch_program
-from workflows.launch.mpiexec import find
+from workflows.launch.mpiexec import find_mpiexec
 
 RANKS = (1, 2, 4)
 
@@ -217,7 +217,7 @@ class Study:
 def _measured(name: str, plan: ParallelPlan, args: argparse.Namespace) -> tuple[float, int, int]:
     """Return (seconds of a step, bytes of the process that grows most, peak bytes of tensors of the largest rank)."""
     words = name, json.dumps(plan.to_json()), str(args.size), str(args.steps), args.precision
-    command = [*find().command(plan.ranks), sys.executable, "-m", "workflows.benchmarks.forecast.rank", *words]
+    command = [*find_mpiexec().command(plan.ranks), sys.executable, "-m", "workflows.benchmarks.forecast.rank", *words]
     completed = subprocess.run(
         command, env={**os.environ, **RANK_SETTINGS}, stdout=subprocess.PIPE, text=True, check=True
     )

@@ -25,7 +25,7 @@ class SlowOpener:
         if vars(sharded_array)["opened"] is opened:
             vars(sharded_array)["opened"] = self._opened
             for module in (sharded_array, location):
-                # Files on a disk are read in another way than those far away, and a path tells which: not this one.
+                # A path on this disk looks near, but is to be read in the way of files that are far away.
                 vars(module)["is_far"] = lambda path: True
         time.sleep(self.latency_s)
         return SlideStore.open(path, check_files=False)

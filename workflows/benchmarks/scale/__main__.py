@@ -166,7 +166,7 @@ def planned(model: nn.Module, program: Program, plan: ParallelPlan, rank: int) -
     lowered_model = lower_model(subject, program, plan, placement, _OneOfMany(rank))
     # Transfers are planned when they are first asked for: ask for all that this rank sends or receives.
     for (source, target), boundary in lowered_model.boundaries.items():
-        for (stage, _), hosted in lowered_model.hosted.items():
+        for (stage, _direction), hosted in lowered_model.hosted.items():
             for back in (False, True):
                 if stage == source:
                     boundary.outgoing(hosted.position, back)
@@ -231,17 +231,18 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _timed_ms(step: Callable[[], object], comm: Communicator) -> tuple[float, float]:
-    """Return milliseconds of processor of a step after warm-up: (this thread's, the process's for all ranks)."""
+    """Return the milliseconds of processor time of a step after warm-up: (of this rank, a thread; of all ranks)."""
     for _ in range(3):
         step()
     comm.barrier()
     # Processor time, because waiting for other ranks takes none of it.
-    begun, own = time.process_time(), time.thread_time()
+    process_start_s, thread_start_s = time.process_time(), time.thread_time()
     for _ in range(_STEPS):
         step()
-    own = time.thread_time() - own
-    comm.barrier()
-    return own / _STEPS * 1e3, (time.process_time() - begun) / _STEPS * 1e3
+    thread_s = time.thread_time() - thread_start_s
+    comm.barrier()  # the process's time is complete when all ranks are done
+    process_s = time.process_time() - process_start_s
+    return thread_s / _STEPS * 1e3, process_s / _STEPS * 1e3
 
 
 def _named(plan: ParallelPlan) -> str:

@@ -174,7 +174,11 @@ def fit(
 
 
 def judge(encoder: nn.Module, aggregator: nn.Module, slides: list[OneTileSlide]) -> dict[str, float]:
-    """Return the AUROC of slides, the share of positive ones whose highest tile is right, and the AUROC of tiles."""
+    """Return how well a model tells slides apart, and its attention the tiles of positive slides.
+
+    ``auroc``: of slides; ``hits``: share of positive slides whose tile of highest attention has the class;
+    ``auroc_of_tiles``: mean over positive slides of the AUROC of attention.
+    """
     engine = hyfi_core.parallelize_tiles(encoder, aggregator, hyfi_core.ParallelPlan(tiles=1), hyfi_core.init())
     logits, attention = engine.predict(slides)
     scores = (logits[:, 1] - logits[:, 0]).double().numpy()

@@ -29,7 +29,7 @@ from torch import nn
 import hyfi_core
 from workflows.benchmarks.tiles.__main__ import CHUNK, AttentionHead, DrawnTiles, PatchEncoder, TilesRun, step_of
 from workflows.launch.launch import RANK_SETTINGS
-from workflows.launch.mpiexec import find
+from workflows.launch.mpiexec import find_mpiexec
 
 WAYS = {"plain": (1, 2), "one_thread": (1, 1), "two_ranks": (2, 1)}
 """Way -> (ranks, threads of each)."""
@@ -68,7 +68,7 @@ def measured(run: TilesRun) -> list[tuple[float, float]]:
     words = [f"--{name}={getattr(run, name)}" for name in ("tiles", "side", "width", "depth")]
     command = [sys.executable, "-m", "workflows.benchmarks.tiles.two_ranks", "--way", run.way, *words]
     environment = os.environ | RANK_SETTINGS | {"OMP_NUM_THREADS": str(threads)}
-    start = find().command(ranks) if ranks > 1 else []
+    start = find_mpiexec().command(ranks) if ranks > 1 else []
     completed = subprocess.run(
         [*start, *command, f"--steps={run.rounds}"], env=environment, check=True, stdout=subprocess.PIPE, text=True
     )
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     runs = {way: TilesRun(way, args.tiles, args.width, args.depth, args.side, args.steps) for way in WAYS}
-    if args.way:
+    if args.way:  # a process that `measured` has started
         measure(runs[args.way])
         return
     steps: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}

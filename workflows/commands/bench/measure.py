@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from hyfi_core.comm.base import Communicator
-    from hyfi_core.cost.machine import DeviceLink, MachineModel, SharedCores
+    from hyfi_core.cost.machine import Crowding, DeviceLink, MachineModel, SharedCores
     from workflows.commands.bench.measured_rates import AloneRates, TogetherRates
 
 RANKS = 2
@@ -156,19 +156,19 @@ def _machine(
 ) -> MachineModel:
     """Return the machine model with these rates.
 
-    ``devices`` ranks or GPUs are on a node; ``near`` is the link within a node, ``far`` the one between nodes.
+    A node has ``devices`` ranks or GPUs; ``near``: (software cost of a message in s, link) in a node, ``far``: between.
     """
     from hyfi_core.cost.machine import KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
     from hyfi_core.cost.machines.machine_file import reference_machine
     from workflows.commands.bench.measured_layers import WEIGHTS_OF_BLOCK
 
-    rates, kinds = alone.rates, alone.kinds
+    rates, kinds = dict(alone.rates), alone.kinds
     peak = max(rates[kind][0] for kind in PRODUCTS)
     # The rate of each kind at efficiency 1.
     best = {kind: peak if kind in PRODUCTS else alone.copied_bytes_per_s for kind in KINDS}
-    # How much slower (arithmetic, memory) is if all cores compute.
-    crowding = [max(1.0, crowded_s / own) for crowded_s, own in zip(together.crowded_s, alone.crowded_s, strict=True)]
-    rates["shared_norm"] = together.norm[0] * crowding[1], together.norm[1] * crowding[1]
+    crowding = _crowding(alone, together)
+    # Measured on all ranks at once, while `efficiency` is that of one rank alone.
+    rates["shared_norm"] = together.norm[0] * crowding.memory, together.norm[1] * crowding.memory
     link = near or far
     overheads = {kind: measured_kind.overhead_s for kind, measured_kind in kinds.items()}
     # Not measured in chains, but the same operator.
@@ -190,7 +190,7 @@ def _machine(
         node=near[1] if near else reference_machine().node,
         network=far[1] if far else reference_machine().network,
         disk_bytes_per_s=_rounded(disk_bytes_per_s),
-        crowding=Crowding(*_rounded_pair((crowding[0], crowding[1]))),
+        crowding=Crowding(_rounded(crowding.compute), _rounded(crowding.memory)),
         cores=shared_cores,
         strip_s=strip_s,
         overhead_s={kind: _rounded_pair(pair) for kind, pair in overheads.items()},
@@ -203,6 +203,14 @@ def _machine(
         ),
         host_bytes_per_s=None if host_bytes_per_s is None else _rounded(host_bytes_per_s),
     )
+
+
+def _crowding(alone: AloneRates, together: TogetherRates) -> Crowding:
+    """Return how much slower operators are when all cores compute."""
+    from hyfi_core.cost.machine import Crowding
+
+    slowdowns = [max(1.0, crowded_s / own) for crowded_s, own in zip(together.crowded_s, alone.crowded_s, strict=True)]
+    return Crowding(*slowdowns)
 
 
 def _less(pair: tuple[float, float], seconds: float) -> tuple[float, float]:

@@ -246,11 +246,13 @@ class LayerBench:
         """
         case = HEAVY[kind]
         times = self.times(case)
+        (forward_overhead_s, gradient_overhead_s), (forward_rate, backward_rate) = measured.overhead_s, measured.rates
         predicted = LayerTimes(
-            case.operators * measured.overhead_s[0] + case.flops / measured.rates[0],
-            2 * (case.operators * measured.overhead_s[1] + case.flops / measured.rates[1]),
-            case.operators * (measured.tensor_update_s or 0.0),
-            0.0,
+            forward_s=case.operators * forward_overhead_s + case.flops / forward_rate,
+            # Backward computes two gradients, of inputs and of weights, each as much work as the forward.
+            backward_s=2 * (case.operators * gradient_overhead_s + case.flops / backward_rate),
+            update_s=case.operators * (measured.tensor_update_s or 0.0),
+            rest_s=0.0,
         )
         # What large weights take beyond small ones.
         beyond, weight_bytes = times.less(predicted), _weight_bytes(case)
@@ -362,12 +364,13 @@ class LayerBench:
             for action, begin_s, end_s in engine.events:
                 if action.verb in spans:
                     spans[action.verb].append(end_s - begin_s)
+            # Each step of the optimizer appends when it began and when it ended.
             updates.append(moments[-1] - moments[-2])
             remainders.append(step_s - spans[Verb.F][-1] - spans[Verb.B][-1] - updates[-1])
         of_steps = statistics.median if typical else min
         # Without the first step, which allocates.
         forward_s, backward_s = of_steps(spans[Verb.F][1:]), of_steps(spans[Verb.B][1:])
-        return LayerTimes(forward_s, backward_s, min(updates[1:]), min(remainders[1:]))
+        return LayerTimes(forward_s, backward_s, update_s=min(updates[1:]), rest_s=min(remainders[1:]))
 
     def _timed(self, moments: list[float], parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer that appends to ``moments`` the times before and after each of its steps."""

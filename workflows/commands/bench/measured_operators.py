@@ -130,7 +130,7 @@ class OperatorBench:
         module, own = case.make().to(self._device), self._map(case, torch.float32)
 
         def turns_s(wait: bool) -> float:
-            """Return the seconds of all rounds on this rank; ``wait``: all ranks meet after each."""
+            """Let the first ``count`` ranks compute; return this rank's seconds; ``wait``: all meet after a round."""
             begin, total = self._now(), torch.zeros(1, device=self._device)
             for _ in range(self._rounds):
                 for _ in range(_TURNS if comm.rank < count else 0):
