@@ -109,7 +109,7 @@ def doctor(measure: Measure = None, as_json: Json = False) -> None:
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Folder for all output of the demo.")] = Path("demo"),
-    resume: Resume = False,
+    resume: Resume = False,  # changes nothing: finished work is always kept
     as_json: Json = False,
 ) -> None:
     """Run everything on a few synthetic slides: store, training, prediction, report."""
@@ -126,7 +126,7 @@ def synth(
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same slides.")] = 0,
     pen: Annotated[bool, typer.Option("--pen", help="Add pen marks to some slides.")] = False,
     blur: Annotated[bool, typer.Option("--blur", help="Add out-of-focus areas to some slides.")] = False,
-    resume: Resume = False,
+    resume: Resume = False,  # changes nothing: finished work is always kept
     as_json: Json = False,
 ) -> None:
     """Make synthetic H&E-like slides with labels and cases."""
@@ -163,7 +163,7 @@ def ingest(
     max_bad: MaxBad = 0.0,
     merge_alike: MergeAlike = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, without writing.")] = False,
-    resume: Resume = False,
+    resume: Resume = False,  # changes nothing: finished work is always kept
     as_json: Json = False,
 ) -> None:
     """Convert slides into a store. Safe to run again: finished slides are skipped."""
@@ -200,7 +200,7 @@ def ingest(
 @app.command()
 def verify(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="A store, or a slide of a store.")],
-    resume: Resume = False,
+    resume: Resume = False,  # changes nothing: finished work is always kept
     as_json: Json = False,
 ) -> None:
     """Check every digest, size and checksum of a store."""
@@ -214,7 +214,7 @@ def export(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="A store, or a slide of a store.")],
     ngff: Annotated[str, typer.Option("--ngff", help="Version of OME-NGFF to write: 0.4.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for the copies.")],
-    resume: Resume = False,
+    resume: Resume = False,  # changes nothing: finished work is always kept
     as_json: Json = False,
 ) -> None:
     """Copy slides of a store into an older format, for viewers that need it."""
@@ -229,7 +229,7 @@ def inspect(
     png: Annotated[Path | None, typer.Option("--png", help="Write a thumbnail with the tissue outline.")] = None,
     tissue: TissueOut = None,
     slide_mpp: SlideMpp = None,
-    resume: Resume = False,
+    resume: Resume = False,  # changes nothing: finished work is always kept
     as_json: Json = False,
 ) -> None:
     """Show levels, microns per pixel, tissue fraction and provenance."""

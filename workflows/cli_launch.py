@@ -75,8 +75,17 @@ def slurm(
         from workflows.commands.launch import ScriptOptions, run
         from workflows.launch.scripts import Resources
 
-        roles = (role_nodes, role_nodes if role_ranks is None else role_ranks, role_partition)
-        resources = Resources(nodes, gpus_per_node, cpus_per_task, time, partition, mpi, *roles)
+        resources = Resources(
+            nodes,
+            gpus_per_node,
+            cpus_per_task,
+            time,
+            partition,
+            mpi,
+            role_nodes=role_nodes,
+            role_ranks=role_nodes if role_ranks is None else role_ranks,  # one on each of their nodes
+            role_partition=role_partition,
+        )
         options = ScriptOptions(resources, site, script, submit, as_json)
         return run("slurm", config, list(overrides or ()), ranks, options)
 

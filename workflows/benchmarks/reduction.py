@@ -105,7 +105,7 @@ class _OnceBack(torch.autograd.Function):
 
 
 def _product_rule(builder: Builder, op: Operator) -> None:
-    """Lower `sleeping_product`: a rank sleeps for its part in forward, and for each of two gradients in backward."""
+    """Lower `sleeping_product`: for its part of the map, a rank sleeps in forward and for each gradient."""
     x, weight, seconds_per_px = op.args
     split = builder.splits[x.name]
     part = builder.part(x.name, split)
@@ -166,7 +166,7 @@ class SleepingNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.enter = nn.Conv2d(3, channels, 1)
-        pixels = size_px * size_px
+        pixels = size_px * size_px  # a rank sleeps for those of its part
         self.blocks = nn.Sequential(
             *(
                 nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), sleep(block_s / pixels))
@@ -256,6 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
+    # Variant -> (seconds of the reduction, whether it runs during backward).
     sides = {"free": (0.0, True), "overlapped": (LINK_S, True), "after": (LINK_S, False)}
     seconds_of: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):

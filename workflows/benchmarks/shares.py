@@ -26,7 +26,7 @@ from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.apportion import apportion
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.engine import Engine
-from workflows.training.pace import measured
+from workflows.training.pace import seconds_of_a_turn
 
 SAMPLE_S, SIZE_PX = 0.02, 16
 _THREAD = threading.local()
@@ -53,14 +53,14 @@ def main() -> None:
 
 def _pace(comm: Communicator, sleeps: Sequence[float]) -> tuple[float, ...]:
     """Return the seconds in which each replica computes one sample, measured by the code of ``hyfi train``."""
-    group = comm.split(comm.rank)
+    group = comm.split(comm.rank)  # this rank alone: it is a replica
     assert group is not None
     engine, images, labels = _engine(group, (1,), sleeps[comm.rank])
 
-    def turn(number: int) -> None:
+    def turn(number: int) -> None:  # every turn has the same image
         engine.accumulate(images, labels)
 
-    return measured(comm, comm.rank, turn)
+    return seconds_of_a_turn(comm, comm.rank, turn)
 
 
 def _step_s(shares: tuple[int, ...], sleeps: Sequence[float], steps: int) -> float:

@@ -94,7 +94,7 @@ def measure(path: Path, folder: Path, runs: int) -> None:
     ):
         _compare(timing, rival)
     _sizes(path, folder, kinds)
-    _reading(slide_path(folder / "ingest to zstd", "s"), region, runs)
+    _reading(slide_path(folder / "ingest to zstd", slide_id="s"), region, runs)
     for name, options in kinds.items():
         print(f"memory growth of {name}: {_growth(path, folder, options) / 2**20:.0f} MiB")
 

@@ -374,6 +374,7 @@ def _dry_run(work: IngestWork, request: Request, workers: int, as_json: bool) ->
 
     with console.progress(len(work.jobs), "reading headers") as bar:
         total = forecast(work.jobs, request.options, lambda name: bar.advance(1, name))
+    # A slide with a pseudonym must not be named by its path.
     refused = [(job.slide_id if job.secret else str(job.source), reason) for job, reason in total.refused]
     for name, reason in refused[:_MAX_SHOWN]:
         console.warn(f"would fail: {name}: {reason}")

@@ -142,7 +142,7 @@ def _is_stored_slide(path: Path) -> bool:
 
 
 def _is_slide(folder: Path) -> bool:
-    """Whether a folder is an OME-Zarr store or has DICOM slides; opening one with several fails and names them."""
+    """Whether a folder is read as one slide: an OME-Zarr store, or a folder of DICOM files (of several: an error)."""
     from data.location import is_remote
     from pathology.readers.dicom.files import series_in
     from pathology.readers.ngff.groups import is_ome_zarr

@@ -79,7 +79,8 @@ def _pool(runs: FoldRuns) -> Mapping[str, Any]:
     # If another job of an array finishes a fold meanwhile, this job may overwrite its summary: repeat with that fold.
     while (latest := finished_now()) != finished:
         finished = latest
-        summary = pool_folds(runs.folder, dict.fromkeys(finished, runs), len(runs.table.folds))
+        runs_of = dict.fromkeys(finished, runs)
+        summary = pool_folds(runs.folder, runs_of, folds=len(runs.table.folds))
     if outdated := [str(fold) for fold in evaluated() if fold not in finished]:
         warn(
             f"note: left out, as they were evaluated with other labels: folds {', '.join(outdated)}; --folds "

@@ -163,7 +163,8 @@ def validate_rank(request: EvaluationRequest) -> int:
         _print_enlarged(evaluator.whole, loaded.model, len(dataset))
     elif bags is None:  # bags have all tiles
         warn_of_low_coverage(loaded.model, dataset)
-    fitted = metrics.pop("calibration")  # to these slides; reported is the effect of the checkpoint's calibration
+    # A calibration fitted to these slides is stored with --calibrate, but never reported as a result on them.
+    fitted = metrics.pop("calibration")
     if request.calibrate and fitted is not None:
         loaded.model["calibration"] = {**fitted, "split": request.split, "image": request.image}
         amend_model_json(request.checkpoint, {"calibration": loaded.model["calibration"]})

@@ -213,13 +213,14 @@ class FoldRuns(RunFamily):
 
     @cached_property
     def _labels(self) -> Mapping[str, str]:
-        """The present label of each slide as text, empty if there is none; test slides of a fold are used by others.
+        """The present label of each slide as text, empty if there is none.
 
         Slides that are not used, as for their flags, are left out.
         """
         from workflows.training.job import prepare
 
         labels: dict[str, str] = {}
+        # Two folds have all slides: the test slides of the first are used by the second.
         for fold in self.table.folds[:2]:
             # A fold that was not asked for may be impossible, as without a class in training.
             with suppress(RequestError):

@@ -61,7 +61,7 @@ def load_encoder(
     if kind == "timm":
         module, source = timm_module(encoder_name, options or {}, weights is None, allow_download)
     elif architecture is not None:
-        module, source, output = module_of(architecture), "", pooled
+        module, source, output = module_of(architecture), "", pooled  # no source: weights are random
     elif kind == "transformers":
         module, source, untrained = transformers_module(encoder_name, options or {}, weights is None, allow_download)
         output = pooled
@@ -74,7 +74,8 @@ def load_encoder(
     normalisation, origin = _normalisation(kind, encoder_name, module, mean, std)
     # A checkpoint in half precision would otherwise compute in it; a user asks for that with autocast.
     module.float().eval()
-    encoder = TileEncoder(name, module, output, 0, normalisation, origin, source, untrained)
+    unknown = 0  # the length of vectors, before the trial
+    encoder = TileEncoder(name, module, output, unknown, normalisation, origin, source, untrained)
     return replace(encoder, features=_features(encoder, size_px))
 
 

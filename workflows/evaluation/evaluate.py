@@ -160,7 +160,7 @@ class EvaluationSet:
         outputs = torch.tensor([logits[index] for index in range(len(self.targets))], dtype=torch.float64)
         labels = self.task.tensor(self.targets)
         of_case = case_indices(self.cases)  # the case of each sample
-        # From a fixed seed: the same cases in each draw of every call.
+        # (draws, cases): how often each case is drawn, the same in every call; its samples are drawn with it.
         draws = draw_cases(int(of_case.max()) + 1)
         by_slide = {
             **self._metrics(outputs, labels, draws[:, of_case]),

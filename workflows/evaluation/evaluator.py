@@ -180,6 +180,7 @@ class Evaluator:
         replica, position = divmod(self.group.rank, self.plan.ranks_per_replica)
         share = (replica, self.plan.replicas)
         slides = self.evaluation_set
+        # `whole` is both: it chooses the size of each slide's image, and an engine for it.
         engine, images = (self.engine, slides.images) if self.whole is None else (self.whole, self.whole)
         # All ranks of a replica have the same logits: only its first hands them in.
         mine = predict_slides(engine, images, len(slides.targets), share, interrupted)

@@ -124,5 +124,5 @@ def features_for(model: Mapping[str, Any], folder: Path | None) -> FeatureSet:
             f"features of these slides, --features DIR"
         )
     features = FeatureSet.open(folder)
-    features.check_like(stated, {})
+    features.check_like(stated, sides_um={})  # sizes of tiles are compared later, with the slides
     return features

@@ -96,7 +96,7 @@ def other_normalisation(model: nn.Module, config: ModelConfig) -> str | None:
         return None
     for name, module in model.named_modules():
         # As a module Normalize in front of a network, or its buffers.
-        if all(any(_channels(module, prefix + key) for prefix in _PREFIXES) for key in ("mean", "std")):
+        if all(any(_is_by_channel(module, prefix + key) for prefix in _PREFIXES) for key in ("mean", "std")):
             return (
                 f"the model gets pixels that are normalised with ImageNet's mean and std, and {name or 'it'} "
                 f"({type(module).__name__}) has a mean and a std of its own: if its forward normalises, set "
@@ -104,7 +104,7 @@ def other_normalisation(model: nn.Module, config: ModelConfig) -> str | None:
             )
     # The factory may have put the network into a module of its own.
     stated = next(filter(None, map(normalisation_of, model.modules())), None)
-    if stated is None or stated == Normalisation():
+    if stated is None or stated == Normalisation():  # ImageNet's
         return None
     return (
         f"model.mean and model.std are not set, so pixels are normalised with ImageNet's; timm's configuration of the "
@@ -112,7 +112,7 @@ def other_normalisation(model: nn.Module, config: ModelConfig) -> str | None:
     )
 
 
-def _channels(module: nn.Module, key: str) -> bool:
+def _is_by_channel(module: nn.Module, key: str) -> bool:
     """Whether an attribute of a module is a number for each of red, green and blue."""
     value = getattr(module, key, None)
     return (

@@ -60,7 +60,7 @@ class ModelPrograms:
             shape = (images, 3, *self._config.data.image_px)
             program = capture(self._model, shape, DTYPES[self._config.run.precision])
             _check_output(program, images, self._classes, self._config.model.name)
-            self.last_operator = _last_operator(program)
+            self.last_operator = _last_operator(program)  # whether it is a softmax: logits are expected
             autocast = self.autocast_dtype
             # Autocast changes dtypes, and so bytes and operations; the CPU's rules are used for all devices.
             self._programs[images] = under_autocast(program, getattr(torch, autocast), "cpu") if autocast else program

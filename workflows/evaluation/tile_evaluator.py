@@ -45,7 +45,7 @@ def tile_module_of(model: Mapping[str, Any]) -> TileModel:
         RequestError: They cannot be built.
     """
     normalisation = Normalisation.from_json(model["normalisation"])
-    module, _ = build_tile_model(model["model"], int(model["tiles"]["size_px"]), None, normalisation)
+    module, _ = build_tile_model(model["model"], int(model["tiles"]["size_px"]), normalisation=normalisation)
     convert_model(module, model.get("precision", "float32"), model.get("memory_format", "channels_last"))
     return module
 
@@ -85,7 +85,7 @@ def bag_evaluator(
     chunk: int | Literal["auto"] = CHUNK if is_feature_model(model) else "auto"
     engine = parallelize_tiles(module.encoder, module.aggregator, plan, group, autocast=autocast, chunk=chunk)
     aggregate = model.get("case_aggregate", "mean")
-    slide_count = len(bags.dataset) if model.get("bag") == "case" else None
+    slide_count = len(bags.dataset) if model.get("bag") == "case" else None  # stated if a sample is a case
     slides = EvaluationSet.of(AllTiles(bags), bags.samples, task_of(model), aggregate, slide_count)
     return Evaluator(slides, TileInference(engine), module, plan, group)
 

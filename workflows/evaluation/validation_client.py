@@ -41,11 +41,11 @@ class ValidationClient:
         self.gave_up = False
         self._world, self._leader, self._policy = world, leader, policy
         self._pool = SnapshotPool()
-        self._unsent: list[Snapshot] = []
-        self._sending: list[tuple[Pending, Snapshot | None]] = []
-        self._results: list[tuple[int, EvaluatedMetrics]] = []
-        self._in_flight: list[int] = []
-        self._ended = False
+        self._unsent: list[Snapshot] = []  # submitted, not announced to the validators yet
+        self._sending: list[tuple[Pending, Snapshot | None]] = []  # messages, with the snapshot that is sent, if any
+        self._results: list[tuple[int, EvaluatedMetrics]] = []  # (step, metrics), not collected yet
+        self._in_flight: list[int] = []  # steps of snapshots that are sent and have no result yet
+        self._ended = False  # whether the validators have said goodbye
 
     @property
     def open_steps(self) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ class ValidationService:
         if not self._is_leader:
             self._run_follower()
             return
-        self._replace_child(None)
+        self._replace_child(port=None)  # child 0, which chooses the port that the others need
         self._run_leader(lambda: self._ready or self._gave_up or self._end is not None)
         self._send_to_followers({"kind": "begun"})
 
@@ -135,7 +135,8 @@ class ValidationService:
         self._sending = [pending for pending in self._sending if not pending.test()]
         received = False
         while (work := self._world.poll_object(WORK_TAG, 0)) is not None:
-            received, message = True, work[1]
+            received = True
+            _, message = work
             if message["kind"] == "end":
                 self._end = message
             else:
@@ -144,7 +145,8 @@ class ValidationService:
                 pending = self._world.exchange([], [Message(0, buffer.flat, SNAPSHOT_TAG)])
                 self._queue.append(_QueuedSnapshot(message["step"], buffer, pending))
         while (death := self._group.poll_object(DEATH_TAG)) is not None:
-            self._on_death_notice(death[1])
+            _, notice = death
+            self._on_death_notice(notice)
         return received
 
     def _advance_child(self) -> bool:
@@ -214,7 +216,7 @@ class ValidationService:
         warn(f"hyfi: {cause}; restarting it {resumed} (restart {self._deaths} of at most {MAX_DEATHS - 1})")
         # Only child 0: when it reports its port, the others are started with it.
         self._round += 1
-        self._replace_child(None)
+        self._replace_child(port=None)
 
     def _discard_snapshots(self) -> bool:
         """Discard snapshots that have arrived; this rank may exit only after it has received all of them."""

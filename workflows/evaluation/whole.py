@@ -51,6 +51,7 @@ class WholeSlides:
         Raises:
             StoreError: A shard is missing or damaged.
         """
+        # The image or images that show all tissue of the slide.
         views = views_of(self.dataset, index, [self.engines], self._run)
         if len(views) > 1:
             self.several.add(index)

@@ -46,14 +46,14 @@ def with_shares(job: TrainingJob, roles: Roles) -> TrainingJob:
     replica = trainers.rank // replica_ranks
     group = trainers.split(replica, trainers.rank)
     assert group is not None
-    # `agree` over all trainers rather than over each replica: if one fails, the others would wait for it in `measured`.
+    # `agree` over all trainers rather than over each replica: if one fails, the others would wait for it below.
     turn = agree(trainers, lambda: _timed_turn(job, replace(roles, trainers=group)))
-    pace_s = measured(trainers, replica, turn)
+    pace_s = seconds_of_a_turn(trainers, replica, turn)
     shares = apportion(job.config.data.batch_size, pace_s, job.plan.microbatches)
     return replace(job, shares=shares, pace_s=pace_s)
 
 
-def measured(trainers: Communicator, replica: int, turn: Callable[[int], None]) -> tuple[float, ...]:
+def seconds_of_a_turn(trainers: Communicator, replica: int, turn: Callable[[int], None]) -> tuple[float, ...]:
     """Return the seconds that each replica takes for a turn, the same on every trainer (collective).
 
     All replicas are timed at the same time, as in training. The time of a rank is the median of a few turns, without

@@ -20,7 +20,7 @@ from tests.workflows.runs import losses, run_here, run_on
 from workflows.config.load import load_config, refuse_changes
 from workflows.evaluation.evaluate import predict_slides
 from workflows.training.checks.norm_batches import describe_norm_change
-from workflows.training.pace import TIMED_TURNS, measured
+from workflows.training.pace import TIMED_TURNS, seconds_of_a_turn
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -66,7 +66,7 @@ def test_replicas_are_timed_together_and_are_as_fast_as_their_slowest_rank() -> 
             calls[comm.rank].append(number)
             time.sleep((0.5 if number == 0 else 0.0) if comm.rank < 3 else 0.1)
 
-        return measured(comm, comm.rank // 2, turn)
+        return seconds_of_a_turn(comm, comm.rank // 2, turn)
 
     found = run_ranks(4, body)
     assert found == [found[0]] * 4 and len(found[0]) == 2

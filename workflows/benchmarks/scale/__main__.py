@@ -122,6 +122,7 @@ def main() -> None:
     print(f"start of {plan.ranks} ranks, modelled: {sum(part.seconds for part in parts):.1f} s")
     for part in parts:
         print(f"  {part.name:<20} {part.seconds:>7.2f} s  {part.source}")
+    # For programs that read the last line: the seconds and MB of planning for the most ranks.
     print(f"{last.lowering_s + last.schedule_s:.2f} {last.growth_mb:.1f}")
 
 

@@ -116,8 +116,11 @@ def startup(
     # Every rank asks for every file, but a node reads each only once: its page cache has it then.
     operations = ranks * imports.files * (1 + site.look_ups)
     read_bytes = nodes * imports.file_bytes
-    network, rounds = machine.network, math.ceil(math.log2(max(2, ranks)))
+    network = machine.network
+    rounds = math.ceil(math.log2(max(2, ranks)))  # of messages, in a collective call of all ranks
     message_s = machine.message_s + network.latency_s
+    # An upper bound: 3 of the whole plan; in each direction the rank's stage, once more for batch norms over replicas;
+    # 2 for the gradients of each stage.
     groups = 3 + plan.directions * (2 if plan.sync_batch_norm else 1) + 2 * plan.stages
     return [
         StartupPart(

@@ -84,6 +84,7 @@ class Standardised(nn.Module):
             nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
             layers += [conv, nn.ReLU()]
         self.layers = nn.Sequential(*layers)
+        # `forward` subtracts this mean and divides by this deviation: some channels of a random CNN hardly vary.
         with torch.no_grad():
             vectors = self._vectors(tiles.float() / 255)
         self.register_buffer("mean", vectors.mean(0))
@@ -101,13 +102,16 @@ class Standardised(nn.Module):
 
 def draw_slide(index: int, nuclei: int) -> OneTileSlide:
     """Draw a slide: if ``index`` is odd, it has the class: one tile with ``nuclei`` coarse nuclei or fewer."""
-    anatomy = make_anatomy(SlideSpec(_SEED, index, index, SIDE_PX, positive=True, mpp_um=1.0))
-    anatomy, best = _with_one_tile(anatomy, nuclei if index % 2 else 0)
+    has_class = index % 2 == 1
+    # Each slide is a case of its own. Every slide has coarse nuclei at first; `_with_one_tile` keeps those of one tile.
+    anatomy = make_anatomy(SlideSpec(_SEED, index, case=index, size_px=SIDE_PX, positive=True, mpp_um=1.0))
+    anatomy, class_tile = _with_one_tile(anatomy, nuclei if has_class else 0)
     side = SIDE_PX // TILE_PX
     centres = np.arange(SIDE_PX) + 0.5
-    depth = anatomy.tissue.grid(centres, centres).reshape(side, TILE_PX, side, TILE_PX)
-    tissue, with_class = (depth > 0).mean((1, 3)) >= 0.5, np.zeros((side, side), np.bool_)
-    with_class.flat[best] = index % 2 == 1
+    is_tissue = (anatomy.tissue.grid(centres, centres) > 0).reshape(side, TILE_PX, side, TILE_PX)
+    # By tile, (side, side): at least half of it is tissue; it has the class.
+    tissue, with_class = is_tissue.mean((1, 3)) >= 0.5, np.zeros((side, side), np.bool_)
+    with_class.flat[class_tile] = has_class
     # The tile with the class counts even if little of it is tissue.
     tissue |= with_class
     pixels = Renderer(anatomy).read(Box(0, SIDE_PX, 0, SIDE_PX))
@@ -203,16 +207,17 @@ def main() -> None:
     print(json.dumps({"tiles_of_a_slide": round(float(np.mean([len(slide) for slide in drawn])))}), flush=True)
     some = torch.cat([slide.read(range(len(slide))) for slide in train[:20]])
     for way in args.ways.split(","):
-        heads, spread = way.split(":")
+        heads, spread = way.split(":")  # of gated attention
         torch.manual_seed(args.seed)
         encoder = Standardised(args.width, some)
         aggregator = GatedAttention(2 * args.width, 2, heads=int(heads), spread=float(spread))
+        # First the aggregator alone, then the whole model.
         for whole, steps in ((False, args.head_steps), (True, args.steps)):
             if steps:
                 start_s, order = time.process_time(), batches(train, args.batch, args.seed)
                 loss = fit(encoder, aggregator, order, steps, whole=whole, most=args.sampled if whole else 0)
-                row: dict[str, Any] = {"heads": int(heads), "spread": float(spread), "encoder": "frozen"}
-                row |= {"encoder": "trained"} if whole else {}
+                row: dict[str, Any] = {"heads": int(heads), "spread": float(spread)}
+                row |= {"encoder": "trained" if whole else "frozen"}
                 row |= {"steps": steps, "loss": round(loss, 3), **judge(encoder, aggregator, test)}
                 print(json.dumps(row | {"processor_s": round(time.process_time() - start_s)}), flush=True)
 

@@ -33,15 +33,18 @@ def calibrated(machine: MachineModel, alone: LayerTimes, together: LayerTimes | 
         alone: Times of a block on one rank.
         together: Times of a block on each of two ranks; None if only one rank measures.
     """
-    modelled, overheads = _modelled(machine, 1), _overheads_s(machine)
+    modelled, overheads = _modelled(machine, ranks=1), _overheads_s(machine)
     measured = alone.forward_s, alone.backward_s
-    # The factor by which overheads o must grow so that the model's time s becomes the measured m.
-    forward, backward = (max(1.0, 1 + (m - s) / o) for m, s, o in zip(measured, modelled, overheads, strict=True))
-    scaled = _with_overheads(machine, lambda kind, pair: (pair[0] * forward, pair[1] * backward))
+    # A time s has a part o of overheads, which must grow by this factor so that the time becomes the measured m.
+    forward_factor, backward_factor = (
+        max(1.0, 1 + (m - s) / o) for m, s, o in zip(measured, modelled, overheads, strict=True)
+    )
+    scaled = _with_overheads(machine, lambda kind, pair: (pair[0] * forward_factor, pair[1] * backward_factor))
     if together is None:
         return scaled
+    # Almost 0, since a machine's numbers must be greater than 0.
     without_waiting = _with_overheads(scaled, lambda kind, pair: (_LEAST_S, _LEAST_S) if kind == _SHARED else pair)
-    forward_s, backward_s = _modelled(without_waiting, 2)
+    forward_s, backward_s = _modelled(without_waiting, ranks=2)
     # What two ranks need beyond the model is waiting at the block's norms; at least the overhead of a norm alone.
     norm_s = scaled.overhead_s["norm"]
     shared_norm_s = (

@@ -265,7 +265,8 @@ def _exchange_s(comm: Communicator, device: torch.device, width_px: int) -> floa
     times = []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()
-        waited(waited(op.start(comm, own)).wait())
+        strips = waited(op.start(comm, own))
+        waited(strips.wait())
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)

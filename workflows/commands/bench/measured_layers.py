@@ -99,7 +99,8 @@ def _bottleneck(channels: int, inner: int, side_px: int) -> LayerCase:
         middle = width * inner // channels
         return nn.Sequential(nn.Conv2d(width, middle, 1, bias=False), nn.Conv2d(middle, width, 1, bias=False))
 
-    return LayerCase(make, channels, side_px, 2, 4.0 * channels * inner * side_px**2)
+    # A multiplication and an addition for each pixel, channel and inner channel, in both convolutions.
+    return LayerCase(make, channels, side_px, operators=2, flops=2 * 2.0 * channels * inner * side_px**2)
 
 
 def _maximum(width: int) -> nn.Module:

@@ -106,7 +106,7 @@ class OperatorBench:
     def _shared_norm_s(self, comm: Communicator, case: OperatorCase, rounds: int) -> Rates:
         """Return the (forward, backward) seconds of a batch norm whose statistics all ranks share (collective)."""
         own = self._map(case, torch.float32)
-        pixels = own.numel() // case.channels * comm.size
+        pixels = own.numel() // case.channels * comm.size  # of all ranks' maps, over which the mean is taken
         norm, weight = BatchNorm(pixels, 1e-5), torch.ones(case.channels, device=self._device)
         forward, backward = [], []
         for _ in range(rounds + 1):

@@ -49,11 +49,12 @@ class AloneRates:
 def measured_alone(bench: OperatorBench, layers: LayerBench) -> AloneRates:
     """Measure on one rank while others wait."""
     kinds = {kind: layers.kind(kind) for kind in LAYERS}
+    # Kind -> ((forward, backward) bytes/s of large weights, seconds to update a byte of them).
     heavy = {kind: layers.heavy(kind, kinds[kind]) for kind in HEAVY}
     dtype_rates = {dtype: bench.dtype_rate(getattr(torch, dtype)) for dtype in DTYPES}
     rates = {kind: kinds[kind].rates if kind in kinds else bench.rates(kind) for kind in {**CASES, **kinds}}
     half: dict[str, Pair] = {}
-    for kind, (_, wide) in NARROW.items():
+    for kind, (_, wide) in NARROW.items():  # wide: channels of the operator whose rate is in `rates`
         overhead_s = kinds.get(kind, kinds["convolution"]).overhead_s
         half[kind] = channels = layers.half_channels(kind, rates[kind], overhead_s)
         # The model multiplies a rate by c / (c + h): undo that for the channels with which the rate was measured.
@@ -97,11 +98,13 @@ class TogetherRates:
 def measured_together(bench: OperatorBench, layers: LayerBench, group: Communicator) -> TogetherRates:
     """Measure layers and norms on all ranks at the same time, strips and a block on the first two (collective)."""
     group.barrier()
-    slowest = torch.tensor(layers.crowded(), dtype=torch.float64)
-    group.all_reduce(slowest, "max")
+    crowded_s = torch.tensor(layers.crowded(), dtype=torch.float64)
+    group.all_reduce(crowded_s, "max")  # those of the slowest rank
+    # The first two ranks; None on the others, and if there is only one.
     pair = group.split(0 if group.rank < _PAIR <= group.size else None)
     strip_s = None if pair is None else layers.strip_s(pair)
     block = None if pair is None else layers.block(pair)
     group.barrier()
     tiny_norm_s, norm = bench.shared_norm_s(group), bench.shared_norm(group)
-    return TogetherRates((float(slowest[0]), float(slowest[1])), norm, tiny_norm_s, strip_s, block)
+    arithmetic_s, memory_s = crowded_s.tolist()
+    return TogetherRates((arithmetic_s, memory_s), norm, tiny_norm_s, strip_s, block)
