@@ -63,7 +63,11 @@ def write_torch(source: ExportSource, folder: Path) -> None:
 
 
 def _script(source: ExportSource) -> str:
-    """Return the script; it imports the user's factory, or this package's for a built-in network."""
+    """Return the script; it imports the user's factory, or this package's for a built-in network.
+
+    A model of classes (``temperature`` is not None) needs nothing else of this package; outputs of other tasks are read
+    by the task's readout.
+    """
     config = source.config
     path, arguments = call_of_model(config["model"])
     module, function = path.split(":")

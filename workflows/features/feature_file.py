@@ -116,7 +116,8 @@ class FeatureFile:
         self._writer.close()
         self._open = False
         if self._form == "clam":
-            _write_pt(self._temporary[0], self._temporary[1])
+            h5_path, pt_path = self._temporary
+            _write_pt(h5_path, pt_path)
         for temporary, path in zip(self._temporary, self._paths, strict=True):
             if temporary.is_dir():
                 sync_tree(temporary)

@@ -121,13 +121,15 @@ class FeatureFolder:
                 return f"damaged: {path}: {error.strerror or error}"
         return None
 
-    def note_done(self, slide_id: str, source: str | None, tiles: str, count: int, note: str = "") -> None:
+    def note_done(
+        self, slide_id: str, source_sha256: str | None, tiles_sha256: str, count: int, note: str = ""
+    ) -> None:
         """Write a slide's sidecar after its files.
 
         Args:
             slide_id: The slide.
-            source: SHA-256 of the file that it was ingested from; None: not known.
-            tiles: Digest of its tiles.
+            source_sha256: Of the file that it was ingested from; None: not known.
+            tiles_sha256: Digest of its tiles.
             count: Number of its tiles.
             note: For the column ``reason`` of its row of the table.
         """
@@ -135,8 +137,8 @@ class FeatureFolder:
             name: {"sha256": digest_of(self.path / name), "stamp": _stamp(self.path / name)}
             for name in files_of(slide_id, self.form)
         }
-        record = {"slide_id": slide_id, "status": DONE, "tiles": count, "tiles_sha256": tiles, "files": files}
-        record |= {"source_sha256": source} if source else {}
+        record = {"slide_id": slide_id, "status": DONE, "tiles": count, "tiles_sha256": tiles_sha256, "files": files}
+        record |= {"source_sha256": source_sha256} if source_sha256 else {}
         record |= {"reason": note} if note else {}
         write_json_atomically(self._sidecar(slide_id), record)
 

@@ -31,6 +31,7 @@ class Hdf5Features:
     def __init__(self, path: Path, slide: TiledSlide, features: int, stamp: bool) -> None:
         self._file = import_h5py().File(path, "w")
         self._slide, self._dtype = slide, np.dtype(np.float16 if stamp else np.float32)
+        # The names and positions that STAMP expects; otherwise those of TRIDENT.
         name, coords = ("feats", _stamp_coords(slide)) if stamp else ("features", _corners(slide))
         count = len(slide)
         # At least one row, and no chunk larger than the data.
@@ -38,11 +39,11 @@ class Hdf5Features:
         self._vectors = self._file.create_dataset(
             name, (count, features), self._dtype, chunks=(rows, features), fletcher32=True
         )
-        stored = self._file.create_dataset("coords", data=coords, chunks=(count, 2), fletcher32=True)
+        positions = self._file.create_dataset("coords", data=coords, chunks=(count, 2), fletcher32=True)
         if stamp:
             self._file.attrs.update(_stamp_attributes(slide))
         else:
-            stored.attrs.update(trident_attributes(slide))
+            positions.attrs.update(trident_attributes(slide))
             self._vectors.attrs.update({"name": slide.slide_id, "encoder": slide.encoder})
 
     def write(self, start: int, vectors: NDArray[np.float32]) -> None:

@@ -66,7 +66,7 @@ class TiledSlide:
         # Corners count from the origin of the scan, so the size that contains them ends at (y1, x1).
         bounds = source.get("bounds") or {"y1": finest.height_px, "x1": finest.width_px}
         source_mpp = tuple(float(side) for side in source.get("mpp") or finest.mpp)
-        power = source.get("objective_power") or _standard(_MAGNIFICATION_MPP / (sum(source_mpp) / 2))
+        power = source.get("objective_power") or _nearest_standard(_MAGNIFICATION_MPP / (sum(source_mpp) / 2))
         return cls(
             slide_id=slide.slide_id,
             encoder=encoder,
@@ -82,7 +82,7 @@ class TiledSlide:
         )
 
 
-def _standard(power: float) -> float:
+def _nearest_standard(power: float) -> float:
     """Return the nearest of the usual magnifications: 5, 10, 20, 40, 80, …."""
     # Nearest in ratio: 30 is nearer to 40 (1.33) than to 20 (1.5).
     return float(5 * 2.0 ** round(log2(power / 5)))

@@ -150,11 +150,14 @@ def _check_scale(path: Path, state: Mapping[str, torch.Tensor], fitting: Mapping
 
 
 def _prefix(file: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Prefix:
-    """Return the prefix with which most tensors match; none if few do, or as many without it."""
-    # A prefix must match more than half of the file, and more than names as they are: else it is chance.
+    """Return the change of prefixes with which most names and shapes of a file match those of the model.
+
+    Names stay as they are (an empty `Prefix`) unless a change makes more than half of the file match, and more than
+    match without it: otherwise a match may be chance.
+    """
     best, most = Prefix(), max(_matching(Prefix(), file, state), len(file) // 2)
-    for of_file in _common(file):
-        for of_model in _common(state):
+    for of_file in _common_prefixes(file):
+        for of_model in _common_prefixes(state):
             prefix = Prefix(of_file, of_model)
             matching = _matching(prefix, file, state)
             if matching > most:
@@ -180,7 +183,7 @@ def _matching(prefix: Prefix, file: Mapping[str, torch.Tensor], state: Mapping[s
     return sum(name in state and state[name].shape == tensor.shape for name, tensor in renamed)
 
 
-def _common(names: Iterable[str]) -> list[str]:
+def _common_prefixes(names: Iterable[str]) -> list[str]:
     """Return the prefixes that more than half of the names have, the empty one first.
 
     Rarer prefixes belong to parts of a network: with them, blocks could be loaded into other blocks of the same shape.

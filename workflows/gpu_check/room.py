@@ -32,15 +32,16 @@ def cells(setting: Setting, _: str) -> Iterator[Row]:
 
 
 def pieces(setting: Setting, side: str) -> Iterator[Row]:
-    """Measure a step of a model cut into pieces (``interleave``), recomputed one by one, against one in core.
+    """Measure a step of a model cut into pieces (``interleave``), recomputed one by one, against a step in core.
 
-    Images for which no step in core is timed are computed in a few cells as well, because kernels of maps of 2³¹ values
-    and more are slow.
+    In core: all activations stay in the device's memory. For images too large for that, there is no such step, and the
+    pieces are computed in a few cells as well, because kernels of maps of 2³¹ values and more are slow.
     """
-    cells: Literal["auto"] | None = None if int(side) in setting.sizes.speed_px else "auto"
+    fits_in_core = int(side) in setting.sizes.speed_px
+    cells: Literal["auto"] | None = None if fits_in_core else "auto"
     plan = replace(_ONE_RANK, interleave=setting.sizes.pieces, recompute=True, cells=cells)
     named = {f"{setting.sizes.pieces} pieces, recomputed": plan}
-    yield from _against_in_core(setting, int(side), named, "pieces", in_core=int(side) in setting.sizes.speed_px)
+    yield from _against_in_core(setting, int(side), named, "pieces", in_core=fits_in_core)
 
 
 def _against_in_core(
@@ -108,7 +109,7 @@ def largest(setting: Setting, how: str) -> Iterator[Row]:
             return {"largest_px": side_px, "peak_bytes": peak_bytes, "cells": str(engine.plan.cells)}
 
         row = tried(f"{setting.sizes.network}, {side_px} px, {how}", measured, device)
-        if "failed" in row and "largest_px" not in row:
+        if "failed" in row:
             yield {"what": row["what"], "does not fit": row["failed"]}
             return
         before_s, before_px = time.monotonic() - begin_s, side_px

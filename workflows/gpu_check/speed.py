@@ -228,7 +228,7 @@ def feed(setting: Setting, _: str) -> Iterator[Row]:
     """Time steps on images from a loader against steps on an image on the device, and how long the trainer waits."""
     comm, side_px, steps = hyfi_core.init(), setting.sizes.speed_px[0], setting.sizes.steps
     # The feed has one turn for each call of `fed_step` below.
-    turns, layout, stream = (0, UNTIMED_STEPS + steps), BatchLayout.uniform(1), SampleStream(8, 0)
+    turns, layout, stream = (0, UNTIMED_STEPS + steps), BatchLayout.uniform(1), SampleStream(n=8, seed=0)
     if comm.rank:
         LoaderService(comm, [0], NoiseSamples(side_px), stream, layout, workers=2).serve()
         return
@@ -236,7 +236,7 @@ def feed(setting: Setting, _: str) -> Iterator[Row]:
     images, labels = batch(setting, side_px)
     resident_s = step_s(lambda: engine.train_step(images, labels), setting.device, steps)
     spec = FeedSpec(stream, layout, 0, (InputPart(Box.of_size(side_px, side_px), 0, 1),), turns)
-    source, numbers = RemoteFeed(comm, [1], spec, 2, setting.device), iter(range(*turns))
+    source, numbers = RemoteFeed(comm, [1], spec, prefetch=2, device=setting.device), iter(range(*turns))
     waits: list[float] = []
 
     def fed_step() -> None:

@@ -20,7 +20,7 @@ def add(action: Callable[[], Any]) -> None:
     _actions.append(weakref.WeakMethod(action))
 
 
-def act() -> None:
+def run_actions() -> None:
     """Call all methods that were added."""
     for reference in _actions:
         action = reference()

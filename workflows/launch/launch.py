@@ -41,7 +41,7 @@ from workflows.launch import at_failure, mpiexec, peer_watch, rank_log
 from workflows.launch.own_folder import own_folder
 from workflows.launch.owner import JOB_VARIABLE
 from workflows.launch.processes import ExitOrder, kill_session
-from workflows.launch.status import VARIABLE, RunStatus, leave_exit_code
+from workflows.launch.status import STATUS_VARIABLE, RunStatus, leave_exit_code
 from workflows.out_of_memory import GENERAL_ADVICE, kernel_kills, message_of
 
 __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
@@ -101,7 +101,14 @@ def launch_body(body: Callable[[], int], command: str, ranks: int) -> int:
 def launch_program(
     program: Sequence[str], ranks: int, run: Path | None = None, body: Callable[[], int] | None = None
 ) -> int:
-    """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`; ``body`` is pickled for them."""
+    """Like :func:`launch`, for any program whose ranks call :func:`run_as_rank`; return the exit code.
+
+    Args:
+        program: The command line of a rank.
+        ranks: Number of ranks.
+        run: The run's folder, if there is one.
+        body: What each rank runs; pickled for it. None: the program itself knows.
+    """
     starter = mpiexec.find_mpiexec()
     time_limit_s(), notice_s()  # both raise if their variables are wrong: now, before anything is started
     if starter.flavour.startswith("MPICH"):
@@ -115,7 +122,7 @@ def launch_program(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=_environment(ranks) | {VARIABLE: str(folder)},
+            env=_environment(ranks) | {STATUS_VARIABLE: str(folder)},
             # In a session of its own, Ctrl-C on the terminal reaches only this process, which forwards it, and
             # `kill_session` finds everything that the ranks have started.
             start_new_session=True,
@@ -192,8 +199,10 @@ class _LaunchMonitor:
             warn(f"hyfi: no rank has begun after {waited_s:.3g} s; waiting for {self._starter_text()}")
         if late:
             warn(f"hyfi: no rank has begun within {limit_s:g} s ({LIMIT_VARIABLE}); all are stopped", "ERROR")
-        if late or self._stops:
-            self._given_up = bool(self._stops)  # on request; at the time limit alone, the run failed
+        is_requested = self._stops > 0
+        if late or is_requested:
+            # A run stopped on request is no failure; one without ranks at the time limit is.
+            self._given_up = is_requested
             kill_session(self._process.pid)
 
     def _starter_text(self) -> str:
@@ -321,6 +330,7 @@ def _run_as_rank(body: Callable[[], int]) -> int:
         signals.ignore_requests()
     if status is not None:
         status.end(rank, code)
+        # Our launcher reads the code from that file; with another one than 0, mpiexec would kill ranks still at work.
         return 0
     leave_exit_code(code)
     return code
@@ -357,6 +367,7 @@ def _leave_to_launcher(status: RunStatus, rank: int, error: str) -> bool:
 def _fail(status: RunStatus | None, rank: int) -> None:
     """Report the current error if it is the first, and end every rank of the job."""
     raised, trace = sys.exc_info()[1], traceback.format_exc().rstrip()
+    # Memory, disks and files need a message only; for other errors it is None, and the traceback is reported.
     plain = message_of(raised) if raised is not None else None
     error = plain or trace
     if raised is not None and peer_watch.is_lost_peer(raised):
@@ -372,7 +383,7 @@ def _fail(status: RunStatus | None, rank: int) -> None:
         text = FAILED.format(rank=rank, error=error) if inside_launcher() else f"hyfi: {plain}" if plain else error
         with contextlib.suppress(OSError):  # where standard error goes, the disk may be full, too
             warn(text, "ERROR")
-    at_failure.act()
+    at_failure.run_actions()
     rank_log.end()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

@@ -36,7 +36,7 @@ def check_run(config: Config, resumption: Resumption) -> int:
         return 0
     if not (folder / "config.yaml").is_file():
         raise RequestError(f"run.dir {folder}: exists and is not a run (it has no config.yaml); use another run.dir")
-    # The words that start a run never continue one by accident, perhaps with other data.
+    # The command that starts a run never continues an existing one by accident, perhaps with other data.
     if not resumption.allowed:
         raise RequestError(f"run.dir {folder}: this run exists; continue it with --resume, or use another run.dir")
     refuse_changes(load_config(folder / "config.yaml"), config)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "HYFI_STATUS"
+STATUS_VARIABLE = "HYFI_STATUS"
 EXIT_VARIABLE = "HYFI_EXIT_FILE"
 """Names the file in which ranks leave their exit code for a script of `hyfi launch`; launchers may return another."""
 FAILURE, STOP = "failure.json", "stop"
@@ -48,7 +48,7 @@ class RunStatus:
     @classmethod
     def from_environment(cls) -> RunStatus | None:
         """Return the status folder of this process's launcher; None without this project's launcher."""
-        folder = os.environ.get(VARIABLE)
+        folder = os.environ.get(STATUS_VARIABLE)
         return cls(Path(folder)) if folder and Path(folder).is_dir() else None
 
     def leave_body(self, body: Callable[[], int]) -> None:

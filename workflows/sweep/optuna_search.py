@@ -139,7 +139,7 @@ class OptunaSearch:
     def setting(self, number: int) -> SweptSetting:
         """Return the setting of trial ``number``; the first number that is not in the journal proposes a new one."""
         trials = self._study.get_trials(deepcopy=False)
-        # Numbers below are in the journal: a search that continues asks for them again, and gets the same settings.
+        # A search that continues asks again for the trials in the journal, and gets the same settings.
         if number == len(trials):
             [uniform] = keyed_uniforms(
                 1, "optuna", self._options.seed, -1 if self._fold is None else self._fold, number
@@ -150,7 +150,7 @@ class OptunaSearch:
             trials = self._study.get_trials(deepcopy=False)
         params = trials[number].params
         values = {
-            # As text in the journal, because Optuna takes only plain values as categories, and lists are values, too.
+            # Values to choose from are JSON texts in the journal: they may be lists, which Optuna does not take.
             key: json.loads(params[key]) if isinstance(values, list) else rounded(params[key])
             for key, values in self._options.space.items()
         }

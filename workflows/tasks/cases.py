@@ -76,7 +76,7 @@ def aggregated(logits: torch.Tensor, targets: torch.Tensor, of_slide: torch.Tens
         elif how == "logits":
             rows.append(logits[members].double().mean(0).log_softmax(0))
         else:
-            # argmax takes the first of equals, so the order of slides decides, not their threads.
+            # argmax takes the first of equals, so the result does not depend on the number of threads.
             rows.append(log_p[members[expected[members].argmax()]])
         classes.append(int(targets[members].max()))
     return Cases(of_slide, torch.stack(rows) if rows else log_p, torch.tensor(classes, dtype=torch.long))

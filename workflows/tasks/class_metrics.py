@@ -75,7 +75,14 @@ def _check(outputs: torch.Tensor, targets: torch.Tensor) -> None:
 def _metrics(
     scores: torch.Tensor, outputs: torch.Tensor, probabilities: torch.Tensor, targets: torch.Tensor
 ) -> Metrics:
-    """Return the metrics of all samples, each once; None if undefined."""
+    """Return the metrics of all samples, each once; None if undefined.
+
+    Args:
+        scores: (N, K) by which each class ranks the samples.
+        outputs: (N, K); the predicted class is that of the largest.
+        probabilities: (N, K).
+        targets: (N,) class indices.
+    """
     if not len(targets) or not bool(outputs.isfinite().all()):
         return dict.fromkeys(METRICS)
     once = torch.ones(1, len(targets), dtype=torch.float64)

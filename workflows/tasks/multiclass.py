@@ -144,7 +144,7 @@ class Multiclass(Task):
         return [*warnings, *self.evaluation_warnings(val, "validation")]
 
     def evaluation_warnings(self, targets: Sequence[Target], slides: str) -> list[str]:
-        """Return a warning about classes that no slide has: the metrics of all classes are those of the others."""
+        """Return a warning about classes that no slide has: metrics are then those of the other classes."""
         present = set(targets)
         absent = [name for index, name in enumerate(self.classes) if index not in present]
         if len(present) == 1:

@@ -221,7 +221,7 @@ class Task(ABC):
     def _own_method(self) -> bool:
         """Whether a user's class has a ``loss`` of its own, but the ``drawn`` and ``losses`` of a class before it."""
         kind = type(self)
-        return _nearest(kind, "loss") < min(_nearest(kind, "drawn"), _nearest(kind, "losses"))
+        return _classes_before(kind, "loss") < min(_classes_before(kind, "drawn"), _classes_before(kind, "losses"))
 
     @property
     def own_names(self) -> tuple[str, ...]:
@@ -354,8 +354,8 @@ def loss_over(task: Task) -> Literal["batch", "microbatch"]:
     derived from it, also overrides ``loss_over``.
     """
     kind = type(task)
-    # A ``loss_over`` of an earlier class than that of the ``loss`` says nothing about it.
-    is_stated = _nearest(kind, "loss_over") <= _nearest(kind, "loss")
+    # A ``loss_over`` of a base class of the one that defines ``loss`` was written for another loss.
+    is_stated = _classes_before(kind, "loss_over") <= _classes_before(kind, "loss")
     return "batch" if task.own_loss or (task.loss_is_own and not is_stated) else task.loss_over
 
 
@@ -370,7 +370,7 @@ def target_columns(model: Mapping[str, Any]) -> tuple[str, ...]:
     return (target,) if isinstance(target, str) else tuple(target)
 
 
-def _nearest(kind: type, name: str) -> int:
+def _classes_before(kind: type, name: str) -> int:
     """Return how many classes lie between ``kind`` and the one that defines ``name``: 0 if it does itself.
 
     Classes are counted in the order in which Python looks for the name; all of them, if none defines it.

@@ -116,12 +116,15 @@ def bag_plans(costs: BagCosts, ranks: int, slides: int, machine: MachineModel) -
 
 
 def _least_bytes(costs: BagCosts, plan: ParallelPlan, longest: list[int], chunk: int, machine: MachineModel) -> int:
-    """Return the bytes that a rank needs if it keeps no activations, as `hyfi_core.tiles.memory_budget` counts."""
-    reduces = 2 if plan.ranks > 1 else 1
-    state = costs.weight_bytes + costs.trained_bytes * (reduces + 2)  # gradients, and two moments
-    if costs.shard and (plan.tiles or 1) > 1:
-        state = state // (plan.tiles or 1) + costs.gathered_bytes
+    """Return the bytes that a rank needs if it keeps no activations; ``longest``: tiles of the longest slides."""
+    # Ranks that reduce gradients have them twice: in the parameters and in the buckets of messages.
+    gradient_copies, moments = 2 if plan.ranks > 1 else 1, 2
+    state = costs.weight_bytes + costs.trained_bytes * (gradient_copies + moments)
+    ranks_of_slide = plan.tiles or 1
+    if costs.shard and ranks_of_slide > 1:
+        state = state // ranks_of_slide + costs.gathered_bytes
     work = costs.facts.peak if costs.facts.trained else costs.facts.forward
+    # The chunk at work, and the tiles of it and of the next one.
     working = work.of(chunk) + 2 * costs.tile_bytes * chunk
     process = costs.process_bytes if machine.device == "cpu" else 0
     return process + state + costs.lasting_bytes(longest) + int(working * SLACK)

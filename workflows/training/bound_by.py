@@ -58,7 +58,7 @@ class StepTime:
     def __init__(self) -> None:
         self._now = dict.fromkeys(KINDS, 0.0)
         self._epoch = dict.fromkeys(KINDS, 0.0)
-        self._reported = dict.fromkeys(KINDS, 0.0)
+        self._counted_in_epoch = dict.fromkeys(KINDS, 0.0)
         self._interval = dict.fromkeys(KINDS, 0.0)
 
     def add(self, seconds: Mapping[str, float]) -> None:
@@ -87,10 +87,10 @@ class StepTime:
         # Not below 0: the parts are measured by several clock readings, and may add up to a little more than the whole.
         spent["compute"] = max(0.0, seconds - measured)
         for kind in KINDS:
-            # `_reported`: time after an epoch's last step, which `end_epoch` has counted in that epoch already.
-            self._epoch[kind] += spent[kind] - self._reported[kind]
+            # Time after an epoch's last step was counted in that epoch already, by `end_epoch`.
+            self._epoch[kind] += spent[kind] - self._counted_in_epoch[kind]
             self._interval[kind] += spent[kind]
-        self._reported = dict.fromkeys(KINDS, 0.0)
+        self._counted_in_epoch = dict.fromkeys(KINDS, 0.0)
         return spent
 
     def end_epoch(self, trainers: Communicator) -> list[Spent] | None:
@@ -99,8 +99,9 @@ class StepTime:
         Time after the last step belongs to this epoch, although it is in the next step's record.
         """
         mine = {kind: self._epoch[kind] + self._now[kind] for kind in KINDS}
-        # `_now` stays: the next step's record has it, although it is counted in the epoch before.
-        self._epoch, self._reported = dict.fromkeys(KINDS, 0.0), dict(self._now)
+        self._epoch = dict.fromkeys(KINDS, 0.0)
+        # `_now` stays, for the record of the next step; `end_step` must not count it again in the next epoch.
+        self._counted_in_epoch = dict(self._now)
         return trainers.gather_objects(mine)
 
     def end_interval(self) -> Spent:

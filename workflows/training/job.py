@@ -289,10 +289,10 @@ def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Seq
         task.check_batch(data.batch_size)
     task.check_validation([_label(sample) for sample in val])
     batch, evaluated = targets[: data.batch_size], [_label(sample) for sample in val] or targets
-    for single, labels_of_it in task.with_labels(targets):  # one by one, if there are several targets
+    for single, its_labels in task.with_labels(targets):  # one by one, if there are several targets
         if is_own(single):
-            try_task(single, labels_of_it[:_TRIED])
-    task.try_own(batch, evaluated)
+            try_task(single, its_labels[:_TRIED])
+    task.try_own(batch, evaluated)  # the user's own loss and metrics
     return task
 
 

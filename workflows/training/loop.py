@@ -127,8 +127,7 @@ class TrainingLoop:
         """
         stopped = self._validating.catch_up() if self._resumed else False
         step = self._start
-        # `last` is the step with which early stopping ends the run; None before.
-        while step < self._job.steps and not stopped and self._validating.last is None:
+        while step < self._job.steps and not stopped and self._validating.early_stop_step is None:
             step += 1
             # Before the forward, so that released parameters get gradients in this step.
             self._release(step)

@@ -30,7 +30,7 @@ def optimizer_factory(
         RequestError: A group matches no parameter, or the optimizer's class cannot be used.
     """
     make_optimizer, groups = optimizer_of(config), parameter_groups(model, config, batch)
-    place_of = {name: index for index, group in enumerate(groups) for name in group.names}
+    group_of = {name: index for index, group in enumerate(groups) for name in group.names}
 
     def make(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer of these parameters, in the groups of the whole model."""
@@ -39,7 +39,8 @@ def optimizer_factory(
         # Empty groups stay: rates and saved states belong to a group by its position, the same on all ranks.
         members: list[list[torch.nn.Parameter]] = [[] for _ in groups]
         for parameter in parameters:
-            members[place_of.get(names.get(id(parameter), ""), 0)].append(parameter)
+            # A parameter that the model does not name belongs to the first group.
+            members[group_of.get(names.get(id(parameter), ""), 0)].append(parameter)
         settings = [
             {"params": params, "lr": group.lr, "weight_decay": group.weight_decay}
             for params, group in zip(members, groups, strict=True)

@@ -32,6 +32,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
     A metric whose interval is undefined says so: too few cases define it, or all draws are alike.
     """
     intervals = metrics.get("intervals", {})
+    # None: an undefined metric; under these two names, that there are no metrics of cases or no calibration.
     numbers = {
         k: v for k, v in metrics.items() if isinstance(v, float) or (v is None and k not in ("case", "calibration"))
     }
@@ -93,11 +94,11 @@ class Recorder:
         self._board = _TensorBoard(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
         self._loggers = RunLoggers(config.run.loggers, config.run.dir, settings_of(config), resumed=start > 0)
         self.best: int | None = None
-        self.last: int | None = None
+        self.early_stop_step: int | None = None
         self.loading: dict[str, Any] | None = None
         self._step_text = self._validation_text = ""
         # A resumed run may have ended already: its records say so.
-        self._update_last()
+        self._update_early_stop()
 
     def trained(
         self,
@@ -133,20 +134,24 @@ class Recorder:
         return None if self.best is None else self._log.validations().get(self.best)
 
     def validated(self, step: int, metrics: EvaluatedMetrics, spare: Iterable[int] = ()) -> None:
-        """Record the metrics of the weights of ``step``, update ``best`` and ``last``, and remove old checkpoints.
+        """Record the metrics of the weights of ``step``, update best and early stop, and remove old checkpoints.
 
-        Call it with ascending steps. Steps after ``last`` are ignored. ``spare``: steps whose checkpoints must stay.
+        Steps ascend; those after an early stop are ignored. ``spare``: steps whose checkpoints must stay.
         """
-        if self.last is not None:
+        if self.early_stop_step is not None:
             return
         self._log.write("validation", step=step, **metrics)
         self._show("validation", step, metrics)
         # Before `prune`, which may remove this checkpoint.
         self.folder.calibrate(step, {**(metrics.get("calibration") or {}), "split": self._job.config.validation.split})
         self.choose_best()
-        self._update_last()
+        self._update_early_stop()
         # After `best` points at its new target, because checkpoints with a link stay.
-        prune(self.folder.checkpoints, self._job.config.run.keep, (*spare, step) if self.last == step else spare)
+        prune(
+            self.folder.checkpoints,
+            self._job.config.run.keep,
+            (*spare, step) if self.early_stop_step == step else spare,
+        )
         chosen = self._job.config.validation.metric
         value = metrics.get(chosen)
         self._validation_text = "" if value is None else f", {chosen} {value:.4f} at step {step}"
@@ -169,17 +174,17 @@ class Recorder:
         return self._step_text + self._validation_text
 
     def rewind(self) -> None:
-        """Remove checkpoints, records and events after step ``last``."""
-        assert self.last is not None
-        self.folder.rewind(self.last)
-        self._log.cut(self.last)
+        """Remove checkpoints, records and events after step ``early_stop_step``."""
+        assert self.early_stop_step is not None
+        self.folder.rewind(self.early_stop_step)
+        self._log.cut(self.early_stop_step)
         if self._board is not None:
             self._board.close()
-            self._board = _TensorBoard(self.folder.folder / "tensorboard", self.last)
+            self._board = _TensorBoard(self.folder.folder / "tensorboard", self.early_stop_step)
 
-    def _update_last(self) -> None:
-        """Set ``last`` from the validations that are recorded so far."""
-        self.last = last_step(
+    def _update_early_stop(self) -> None:
+        """Set ``early_stop_step`` from the validations that are recorded so far."""
+        self.early_stop_step = last_step(
             self._log.validations(), self._job.config.validation.metric, self._job.config.run.early_stop
         )
 
@@ -195,7 +200,11 @@ class Recorder:
         if not len(self._job.val):
             self.folder.point_best(step)
         # A checkpoint may be published after the results by which the run ends with an earlier one.
-        prune(self.folder.checkpoints, self._job.config.run.keep, (*spare, *([] if self.last is None else [self.last])))
+        prune(
+            self.folder.checkpoints,
+            self._job.config.run.keep,
+            (*spare, *([] if self.early_stop_step is None else [self.early_stop_step])),
+        )
 
     def unvalidated(self) -> list[int]:
         """Return saved steps whose validation is missing because the run was stopped before it."""

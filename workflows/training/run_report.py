@@ -66,9 +66,9 @@ def report(job: TrainingJob, recorder: Recorder, stopped: bool, failure: str | N
     outcome = "stopped on request; --resume continues it" if state == "stopped" else state
     recorder.folder.write_state(state, job.steps, recorder.loading, failure)
     recorder.end_loggers(state)
-    if recorder.last is not None and not stopped:
+    if recorder.early_stop_step is not None and not stopped:
         metric, patience = job.config.validation.metric, job.config.run.early_stop
-        outcome = f"ended after step {recorder.last}: {patience} validations without a better {metric}"
+        outcome = f"ended after step {recorder.early_stop_step}: {patience} validations without a better {metric}"
     best = f", best checkpoint of step {recorder.best}" if recorder.best is not None else ""
     say(f"run {folder}: {outcome}{best}")
     nonfinite = recorder.describe_nonfinite()
@@ -84,7 +84,7 @@ def report(job: TrainingJob, recorder: Recorder, stopped: bool, failure: str | N
                 "reason": failure,
                 "steps": job.steps,
                 "best_step": recorder.best,
-                "early_stop_step": recorder.last,
+                "early_stop_step": recorder.early_stop_step,
                 "latest": folder / "checkpoints" / "latest",
                 "metrics": recorder.metrics_of_best(),
                 "best": folder / "checkpoints" / "best" if (folder / "checkpoints" / "best").exists() else None,

@@ -53,7 +53,7 @@ class Validating:
         checkpoints: RunCheckpoints,
     ) -> None:
         assert roles.trainers is not None
-        self.last: int | None = None
+        self.early_stop_step: int | None = None
         self.voted_s = self._seconds = 0.0
         self._unvalidated: list[int] = []
         self._job, self._world, self._trainers = inputs.job, roles.world, roles.trainers
@@ -101,9 +101,9 @@ class Validating:
                 self._client.submit(step, weights, self._stop_requested)
 
     def sync(self) -> bool:
-        """Record results that arrived, publish a checkpoint that all ranks have written, update ``last`` (collective).
+        """Record results that arrived, and publish a checkpoint that all ranks have written (collective).
 
-        If the validators are gone, the trainers validate from now on.
+        All learn the step of an early stop. If the validators are gone, the trainers validate from now on.
 
         Returns:
             Whether a stop was requested, the same on every trainer.
@@ -112,16 +112,16 @@ class Validating:
             self._collect()
         # One message for four questions: with four, every step would wait for three more rounds of all ranks.
         writing = int(self._checkpoints.busy())
-        vote = torch.tensor([int(self._stop.poll(self._world)), int(self._gave_up), self._recorded_last, writing])
+        vote = torch.tensor([int(self._stop.poll(self._world)), int(self._gave_up), self._recorded_early_stop, writing])
         start_s = time.perf_counter()
         self._trainers.all_reduce(vote, "max")
         self.voted_s = time.perf_counter() - start_s
-        stopped, gave_up, self.last = bool(vote[0]), bool(vote[1]), int(vote[2]) or None
+        stopped, gave_up, self.early_stop_step = bool(vote[0]), bool(vote[1]), int(vote[2]) or None
         # No rank is writing any more, and all know it: the moment to publish together.
         if not vote[3]:
             self._checkpoints.advance(self.open_steps)
         # All trainers have the same votes, so all take this branch, or none.
-        if gave_up and self._remote and self.last is None and not stopped:
+        if gave_up and self._remote and self.early_stop_step is None and not stopped:
             with self._timed():
                 self._take_over()
             return self.sync()
@@ -136,7 +136,7 @@ class Validating:
 
     def drain(self, stopped: bool) -> bool:
         """Wait for the validators' last results, or until a stop is requested; return whether one was requested."""
-        if stopped or not self._remote or self.last is not None:
+        if stopped or not self._remote or self.early_stop_step is not None:
             return stopped
         with self._timed():
             if self._client is not None and not self._client.drain(self._stop_requested):
@@ -148,10 +148,10 @@ class Validating:
         """Release the validators; after early stopping, remove everything after the last step."""
         if self._client is not None:
             # Waits until the validators have ended: only then is it known that no result follows.
-            self._client.close(stopped, discard=self.last is not None)
+            self._client.close(stopped, discard=self.early_stop_step is not None)
             if not stopped:
                 self._collect()
-        if self._recorder is not None and self.last is not None and not stopped:
+        if self._recorder is not None and self.early_stop_step is not None and not stopped:
             self._recorder.rewind()
 
     @property
@@ -159,8 +159,8 @@ class Validating:
         return self._client is not None and self._client.gave_up
 
     @property
-    def _recorded_last(self) -> int:
-        return (self._recorder.last or 0) if self._recorder is not None else 0
+    def _recorded_early_stop(self) -> int:
+        return (self._recorder.early_stop_step or 0) if self._recorder is not None else 0
 
     def _stop_requested(self) -> bool:
         """Whether rank 0 knows of a request to stop; only rank 0 waits for validators."""

@@ -199,16 +199,18 @@ class Multilabel(Task):
         return label_set_text(_states(target), self.labels)
 
     def target_of(self, text: str) -> Target | None:
-        """Return the target of a text of `text`, ``a;c?``, or of the cells of all columns, ``1;0;``; None: of neither.
+        """Return the target that a text states; None if the text has neither form.
 
-        A label that is not named is absent; ``c?`` and an empty cell are unknown.
+        The forms: what `text` returns, such as ``a;c?``, where labels without a name are absent and ``c?`` is unknown;
+        or the cells of all columns, such as ``1;0;``, where an empty one is unknown.
         """
         parts = [part.strip() for part in text.replace("|", ";").split(";")]
         if len(self.columns) > 1 and len(parts) == len(self.labels) and all(map(_is_entry, parts)):
             states = [UNKNOWN if (state := state_of(part)) is None else state for part in parts]
             return tuple(states) if any(state != UNKNOWN for state in states) else None
         named = set(parts) - {"", NONE}
-        if not text.strip() or named - {form for name in self.labels for form in (name, f"{name}?")}:
+        possible = {form for name in self.labels for form in (name, f"{name}?")}
+        if not text.strip() or not named <= possible:
             return None
         return tuple(YES if name in named else UNKNOWN if f"{name}?" in named else NO for name in self.labels)
 

@@ -53,13 +53,13 @@ class TargetPart:
         """Return the labels of the slides that have one."""
         return [own for target in targets if (own := self.label_of(target)) is not None]
 
-    def known(self, targets: torch.Tensor) -> torch.Tensor:
+    def has_label(self, targets: torch.Tensor) -> torch.Tensor:
         """Return which of N slides have a label, (N,) bool; ``targets``: (N, W) of all."""
         return ~targets[:, self.numbers[0]].isnan()
 
     def of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this target's outputs and labels, as its task takes them, of the slides that have a label."""
-        rows = self.known(targets)
+        rows = self.has_label(targets)
         return outputs[rows][:, slice(*self.outputs)], self._as_task(targets[rows][:, slice(*self.numbers)])
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

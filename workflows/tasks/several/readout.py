@@ -78,16 +78,19 @@ class SeveralReadout(Readout):
         return self.parts[0].channel(self.of_each(values)[0])
 
     def bars(self, values: Values) -> Sequence[ReadBar]:
-        """Return the bars of all targets; a bar of another name than its target's is named after both."""
+        """Return the bars of all targets; a bar that is not named as its target gets both names: ``grade: high``.
+
+        A target's own bars have the indices of its own channels and columns; here they get those among all targets.
+        """
         bars: list[ReadBar] = []
-        channel = column = 0  # indices of the target's first ones among those of all targets
+        first_channel = first_column = 0  # of this target, among those of all targets
         for name, part, own in zip(self.names, self.parts, self.of_each(values), strict=True):
             for index, bar in enumerate(part.bars(own)):
                 title = bar.name if bar.name == name else f"{name}: {bar.name}"
                 own_column = index if bar.column is None else bar.column
-                shown = _moved(bar.channel, channel)
-                bars.append(replace(bar, name=title, channel=shown, column=column + own_column))
-            channel, column = channel + len(part.channels), column + len(part.columns)
+                channel = _channel_among_all(bar.channel, first_channel)
+                bars.append(replace(bar, name=title, channel=channel, column=first_column + own_column))
+            first_channel, first_column = first_channel + len(part.channels), first_column + len(part.columns)
         return bars
 
     def main_bar(self, values: Values) -> int:
@@ -132,15 +135,18 @@ class SeveralReadout(Readout):
         return {"targets": each}
 
     def page_columns(self) -> Sequence[PageColumn]:
-        """Return the columns of all targets; a column of another name than its target's is named after both."""
+        """Return the columns of all targets; one that is not named as its target gets both names: ``grade: high``.
+
+        A target's own columns have the indices of its own channels; here they get those among all targets.
+        """
         columns: list[PageColumn] = []
-        first = 0  # of the target's channels
+        first_channel = 0  # of this target, among the channels of all targets
         for name, part in self._pairs():
             for column in part.page_columns():
                 title = column.name if column.name == name else f"{name}: {column.name}"
-                channel = None if column.channel is None else _moved(column.channel, first)
+                channel = None if column.channel is None else _channel_among_all(column.channel, first_channel)
                 columns.append(PageColumn(title, channel))
-            first += len(part.channels)
+            first_channel += len(part.channels)
         return columns
 
     def joined(self, others: Sequence[Self]) -> Self:
@@ -160,9 +166,9 @@ class SeveralReadout(Readout):
         return list(zip(self.names, self.parts, strict=True))
 
 
-def _moved(channel: int, first: int) -> int:
-    """Return the index among all channels of a target's channel; ``first``: the index of its first one."""
-    return NO_CHANNEL if channel == NO_CHANNEL else first + channel
+def _channel_among_all(channel: int, first_channel: int) -> int:
+    """Return the index of a target's channel among those of all targets, where its first one has ``first_channel``."""
+    return NO_CHANNEL if channel == NO_CHANNEL else first_channel + channel
 
 
 def calibration_of(calibration: Mapping[str, Any] | None, name: str) -> Mapping[str, Any] | None:

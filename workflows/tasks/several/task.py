@@ -163,7 +163,7 @@ class Several(Task):
             if not len(labels):
                 metrics |= {f"{part.name}.{name}": torch.full_like(total, math.nan) for name in part.task.metric_names}
                 continue
-            own = part.task.drawn(own_outputs, labels, counts[:, part.known(targets)])
+            own = part.task.drawn(own_outputs, labels, counts[:, part.has_label(targets)])
             metrics |= {f"{part.name}.{name}": own[name] for name in part.task.metric_names}
             total = total + part.weight * own["loss"]
         return {"loss": total, **metrics}
@@ -186,7 +186,8 @@ class Several(Task):
         """Return the intervals of each target, as its task has them; the sum of the losses has none."""
         intervals: Intervals = {}
         for part in self.parts:
-            own = part.task.intervals(*part.of(outputs, targets), counts[:, part.known(targets)])
+            # Of the slides that have a label of this target.
+            own = part.task.intervals(*part.of(outputs, targets), counts[:, part.has_label(targets)])
             # The user's functions return one number, without draws.
             own |= dict.fromkeys(part.task.own_names)
             intervals |= {f"{part.name}.{name}": interval for name, interval in own.items()}
@@ -219,7 +220,7 @@ class Several(Task):
         labels = torch.full((cases, self.label_numbers), math.nan, dtype=torch.float64)
         for part in self.parts:
             # Numbered anew: tasks expect cases 0, 1, …, and here some may lack the target.
-            labelled, own_case = of_case[part.known(targets)].unique(return_inverse=True)
+            labelled, own_case = of_case[part.has_label(targets)].unique(return_inverse=True)
             if not len(labelled):
                 continue
             own, own_labels = part.task.by_case(*part.of(outputs, targets), own_case, how)
@@ -233,7 +234,7 @@ class Several(Task):
         for part in self.parts:
             own_outputs, labels = part.of(outputs, targets)
             # Numbered anew, as in `by_case`.
-            _, own_case = of_case[part.known(targets)].unique(return_inverse=True)
+            _, own_case = of_case[part.has_label(targets)].unique(return_inverse=True)
             own = part.task.calibration(own_outputs, labels, own_case) if len(labels) else None
             if own is not None:
                 fitted[part.name] = own
@@ -269,7 +270,7 @@ class Several(Task):
         return BETWEEN.join(f"{part.name}: {part.task.text(own)}" for part, own in pairs if own is not None)
 
     def target_of(self, text: str) -> Target | None:
-        """Return the label of ``grade: high | age: 41``, see method `text`, or of all columns' cells: ``high;41``."""
+        """Return the labels in ``grade: high | age: 41``, or in the columns' cells, ``high;41``; None: none is."""
         texts, cells = texts_of(text, [part.name for part in self.parts]), text.split(";")
         if not texts and len(cells) == len(self.columns):
             # A target of two columns, such as time and event, takes two cells.

@@ -40,16 +40,16 @@ def survival_metrics(
         counts: (draws, N) float64, how often each draw has each sample.
     """
     times, events = targets.unbind(1)
-    free = censoring_survival(times, events, counts)
-    # Who is not drawn may have a time at which nobody is free any more: 0 · (1 / 0) would be NaN.
-    weights = torch.where(counts > 0, 1 / free, 0.0)
+    uncensored = censoring_survival(times, events, counts)
+    # Who is not drawn may have a time at which nobody is uncensored any more: 0 · (1 / 0) would be NaN.
+    weights = torch.where(counts > 0, 1 / uncensored, 0.0)
     harrell, uno = concordances(risks, times, events, weights, horizons[-1], counts)
     areas, falls = time_areas(risks, times, events, counts * weights, horizons, counts)
     is_defined = areas.isfinite()
     mean_area = torch.where(is_defined, areas * falls, 0.0).sum(1) / (is_defined * falls).sum(1)
     scores = torch.full_like(mean_area, torch.nan)
     if survival is not None:
-        scores = integrated_brier(survival, times, events, free, horizons, counts)
+        scores = integrated_brier(survival, times, events, uncensored, horizons, counts)
     return {"concordance": harrell, "uno_concordance": uno, "time_auroc": mean_area, "brier": scores}
 
 
@@ -65,8 +65,8 @@ def censoring_survival(times: torch.Tensor, events: torch.Tensor, counts: torch.
     distinct, deaths, censored, at_risk = life_table(times, events, counts)
     # Who has the event at a time is not at risk of being censored at the same time.
     left = at_risk - deaths
-    free = torch.where(left > 0, 1 - censored / left, 1.0).cumprod(1)
-    return free[:, torch.searchsorted(distinct, times.contiguous())]
+    uncensored = torch.where(left > 0, 1 - censored / left, 1.0).cumprod(1)
+    return uncensored[:, torch.searchsorted(distinct, times.contiguous())]
 
 
 def life_table(
@@ -127,10 +127,17 @@ def time_areas(
     horizons: tuple[float, ...],
     counts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the AUROC at each horizon and the fall of the survival curve since the one before, (draws, horizons).
+    """Return two tensors (draws, horizons): the AUROC at each horizon, and the fall of survival since the one before.
 
-    Samples with the event up to the horizon should have higher risks than those that survive it; ``weighted``:
-    (draws, N) their counts / G.
+    The AUROC at a horizon says how often samples with the event up to it have higher risks than those that survive it.
+
+    Args:
+        risks: (N,).
+        times: (N,).
+        events: (N,).
+        weighted: (draws, N) counts / G, the probability of being uncensored at the sample's time.
+        horizons: Ascending times.
+        counts: (draws, N) how often each draw has each sample.
     """
     rank = torch.unique(risks, return_inverse=True)[1]
 
@@ -156,7 +163,7 @@ def integrated_brier(
     survival: torch.Tensor,
     times: torch.Tensor,
     events: torch.Tensor,
-    free: torch.Tensor,
+    uncensored: torch.Tensor,
     horizons: tuple[float, ...],
     counts: torch.Tensor,
 ) -> torch.Tensor:
@@ -166,18 +173,18 @@ def integrated_brier(
         survival: (N, horizons).
         times: (N,).
         events: (N,).
-        free: (draws, N) G at each sample's time, see `censoring_survival`.
+        uncensored: (draws, N) G, the probability of being uncensored at each sample's time.
         horizons: Ascending times.
-        counts: (draws, N).
+        counts: (draws, N) how often each draw has each sample.
     """
-    total, weights = counts.sum(1), torch.where(counts > 0, 1 / free, 0.0)
+    total, weights = counts.sum(1), torch.where(counts > 0, 1 / uncensored, 0.0)
     scores, survived = [], []  # of each horizon, (draws,)
     for k, horizon in enumerate(horizons):
         ended, alive = (times <= horizon) & (events > 0), times > horizon
         # G falls with time, so G at the horizon is the smallest up to it.
-        free_at_horizon = torch.where(times <= horizon, free, 1.0).amin(1, keepdim=True)
+        uncensored_at_horizon = torch.where(times <= horizon, uncensored, 1.0).amin(1, keepdim=True)
         errors = torch.where(ended, survival[:, k] ** 2 * weights, 0.0)
-        errors = errors + torch.where(alive, (1 - survival[:, k]) ** 2 / free_at_horizon, 0.0)
+        errors = errors + torch.where(alive, (1 - survival[:, k]) ** 2 / uncensored_at_horizon, 0.0)
         scores.append((counts * errors).sum(1) / total)
         survived.append((counts * alive).sum(1) > 0)
     is_defined = torch.stack(survived, 1)

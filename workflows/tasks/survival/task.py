@@ -64,11 +64,11 @@ class Survival(Task):
 
     @classmethod
     def fitted(cls, data: TargetKeys, labels: Labels, train: Sequence[Target]) -> Self:
-        """Return the task with quantiles of the event times of the training slides."""
+        """Return the task whose times and intervals are quantiles of the event times of the training slides."""
         pairs = [_pair(target) for target in train]
         # Without events at time 0, so that every interval has a length.
-        ended = np.array([time for time, event in pairs if event and time > 0])
-        if not len(ended):
+        event_times = np.array([time for time, event in pairs if event and time > 0])
+        if not len(event_times):
             raise RequestError(
                 f"data.target: none of {len(pairs)} training slides has an event ({labels.target}) after time 0: there "
                 "is nothing to learn; check the splits"
@@ -79,9 +79,11 @@ class Survival(Task):
                 "learn"
             )
         kind, bins = data.named_loss, data.time_bins or TIME_BINS
-        edges = () if kind == COX else _quantiles(ended, [k / bins for k in range(1, bins + 1)])
+        # Cox's loss has no intervals of time.
+        edges = () if kind == COX else _quantiles(event_times, [k / bins for k in range(1, bins + 1)])
         events = sum(event > 0 for _, event in pairs)
-        return cls(data.columns, kind, _quantiles(ended, HORIZONS), edges, len(pairs), events)
+        times = _quantiles(event_times, HORIZONS)
+        return cls(data.columns, kind, times=times, edges=edges, slides=len(pairs), events=events)
 
     @classmethod
     def of_json(cls, model: Mapping[str, Any]) -> Self:
@@ -269,17 +271,17 @@ class Survival(Task):
         ]
 
     def readout(self, calibration: Mapping[str, Any] | None) -> SurvivalReadout:
-        """Return how risk, survival and risk group are read from outputs."""
+        """Return how risk, survival and risk group are read from outputs, with what `calibration` has returned."""
         fitted = calibration or {}
         cutoff, baseline = fitted.get("cutoff"), fitted.get("baseline")
         return SurvivalReadout(
             self.names,
             self.times,
             self.edges,
-            float(fitted.get("centre", 0.0)),
-            float(fitted.get("spread", 1.0)),
-            None if baseline is None else tuple(map(float, baseline)),
-            None if cutoff is None else float(cutoff),
+            centre=float(fitted.get("centre", 0.0)),
+            spread=float(fitted.get("spread", 1.0)),
+            baseline=None if baseline is None else tuple(map(float, baseline)),
+            cutoff=None if cutoff is None else float(cutoff),
         )
 
     def page(

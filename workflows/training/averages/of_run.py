@@ -24,6 +24,7 @@ def make_average(
         model: The module that it trains.
         saved: The state of a resumed run; None for a new run.
     """
+    # Such an optimizer, schedule-free ones among them, keeps the averaged weights itself.
     if isinstance(engine.optimizer, SwitchingOptimizer):
         return OptimizerAverage(engine, model)
     if decay is None:

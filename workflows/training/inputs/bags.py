@@ -62,7 +62,7 @@ class BagBatches:
 
     def batch(self, turn: int) -> list[BagSource]:
         """Return the slides of a turn."""
-        numbers = self._numbers(turn)
+        numbers = self._numbers(turn)  # of samples in the stream, counted from the start of the run
         # The epoch belongs to the sample, not to the turn: a turn may hold the end of one epoch and the start of the
         # next.
         slides = [self._bags.of(index, epoch) for epoch, index in map(self._job.stream.at, numbers)]

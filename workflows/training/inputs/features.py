@@ -85,6 +85,7 @@ class FeatureInputs(BagInputs):
     def model_json(self) -> dict[str, Any]:
         """Return the content of ``model.json``, with ``features``."""
         stated = self._stated
+        # Without stated pixels, a tile counts as one pixel.
         size_px = stated["tile_px"] or 1
         mpp = stated["tile_um"] / size_px if stated["tile_um"] and stated["tile_px"] else self.job.train.mpp
         return {
@@ -99,7 +100,7 @@ class FeatureInputs(BagInputs):
     def warnings(self, engine: TrainingEngine) -> list[str]:
         """Return warnings about slides, and about features without positions or without a stated encoder."""
         warnings = self.job.warnings()
-        # Positions have a unit.
+        # Stored features have a unit if and only if they have positions.
         if any(stored.unit is None for stored in (*self.train.stored, *self.val.stored)):
             warnings.append("some features have no positions (coords): predictions with them will have no heatmap")
         if self._features.encoder is None:

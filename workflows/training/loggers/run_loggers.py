@@ -44,8 +44,9 @@ def check_loggers(names: Sequence[str]) -> None:
         RequestError: A package is missing.
     """
     for name in names:
+        _, packages = _LOGGERS[name]
         # `find_spec`, because importing them takes seconds.
-        missing = [package for package in _LOGGERS[name][1] if find_spec(package) is None]
+        missing = [package for package in packages if find_spec(package) is None]
         if missing:
             raise RequestError(f"run.loggers: {name} needs {', '.join(missing)}: pip install 'hyfi[{name}]'")
 
