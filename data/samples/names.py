@@ -103,7 +103,7 @@ def without_missing(
     return NamedTable(replace(table, rows=rows), (*named.notes, f"{table.name}: {column}: read as missing: {listed}"))
 
 
-def cases_in_one_way(
+def with_one_spelling_of_cases(
     rows: Sequence[Mapping[str, str]], where: str, *, merge: bool, missing: Iterable[str] = MISSING
 ) -> list[dict[str, str]]:
     """Return copies of manifest rows with one spelling of each case; ``""`` where it is missing.

@@ -16,10 +16,10 @@ from data.samples.classes import column_of_classes
 from data.samples.matching import absent_notes
 from data.samples.names import (
     AgreedCases,
-    cases_in_one_way,
     cases_of,
     column_in_one_way,
     with_one_name_each,
+    with_one_spelling_of_cases,
     without_missing,
 )
 from data.samples.splits import SPLITS
@@ -137,7 +137,7 @@ def run(
 def _stored_rows(store: Path | None, merge: bool, missing: tuple[str, ...]) -> list[dict[str, str]]:
     """Return the rows of a store's manifest with one spelling of each case; none without a store."""
     rows = [] if store is None else load_manifest(location(store))
-    return cases_in_one_way(rows, "store", merge=merge, missing=missing)
+    return with_one_spelling_of_cases(rows, "store", merge=merge, missing=missing)
 
 
 def _write_and_report(

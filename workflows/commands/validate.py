@@ -265,7 +265,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     from data.samples.exclusion import without_flags
     from data.samples.labels import with_cases
     from data.samples.matching import match_labels
-    from data.samples.names import cases_in_one_way
+    from data.samples.names import with_one_spelling_of_cases
     from data.samples.splits import SPLITS, load_splits
     from data.store.manifest import load_manifest
     from workflows.evaluation.evaluator import dataset_of
@@ -278,7 +278,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
         raise RequestError(f"--split: given {split!r}; allowed: {', '.join((*SPLITS, ALL))}")
     merge = request.merge_alike or bool(model.get("merge_alike", False))
     missing = MISSING if model.get("missing") is None else tuple(model["missing"])
-    rows = cases_in_one_way(load_manifest(store), str(store / "manifest.csv"), merge=merge, missing=missing)
+    rows = with_one_spelling_of_cases(load_manifest(store), str(store / "manifest.csv"), merge=merge, missing=missing)
     label_source: Path | Table = location(request.labels or store / "manifest.csv")
     if request.labels is not None:
         label_source = keyed_table(location(request.labels), request.id_column, model)

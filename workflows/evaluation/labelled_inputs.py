@@ -12,7 +12,7 @@ from data.location import location
 from data.missing import MISSING
 from data.samples.labels import with_cases
 from data.samples.matching import match_labels
-from data.samples.names import STORE_MANIFEST, cases_in_one_way
+from data.samples.names import STORE_MANIFEST, with_one_spelling_of_cases
 from data.samples.splits import SPLITS, load_splits
 from hyfi_core.errors import RequestError
 from pathology.predict.inputs import SlideInput
@@ -68,8 +68,8 @@ class InputLabels:
         rows = [{"slide_id": slide.slide_id, "case_id": slide.case_id, "status": "done"} for slide in inputs]
         missing = missing_of(model)
         merge, manifest = bool(model.get("merge_alike", False)), _manifest_of(paths)
-        # One spelling of each case, so that slides of a case find each other.
-        rows = cases_in_one_way(rows, manifest, merge=merge, missing=missing)
+        # So that slides of a case find each other.
+        rows = with_one_spelling_of_cases(rows, manifest, merge=merge, missing=missing)
         # Classes in the order of training: a table with other values must not renumber them.
         labels = task.read_again(table, rows, merge, missing)
         rows = with_cases(rows, labels, str(table), manifest)

@@ -115,6 +115,7 @@ class FeatureSet:
             stored: The features.
             slide: The slide as it is stored now; None: it is not stored, and only the files are checked.
         """
+        # Another tool made the files, without sidecars.
         if "format" not in self.settings:
             return None
         folder = FeatureFolder(self.folder, self.settings["format"], self.settings)

@@ -108,18 +108,21 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
 
 
 def _layers(module: nn.Module, path: str, total: int) -> Iterator[str]:
-    """Yield the paths of the layers inside a module, in its order; ``total``: number of the model's weights."""
+    """Yield the paths of the layers inside a module, in its order; ``total``: number of the model's weights.
+
+    A child is one layer, unless it consists of layers, such as a sequence of blocks; without weights it is none.
+    """
     for name, child in module.named_children():
         size = sum(parameter.numel() for parameter in child.parameters())
         inner = f"{path}.{name}" if path else name
-        if size and _is_opened(child, size > _TRUNK_SHARE * total):
+        if size and _consists_of_layers(child, is_most=size > _TRUNK_SHARE * total):
             yield from _layers(child, inner, total)
         elif size:
             yield inner
 
 
-def _is_opened(module: nn.Module, is_most: bool) -> bool:
-    """Whether each part of a module is a layer of its own.
+def _consists_of_layers(module: nn.Module, *, is_most: bool) -> bool:
+    """Whether each part of a module is a layer of its own; ``is_most``: it has most of the model's parameters.
 
     True for sequences of blocks, and for a module that has most of the parameters and repeats blocks inside.
     """

@@ -42,8 +42,11 @@ class RankPlace:
         """Return the place of this process."""
         import torch
 
-        job, own = available_memory(process=False), available_memory()
-        rank_place = cls(socket.gethostname(), trainer, usable_cores(), job.free_bytes, job.source)
+        of_job, own = available_memory(process=False), available_memory()
+        rank_place = cls(
+            socket.gethostname(), trainer, usable_cores(), free_bytes=of_job.free_bytes, limit=of_job.source
+        )
+        # `own` is the lowest limit: of this process, or of the whole job again.
         if own.per_process:
             rank_place = replace(rank_place, own_bytes=own.free_bytes, own_limit=own.source)
         if trainer is None or not device.startswith("cuda"):

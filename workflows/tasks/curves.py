@@ -147,10 +147,10 @@ def threshold_rows(score: Array, positive: NDArray[np.bool_]) -> list[ThresholdR
     """Return the rates of a class at each of ``THRESHOLDS``; ``score``, ``positive``: (N,)."""
     rows = []
     for threshold in THRESHOLDS:
-        called = score >= threshold
-        tp, fp = int((called & positive).sum()), int((called & ~positive).sum())
-        fn, tn = int((~called & positive).sum()), int((~called & ~positive).sum())
-        # Sensitivity, specificity, precision and negative value.
+        predicted = score >= threshold
+        tp, fp = int((predicted & positive).sum()), int((predicted & ~positive).sum())
+        fn, tn = int((~predicted & positive).sum()), int((~predicted & ~positive).sum())
+        # Sensitivity, specificity, precision and negative predictive value.
         rates = (_rate(tp, fn), _rate(tn, fp), _rate(tp, fp), _rate(tn, fn))
         rows.append(ThresholdRow(threshold, tp + fp, *rates))
     return rows

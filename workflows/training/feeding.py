@@ -169,7 +169,7 @@ def make_loader(
         samples: The training samples.
         roles: Roles of the ranks.
         watch: Called between messages.
-        most: See `most_workers`.
+        most: Largest number of decoding processes to which the loader may grow, from `most_workers`; None: no growth.
     """
     rank, data = roles.world.rank, job.config.data
     workers = data.workers or max(1, torch.get_num_threads())
@@ -177,7 +177,8 @@ def make_loader(
     # `most` is None if `data.workers` is set: a number that the user chose does not grow.
     if most is not None and most > workers:
         messages = RaisedWorkers(roles.describe())
-        growth = WorkerGrowth(most, messages, messages.failed, getattr(samples, "kept_bytes", 0))
+        kept_bytes = getattr(samples, "kept_bytes", 0)
+        growth = WorkerGrowth(most, raised=messages, failed=messages.failed, kept_bytes=kept_bytes)
     return LoaderService(
         roles.world,
         [trainer for trainer, loaders in roles.loaders_of.items() if rank in loaders],

@@ -22,7 +22,7 @@ from data.samples.dataset import MPP_TOLERANCE, SlideDataset, SlideRef, select_s
 from data.samples.exclusion import ExcludedSlide, flags_to_exclude, refuse_empty
 from data.samples.labels import Labels, Target, with_cases
 from data.samples.matching import LabelMatch, match_labels
-from data.samples.names import cases_in_one_way
+from data.samples.names import with_one_spelling_of_cases
 from data.samples.splits import load_splits
 from data.store.manifest import load_manifest
 from data.tiles.grouping import Grouping
@@ -160,8 +160,8 @@ class TrainingJob:
             warnings.append(f"{self.draw_weights.count(0)} training {self.config.data.bag}s have weight 0: never drawn")
         if self.step_samples > (known := len(self.train_samples)):
             warnings.append(f"a step of {self.step_samples} has each of {known} training samples several times")
-        unmeasured = [*self.train.as_scanned(), *self.val.as_scanned()]
-        warnings += [as_scanned_text(sorted(set(unmeasured)))] if unmeasured else []
+        as_scanned = {*self.train.as_scanned(), *self.val.as_scanned()}  # not stain-normalised
+        warnings += [as_scanned_text(sorted(as_scanned))] if as_scanned else []
         model = self.config.model
         if model.freeze and model.built_in and model.weights is None:
             warnings.append("model.freeze without model.weights: what is frozen keeps random values")
@@ -210,7 +210,7 @@ def prepare(config: Config) -> TrainingJob:
     """
     data = config.data
     rows, merge, missing = load_manifest(data.store), data.merge_alike, data.missing_words
-    rows = cases_in_one_way(rows, str(data.store / "manifest.csv"), merge=merge, missing=missing)
+    rows = with_one_spelling_of_cases(rows, str(data.store / "manifest.csv"), merge=merge, missing=missing)
     labels_path = data.labels or data.store / "manifest.csv"
     # A table that names slides in a column of its own is read once, for its labels and for its splits.
     table = labels_path if data.id_column is None else read_table(labels_path, "labels", id_column=data.id_column)
@@ -235,8 +235,8 @@ def prepare(config: Config) -> TrainingJob:
         dataset_of(config, train, data.augment.build()),
         dataset_of(config, val, None),
         match_labels(rows, labels, splits, str(labels_path)),
-        _draw_weights(config, labels, train, samples),
-        config.roles.shares,
+        draw_weights=_draw_weights(config, labels, train, samples),
+        shares=config.roles.shares,
         excluded=tuple(excluded),
     )
 

@@ -17,7 +17,7 @@ class SwitchingOptimizer(Protocol):
 
 
 def statistics_warning(name: str, instead: str) -> str:
-    """Return the warning of a run with batch norm: an optimizer averages its parameters only.
+    """Return the warning that an optimizer averages weights, but not the running statistics of batch norm.
 
     Args:
         name: Name of the optimizer.

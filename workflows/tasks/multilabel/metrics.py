@@ -9,14 +9,14 @@ import torch
 from data.samples.label_sets import NO, UNKNOWN, YES
 from workflows.tasks.bootstrap import FEW, Intervals, rank_interval
 
-CALLED_MEANS = ("balanced_accuracy", "f1")
+PREDICTION_MEANS = ("balanced_accuracy", "f1")
 """Means over the labels that depend on thresholds."""
-MEANS = ("auroc", "average_precision", *CALLED_MEANS)
+MEANS = ("auroc", "average_precision", *PREDICTION_MEANS)
 """Metrics that are means over the labels in which they are defined."""
 
 
 def label_metrics(
-    scores: torch.Tensor, called: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor
+    scores: torch.Tensor, predicted: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return each of `MEANS` for each label, (draws, labels); NaN if undefined: a draw lacks slides with or without it.
 
@@ -26,7 +26,7 @@ def label_metrics(
 
     Args:
         scores: (N, labels) float64 by which slides are ranked.
-        called: (N, labels) whether each label is predicted.
+        predicted: (N, labels) whether each label is predicted.
         targets: (N, labels), see `data.samples.label_sets`.
         counts: (draws, N) float64, how often each draw has each sample.
     """
@@ -34,7 +34,9 @@ def label_metrics(
     for k in range(scores.shape[1]):
         # Each label on the slides for which it is known: a slide may lack one label and have others.
         labelled = (targets[:, k] != UNKNOWN).nonzero()[:, 0]
-        columns.append(_of_label(scores[labelled, k], called[labelled, k], targets[labelled, k], counts[:, labelled]))
+        columns.append(
+            _of_label(scores[labelled, k], predicted[labelled, k], targets[labelled, k], counts[:, labelled])
+        )
     return {name: torch.stack([column[name] for column in columns], 1) for name in MEANS}
 
 
@@ -71,13 +73,13 @@ def with_few_known(
 
 
 def _of_label(
-    scores: torch.Tensor, called: torch.Tensor, target: torch.Tensor, counts: torch.Tensor
+    scores: torch.Tensor, predicted: torch.Tensor, target: torch.Tensor, counts: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return the metrics of one label in each draw; NaN if undefined.
 
     Args:
         scores: (N,) of the label.
-        called: (N,) whether the label is predicted.
+        predicted: (N,) whether the label is predicted.
         target: (N,) `YES`, `NO` or `UNKNOWN`.
         counts: (draws, N) float64, how often each draw has each sample.
     """
@@ -95,7 +97,7 @@ def _of_label(
     total = with_label + without_label
     # 0 / 0 if a draw has no slide with so high a score. Any value will do: it has no positives there, either.
     precision = torch.where(total > 0, with_label / total, 0.0)
-    true_positives, false_positives = (yes * called).sum(1), (no * called).sum(1)
+    true_positives, false_positives = (yes * predicted).sum(1), (no * predicted).sum(1)
     values = {
         "auroc": area,
         "average_precision": (positives * precision).sum(1) / total_yes,

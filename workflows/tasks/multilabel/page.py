@@ -32,27 +32,28 @@ def labels_section(
         thresholds: Threshold on the probability of each label.
     """
     scores = torch.from_numpy(np.ascontiguousarray(values))
-    called = scores >= torch.tensor(thresholds, dtype=torch.float64)
+    predicted = scores >= torch.tensor(thresholds, dtype=torch.float64)
 
-    def draw(counts: torch.Tensor) -> dict[str, torch.Tensor]:
-        of_labels = label_metrics(scores, called, targets, counts)
+    def metrics_of_draws(counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        of_labels = label_metrics(scores, predicted, targets, counts)
         means = {name: macro(of_labels[name]) for name in MEANS}
         return means | {f"auroc_{name}": of_labels["auroc"][:, k] for k, name in enumerate(names)}
 
-    once = measured(draw, len(scores))
+    # Of the slides, each once; the draws give their intervals.
+    once = measured(metrics_of_draws, len(scores))
     counts = torch.from_numpy(draws)
     # As in `Multilabel.intervals`: the page and the metrics of a validation state the same.
-    bounds = with_few_known(resampled(draw, list(once), counts), once, targets, counts, names)
+    bounds = with_few_known(resampled(metrics_of_draws, list(once), counts), once, targets, counts, names)
     texts = {name: shown_metric(name, value, bounds[name])[1] for name, value in once.items()}
     shown = [(f"{name.replace('_', ' ')}, mean of the labels", texts[name]) for name in MEANS]
     # The error of a slide: how far the probabilities of its wrongly predicted labels are off.
-    wrong = ((called != (targets == YES)) & (targets != UNKNOWN)).double()
-    sizes = (wrong * (scores - targets).abs()).sum(1)
+    wrong = ((predicted != (targets == YES)) & (targets != UNKNOWN)).double()
+    errors = (wrong * (scores - targets).abs()).sum(1)
     return PageSection(
         shown,
         rate_plots(_curves(values, targets.numpy(), draws, names)),
-        [_table(scores, called, targets, names, thresholds, texts)],
-        {k: float(sizes[k]) for k in wrong.any(1).nonzero()[:, 0].tolist()},
+        [_table(scores, predicted, targets, names, thresholds, texts)],
+        {k: float(errors[k]) for k in wrong.any(1).nonzero()[:, 0].tolist()},
         metric_numbers(once, bounds),
     )
 
@@ -69,7 +70,7 @@ def _curves(values: Array, targets: Array, draws: Array, names: Sequence[str]) -
 
 def _table(
     scores: torch.Tensor,
-    called: torch.Tensor,
+    predicted: torch.Tensor,
     targets: torch.Tensor,
     names: Sequence[str],
     thresholds: Sequence[float],
@@ -79,7 +80,7 @@ def _table(
     rows = []
     for k, name in enumerate(names):
         yes, no = targets[:, k] == YES, targets[:, k] == NO
-        hit, rejected = (float(part.double().mean()) for part in (called[yes, k], ~called[no, k]))
+        hit, rejected = (float(part.double().mean()) for part in (predicted[yes, k], ~predicted[no, k]))
         rates = ("–" if math.isnan(rate) else f"{rate:.3f}" for rate in (hit, rejected))
         counts = (f"{int(yes.sum())}", f"{int(no.sum())}", f"{int((targets[:, k] == UNKNOWN).sum())}")
         rows.append((name, *counts, texts[f"auroc_{name}"], f"{thresholds[k]:.3f}", *rates))

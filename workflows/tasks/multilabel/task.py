@@ -21,8 +21,8 @@ from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.bootstrap import Intervals, measured
 from workflows.tasks.cases import members_of
 from workflows.tasks.multilabel.metrics import (
-    CALLED_MEANS,
     MEANS,
+    PREDICTION_MEANS,
     best_thresholds,
     label_metrics,
     macro,
@@ -180,13 +180,14 @@ class Multilabel(Task):
             return None
         readout = self.readout(fitted)
         scores = outputs.double().sigmoid()
-        called = scores >= torch.tensor(readout.thresholds, dtype=torch.float64)
+        predicted = scores >= torch.tensor(readout.thresholds, dtype=torch.float64)
 
-        def draw(counts: torch.Tensor) -> dict[str, torch.Tensor]:
-            metrics = label_metrics(scores, called, targets, counts)
-            return {name: macro(metrics[name]) for name in CALLED_MEANS}
+        def metrics_of_draws(counts: torch.Tensor) -> dict[str, torch.Tensor]:
+            metrics = label_metrics(scores, predicted, targets, counts)
+            return {name: macro(metrics[name]) for name in PREDICTION_MEANS}
 
-        shown = measured(draw, len(scores))
+        # Of all slides, each once.
+        shown = measured(metrics_of_draws, len(scores))
         texts = [f"{name.replace('_', ' ')} " + ("undefined" if v is None else f"{v:.3f}") for name, v in shown.items()]
         return f"with thresholds of the labels, mean {', '.join(texts)}", {**fitted, **shown, "slides": len(scores)}
 
@@ -248,9 +249,9 @@ class Multilabel(Task):
 
     def is_wrong(self, prediction: str, target: Target) -> bool:
         """Whether a known label is predicted that the slide does not have, or the reverse."""
-        called = set(prediction.split(";"))
+        predicted = set(prediction.split(";"))
         states = zip(self.labels, _states(target), strict=True)
-        return any((name in called) != (state == YES) for name, state in states if state != UNKNOWN)
+        return any((name in predicted) != (state == YES) for name, state in states if state != UNKNOWN)
 
     def page(
         self,

@@ -26,6 +26,8 @@ def survival_metrics(
 ) -> dict[str, torch.Tensor]:
     """Return the metrics of each bootstrap draw, (draws,) each; NaN if undefined.
 
+    G is the probability of being uncensored at a sample's time.
+
     ``concordance``: Harrell's C (JAMA 247:2543, 1982), ties of risks count one half. ``uno_concordance``: Uno's C (Stat
     Med 30:1105, 2011), events weighted by 1 / G², up to the last horizon. ``time_auroc``: cumulative/dynamic AUROC at
     the horizons, averaged with the fall of the survival curve (Lambert and Chevret, Stat Methods Med Res 25, 2016).
@@ -40,7 +42,7 @@ def survival_metrics(
         counts: (draws, N) float64, how often each draw has each sample.
     """
     times, events = targets.unbind(1)
-    uncensored = censoring_survival(times, events, counts)
+    uncensored = probability_uncensored(times, events, counts)
     # Who is not drawn may have a time at which nobody is uncensored any more: 0 · (1 / 0) would be NaN.
     weights = torch.where(counts > 0, 1 / uncensored, 0.0)
     harrell, uno = concordances(risks, times, events, weights, horizons[-1], counts)
@@ -60,7 +62,7 @@ def kaplan_meier(times: torch.Tensor, events: torch.Tensor, counts: torch.Tensor
     return distinct, left.cumprod(1)
 
 
-def censoring_survival(times: torch.Tensor, events: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def probability_uncensored(times: torch.Tensor, events: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the probability not to be censored up to each sample's time, (draws, N); events come before censoring."""
     distinct, deaths, censored, at_risk = life_table(times, events, counts)
     # Who has the event at a time is not at risk of being censored at the same time.
@@ -96,9 +98,9 @@ def concordances(
         risks: (N,).
         times: (N,).
         events: (N,).
-        weights: (draws, N) 1 / G.
+        weights: (draws, N) 1 / G, the probability of being uncensored at the sample's time.
         last: From this time on, events do not count for Uno's.
-        counts: (draws, N).
+        counts: (draws, N) how often each draw has each sample.
     """
     sums = torch.zeros(4, len(counts), dtype=torch.float64)
     ended = events.nonzero()[:, 0]

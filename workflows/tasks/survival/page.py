@@ -14,10 +14,10 @@ from workflows.tasks.curves import Array
 from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import GroupCurve, Plot, group_curves_plot, time_plot
 from workflows.tasks.survival.metrics import (
-    censoring_survival,
     kaplan_meier,
     life_table,
     log_rank,
+    probability_uncensored,
     survival_metrics,
     time_areas,
 )
@@ -129,8 +129,8 @@ def _areas(
 
     def draw(block: torch.Tensor) -> dict[str, torch.Tensor]:
         at, events = targets.unbind(1)
-        weights = torch.where(block > 0, 1 / censoring_survival(at, events, block), 0.0)
-        areas, _ = time_areas(risks, at, events, block * weights, times, block)
+        weights = torch.where(counts > 0, 1 / probability_uncensored(at, events, counts), 0.0)
+        areas, _ = time_areas(risks, at, events, counts * weights, times, counts)
         return {f"{time}": areas[:, k] for k, time in enumerate(times)}
 
     once = measured(draw, len(risks))
@@ -161,7 +161,7 @@ def _horizon_table(
     """Return a table of predicted and observed survival and the AUROC at each time."""
     ends, events = targets.unbind(1)
     once = torch.ones(1, len(risks), dtype=torch.float64)
-    weights = 1 / censoring_survival(ends, events, once)
+    weights = 1 / probability_uncensored(ends, events, once)
     areas, falls = time_areas(risks, ends, events, once * weights, times, once)
     observed = 1 - falls[0].cumsum(0)
     rows = []

@@ -22,8 +22,14 @@ from workflows.config.tasks import TASKS, TaskFacts
 from workflows.tasks.cases import members_of
 from workflows.tasks.page_section import PageSection
 from workflows.tasks.survival.losses import cox_loss, drawn_cox_losses, hazard_losses, hazard_survival
-from workflows.tasks.survival.metrics import breslow, integrated_brier, kaplan_meier, log_rank, survival_metrics
-from workflows.tasks.survival.metrics import censoring_survival as free_of_censoring
+from workflows.tasks.survival.metrics import (
+    breslow,
+    integrated_brier,
+    kaplan_meier,
+    log_rank,
+    probability_uncensored,
+    survival_metrics,
+)
 from workflows.tasks.survival.page import survival_section
 from workflows.tasks.survival.readout import SurvivalReadout
 from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
@@ -33,7 +39,7 @@ HORIZONS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Quantiles of the event times of training at which survival is stated and evaluated."""
 TIME_BINS = 4
 """Default of ``data.time_bins``."""
-_MOST_EMPTY, _MANY_EMPTY = 0.5, 0.05
+_REFUSED_EMPTY, _WARNED_EMPTY = 0.5, 0.05
 """Fractions of batches without an event that are refused, and warned of."""
 
 
@@ -191,13 +197,13 @@ class Survival(Task):
         readout, (times, events) = self.readout(fitted), targets.unbind(1)
         values = torch.from_numpy(np.stack([readout.values(output) for output in outputs.double().numpy()]))
         once = torch.ones(1, len(times), dtype=torch.float64)
-        free = free_of_censoring(times, events, once)
+        uncensored = probability_uncensored(times, events, once)
         distinct, curve = kaplan_meier(times, events, once)
         # What a model must be better than: Kaplan and Meier's curve of all slides, the same for each.
         steps = torch.cat([torch.ones(1, dtype=torch.float64), curve[0]])
         one_curve = steps[torch.searchsorted(distinct, torch.tensor(self.times, dtype=torch.float64), right=True)]
         scores = [
-            float(integrated_brier(survival, times, events, free, self.times, once))
+            float(integrated_brier(survival, times, events, uncensored, self.times, once))
             for survival in (values[:, 1:], one_curve.expand(len(times), -1))
         ]
         p = log_rank(times, events, values[:, 0] > float(fitted["cutoff"]))
@@ -240,11 +246,15 @@ class Survival(Task):
         """Check that most batches of Cox have an event, without which there is nothing to learn from them."""
         if self.kind != COX:
             return
-        empty = _no_event(self.slides, self.events, batch)
-        if batch > 1 and empty <= _MOST_EMPTY:
+        empty = _probability_of_no_event(self.slides, self.events, batch)
+        if batch > 1 and empty <= _REFUSED_EMPTY:
             return
         sizes = range(2, self.slides + 1)
-        enough = next((size for size in sizes if _no_event(self.slides, self.events, size) <= _MANY_EMPTY), self.slides)
+        # The smallest batch for which there is not even a warning.
+        enough = next(
+            (size for size in sizes if _probability_of_no_event(self.slides, self.events, size) <= _WARNED_EMPTY),
+            self.slides,
+        )
         why = f"{empty:.0%} of the batches have no event" if batch > 1 else "a batch of one slide compares nothing"
         raise RequestError(
             f"data.batch_size: given {batch}; the Cox loss compares the slides of a batch ({self.events} events of "
@@ -263,8 +273,8 @@ class Survival(Task):
 
     def batch_warnings(self, batch: int) -> list[str]:
         """Return a warning if several batches of Cox have no event."""
-        empty = _no_event(self.slides, self.events, batch) if self.kind == COX else 0.0
-        if empty <= _MANY_EMPTY:
+        empty = _probability_of_no_event(self.slides, self.events, batch) if self.kind == COX else 0.0
+        if empty <= _WARNED_EMPTY:
             return []
         return [
             f"{empty:.0%} of the batches have no event and teach nothing; a larger data.batch_size has fewer of them"
@@ -310,7 +320,7 @@ def _quantiles(values: NDArray[np.float64], shares: Sequence[float]) -> tuple[fl
     return tuple(np.unique(np.quantile(values, shares, method="inverted_cdf")).tolist())
 
 
-def _no_event(slides: int, events: int, batch: int) -> float:
+def _probability_of_no_event(slides: int, events: int, batch: int) -> float:
     """Return the probability that ``batch`` different slides have no event."""
     censored = slides - events
     return math.comb(censored, batch) / math.comb(slides, batch) if batch <= censored else 0.0
