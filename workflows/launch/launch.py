@@ -264,7 +264,8 @@ class _LaunchMonitor:
             warn(f"hyfi: not all ranks finished: {text}")
         else:
             first_pid = next((pid for pid in self._exits.pids if pid in rank_of), died.pid)
-            if {first_pid, died.pid} <= self._exits.unordered:  # then the process manager knows better
+            # If both had ended before they were watched, only the process manager knows which was first.
+            if {first_pid, died.pid} <= self._exits.unordered:
                 first_pid = died.pid
             # Name both if they differ: a killed process ends with its last thread, perhaps after the next process.
             named = sorted(rank_of[pid] for pid in {first_pid, died.pid} if pid in rank_of)

@@ -176,11 +176,12 @@ class Regression(Task):
         """Return a plot of predicted against true values, and the error of each slide."""
         true, predicted = self.tensor(targets), torch.from_numpy(np.ascontiguousarray(values[:, 0]))
 
-        def draw(counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        def metrics_of_draws(counts: torch.Tensor) -> dict[str, torch.Tensor]:
             return number_metrics(predicted, true, counts)
 
-        once = measured(draw, len(true))
-        bounds = resampled(draw, self.facts.metrics, torch.from_numpy(draws))
+        # Of the slides, each once; the draws give their intervals.
+        once = measured(metrics_of_draws, len(true))
+        bounds = resampled(metrics_of_draws, self.facts.metrics, torch.from_numpy(draws))
         metrics = [shown_metric(name, value, bounds[name]) for name, value in once.items()]
         plot = scatter_plot(true.numpy(), values, self.columns[0])
         errors = (predicted - true).abs().tolist()

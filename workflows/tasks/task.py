@@ -182,7 +182,7 @@ class Task(ABC):
         values = measured(lambda counts: self.drawn(outputs, targets, counts), len(targets))
         own = own_numbers(self.own_loss, self.own_metrics, self.in_units(outputs), targets)
         # A class of the user may have another loss than the task that it extends, whose ``drawn`` it keeps.
-        if self._own_method and not self.own_loss:
+        if self._overrides_loss and not self.own_loss:
             own["loss"] = finite(float(self.loss(outputs, targets)))
         # The user's numbers last: their loss replaces the task's.
         return {**{name: values[name] for name in names}, **own}
@@ -215,10 +215,10 @@ class Task(ABC):
     @property
     def loss_is_own(self) -> bool:
         """Whether the loss is the user's: a function, or a ``loss`` overridden without ``drawn`` or ``losses``."""
-        return bool(self.own_loss) or self._own_method
+        return bool(self.own_loss) or self._overrides_loss
 
     @property
-    def _own_method(self) -> bool:
+    def _overrides_loss(self) -> bool:
         """Whether a user's class has a ``loss`` of its own, but the ``drawn`` and ``losses`` of a class before it."""
         kind = type(self)
         return _classes_before(kind, "loss") < min(_classes_before(kind, "drawn"), _classes_before(kind, "losses"))

@@ -135,12 +135,12 @@ def _parts_s(costs: BagCosts, plan: ParallelPlan, slides: int, machine: MachineM
     ranks_of_slide, slides_of_replica = plan.tiles or 1, slides // plan.replicas
     tiles = _mean_longest(costs.tiles, plan.replicas, slides_of_replica)
     own_tiles = tiles / ranks_of_slide
-    crowded = plan.ranks > 1
-    forward_s, backward_s = (_tile_s(costs, machine, back, crowded) for back in (False, True))
+    crowded = plan.ranks > 1  # other devices of the node compute, too, which slows this one
+    forward_s, backward_s = (_tile_s(costs, machine, backward, crowded) for backward in (False, True))
     trains = bool(costs.facts.trained)
     link = machine.link(plan.ranks)
-    # All vectors but the rank's own.
     vector_bytes = costs.facts.features * costs.facts.dtype.itemsize
+    # All vectors but the rank's own.
     gathered_bytes = tiles * vector_bytes * (ranks_of_slide - 1) / ranks_of_slide
     head_s = machine.operator_s(costs.bag_flops * slides_of_replica, 0.0, "product", costs.dtype, crowded=crowded)
     read_s = own_tiles * costs.file_bytes / machine.disk_bytes_per_s

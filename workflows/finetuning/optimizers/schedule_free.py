@@ -43,7 +43,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the weights that have gradients; in training mode only."""
+        """Update the weights that have gradients; in training mode only, where parameters are y = (1 − β) z + β x."""
         for group in self.param_groups:
             lr, beta = group["lr"], group["beta"]
             for y in group["params"]:
@@ -55,10 +55,11 @@ class ScheduleFree(torch.optim.Optimizer):
                     state |= {"step": 0, "weight_sum": 0.0, "z": y.clone()}
                 state["step"] += 1
                 state["weight_sum"] += lr**2
-                # c in the formulas above; a rate of 0 in the first steps leaves the average as it is.
+                # Share of this step in the average x; a rate of 0 in the first steps leaves x as it is.
                 share = lr**2 / state["weight_sum"] if state["weight_sum"] else 0.0
                 update = self._direction(state, group, y.grad).add(y, alpha=group["weight_decay"])
-                # y of the new x and z, without x: (1 − β) z' + β ((1 − c) x + c z').
+                # With z' = z − lr · update, the new y is (1 − β) z' + β ((1 − share) x + share · z'). The old
+                # y = (1 − β) z + β x gives the same without x.
                 y.lerp_(state["z"], share).sub_(update, alpha=lr * (1 - beta * (1 - share)))
                 state["z"].sub_(update, alpha=lr)
 

@@ -26,12 +26,13 @@ def grades_section(values: Array, grades: torch.Tensor, draws: Array, names: Seq
     probabilities, counts = torch.from_numpy(np.ascontiguousarray(values)), torch.from_numpy(draws)
     predicted, grade_count = predicted_grades(probabilities), len(names)
 
-    def draw(block: torch.Tensor) -> dict[str, torch.Tensor]:
+    def metrics_of_draws(block: torch.Tensor) -> dict[str, torch.Tensor]:
         return grade_metrics(predicted, grades, grade_count, block)
 
-    once = measured(draw, len(grades))
+    # Of the slides, each once; the draws give their intervals.
+    once = measured(metrics_of_draws, len(grades))
     right = float((predicted == grades).double().mean())
-    bounds = share_interval(resampled(draw, list(once), counts), right, counts)
+    bounds = share_interval(resampled(metrics_of_draws, list(once), counts), right, counts)
     shown = [
         shown_metric("mean error in grades" if name == "mae" else name, value, bounds[name])
         for name, value in once.items()

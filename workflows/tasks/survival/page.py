@@ -51,11 +51,12 @@ def survival_section(
     survival = torch.from_numpy(np.ascontiguousarray(values[:, 1:]))
     curves = survival if bool(survival.isfinite().all()) else None
 
-    def draw(block: torch.Tensor) -> dict[str, torch.Tensor]:
+    def metrics_of_draws(block: torch.Tensor) -> dict[str, torch.Tensor]:
         return survival_metrics(risks, curves, targets, times, block)
 
-    once = measured(draw, len(risks))
-    bounds = resampled(draw, metrics, counts)
+    # Of the slides, each once; the draws give their intervals.
+    once = measured(metrics_of_draws, len(risks))
+    bounds = resampled(metrics_of_draws, metrics, counts)
     shown = [shown_metric(name, value, bounds[name]) for name, value in once.items()]
     case_risks, case_targets = _by_case(risks, targets, draws)
     middle = float(case_risks.median()) if cutoff is None else cutoff
@@ -86,8 +87,8 @@ def _curves(targets: torch.Tensor, high: torch.Tensor, p: float | None, name: st
     Args:
         targets: (N, 2) time and event of each case.
         high: (N,) whether its risk is high.
-        p: Of the log-rank test; None: not tested.
-        name: Of the time axis.
+        p: Probability by the log-rank test; None: not tested.
+        name: Name of the time axis.
         own: Whether the groups are divided at the median of these cases.
     """
     curves = []
@@ -127,14 +128,15 @@ def _areas(
 ) -> Plot:
     """Return the plot of the AUROC at each time with its band."""
 
-    def draw(block: torch.Tensor) -> dict[str, torch.Tensor]:
-        at, events = targets.unbind(1)
-        weights = torch.where(counts > 0, 1 / probability_uncensored(at, events, counts), 0.0)
-        areas, _ = time_areas(risks, at, events, counts * weights, times, counts)
+    def areas_of_draws(block: torch.Tensor) -> dict[str, torch.Tensor]:
+        ends, events = targets.unbind(1)
+        weights = torch.where(block > 0, 1 / probability_uncensored(ends, events, block), 0.0)
+        areas, _ = time_areas(risks, ends, events, block * weights, times, block)
         return {f"{time}": areas[:, k] for k, time in enumerate(times)}
 
-    once = measured(draw, len(risks))
-    bounds = resampled(draw, list(once), counts)
+    # Of the slides, each once; blocks of the draws give the intervals.
+    once = measured(areas_of_draws, len(risks))
+    bounds = resampled(areas_of_draws, list(once), counts)
     rows = [(time, once[f"{time}"], bounds[f"{time}"]) for time in times]
     points = [(time, area, bound or [math.nan, math.nan]) for time, area, bound in rows if area is not None]
     caption = "Slides with the event up to each time against those that survive it. Bands: 95 %, bootstrap over cases."

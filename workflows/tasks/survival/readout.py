@@ -95,6 +95,7 @@ class SurvivalReadout(Readout):
             for column, time in enumerate(self.times, 1)
             if not math.isnan(values[column])
         ]
+        # A bar has a length from 0 to 1, which the sigmoid gives any risk.
         return shown or [ReadBar("risk", float(torch.tensor(values[0]).sigmoid()), f"{values[0]:.3g}", channel, 0)]
 
     def verdict(self, values: Values) -> str:
