@@ -190,12 +190,13 @@ def group_curves_plot(title: str, x_name: str, y_name: str, curves: Sequence[Gro
 def time_plot(
     title: str, x_name: str, y_name: str, rows: Sequence[tuple[float, float, Sequence[float]]], caption: str
 ) -> Plot:
-    """Return values over time; ``rows``: time, value, and its interval (NaN: none)."""
+    """Return AUROCs over time; ``rows``: time, AUROC, and its interval (NaN: none)."""
     figure, axes = _figure(x_name, y_name, limits=False)
     if rows:
         x, y, bounds = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
         axes.fill_between(x, bounds[:, 0], bounds[:, 1], color="#ab1f4d", alpha=0.16, linewidth=0)
         axes.plot(x, y, color="#ab1f4d", linewidth=1.8, marker="o", markersize=4.5)
+    # The AUROC of chance.
     axes.axhline(0.5, color="#b9bec7", linewidth=0.8, linestyle="--")
     axes.set_ylim(0, 1.02)
     return Plot(title, _svg(figure), caption)

@@ -84,8 +84,9 @@ def forecast_bags(costs: BagCosts, plan: ParallelPlan, slides: int, machine: Mac
     kept_chunks = min(chunks, (limit_bytes - least_bytes) // max(1, kept_chunk_bytes)) if trains else 0
     kept = kept_chunks / max(1, chunks) if trains else 1.0
     parts = _parts_s(costs, plan, slides, machine, kept)
-    # Without the chunk that is worked on, which is in `least_bytes`; each with the tiles of a mean chunk.
-    kept_bytes = max(0, kept_chunks - 1) * costs.facts.kept.of(-(-tiles // max(1, chunks)))
+    mean_chunk = ceil(tiles / max(1, chunks))
+    # Without the chunk that is worked on, which is in `least_bytes`.
+    kept_bytes = max(0, kept_chunks - 1) * costs.facts.kept.of(mean_chunk)
     # What a forward frees stays with the process: it lies between the blocks of chunks that are kept.
     freed_bytes = costs.facts.forward.of(chunk) if kept_chunks < chunks and trains else 0
     return BagForecast(

@@ -198,15 +198,13 @@ def bound_by(spent: Sequence[Mapping[str, float]], setup: RunSetup) -> str:
     most = max((kind for kind in shares_of if kind != "compute"), key=lambda kind: shares_of[kind])
     kind = most if shares_of[most] >= MIN_SHARE else "compute"
     parts = percentages(spent)
-    split = ", ".join(f"{NAMES[name]} {part}%" for name, part in parts.items() if part or name == "compute")
+    split = ", ".join(f"{NAMES[name]} {part} %" for name, part in parts.items() if part or name == "compute")
     of = f"mean of {len(spent)} trainers: " if len(spent) > 1 else ""
     percent, who = parts[kind], ""
     # One trainer's share may bound all, while the mean that the breakdown shows is small: name it.
     if kind in OF_THE_SLOWEST and round(100 * shares_of[kind]) != percent:
         percent, who = round(100 * shares_of[kind]), f" on trainer {_slowest(spent, kind)}"
-    return f"{_verdict(kind, shares_of[kind], f'{percent}% {NAMES[kind]}{who}', setup)} [{of}{split}]".replace(
-        "%", " %"
-    )
+    return f"{_verdict(kind, shares_of[kind], f'{percent} % {NAMES[kind]}{who}', setup)} [{of}{split}]"
 
 
 def _slowest(spent: Sequence[Mapping[str, float]], kind: str) -> int:

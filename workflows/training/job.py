@@ -146,7 +146,7 @@ class TrainingJob:
             for replica in range(self.plan.replicas)
             for number in self.layout.numbers(first + turn, replica)
         ]
-        samples = [self.train_samples.members[self.stream.at(number)[1]] for number in numbers]
+        samples = [self.train_samples.members[sample] for _, sample in map(self.stream.at, numbers)]
         return [self.train.samples[index].slide_id for indices in samples for index in indices]
 
     def warnings(self) -> list[str]:

@@ -103,17 +103,17 @@ class TrainingLoop:
         self._places = gather_places(roles.trainers, roles.launched)
         steps = traced_steps(self._start, job.steps, job.config.run.trace)
         self._trace = StepTrace(job.config.run.dir / "trace.json", engine, roles.trainers, steps)
-        role_counts = len(roles.loader_ranks), len(roles.validator_ranks)
-        spare_train = job.config.roles.design == "offload_naive"
         host, device = socket.gethostname(), str(engine.device)
+        trainers_here = sum(place.host == host for place in self._places)
         self._setup = RunSetup(
-            job.plan.ranks,
-            *role_counts,
-            job.config.validation.policy,
-            spare_train,
-            job.plan.branches,
-            job.plan.tiles is not None,
-            free_cores=usable_cores() > sum(place.host == host for place in self._places) * cores_of_trainer(device),
+            ranks=job.plan.ranks,
+            loaders=len(roles.loader_ranks),
+            validators=len(roles.validator_ranks),
+            policy=job.config.validation.policy,
+            spare_train=job.config.roles.design == "offload_naive",
+            planes=job.plan.branches,
+            tiles=job.plan.tiles is not None,
+            free_cores=usable_cores() > trainers_here * cores_of_trainer(device),
         )
 
     def run(self, progress: Callable[[], None]) -> bool:

@@ -107,9 +107,9 @@ class Recorder:
         lr: float,
         seconds: float,
         wait_seconds: float,
-        spent: Mapping[str, Any] | None = None,
+        further: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record one step; ``lr``: its learning rate; ``spent``: further keys, such as the times by kind."""
+        """Record one step; ``lr``: its learning rate; ``further``: more keys, such as the times by kind."""
         images_per_s = self._job.step_samples / seconds
         throughput = self._throughput.of(images_per_s)
         values = {
@@ -119,7 +119,7 @@ class Recorder:
             "seconds": seconds,
             "images_per_second": images_per_s,
             "wait_seconds": wait_seconds,
-            **(spent or {}),
+            **(further or {}),
             **throughput,
         }
         self._log.write("train", step=step, **values)

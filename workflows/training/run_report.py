@@ -16,6 +16,7 @@ from workflows.training.recorder import Recorder
 
 def describe_start(job: TrainingJob, engine: TrainingEngine, start: int) -> str:
     """Return what rank 0 prints when training starts, or continues after step ``start``."""
+    # Only the time to spill is forecast, by the machine of the configuration or the nearest one that is described here.
     chosen = job.config.run.machine or ("h100" if engine.device.type == "cuda" else "cpu")
     machine = machine_of(job.config, chosen) if engine.plan.spill is not None else None
     plan = engine.describe(machine) if isinstance(engine, Engine) else engine.describe()

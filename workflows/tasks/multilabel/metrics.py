@@ -122,7 +122,7 @@ def best_thresholds(probabilities: torch.Tensor, targets: torch.Tensor) -> list[
         if not len(yes) or not len(no):
             thresholds.append(None)
             continue
-        # All thresholds between the same two probabilities call the same slides: one of each is enough.
+        # All thresholds between the same two probabilities divide the slides alike: one of each is enough.
         values = torch.unique(torch.cat([yes, no]))
         between = (values[1:] + values[:-1]) / 2
         if not len(between):

@@ -40,8 +40,9 @@ def grades_section(values: Array, grades: torch.Tensor, draws: Array, names: Seq
     true, higher = grades.numpy(), 1 - probabilities.cumsum(1)
     steps = range(grade_count - 1)
     curves = [ScoredClass(f"above {names[k]}", k, higher[:, k].numpy(), true > k, draws) for k in steps]
+    # The error of a slide, by which the page orders wrong ones: by how many grades the prediction is off, plus a part
+    # below 1 that orders slides with the same number: their ranked probability score, which is below ``grade_count``.
     off = (predicted - grades).abs()
-    # The ranked probability score, below ``grade_count``: of slides that are off by as many grades, the surest first.
     score = (probabilities.cumsum(1) - (torch.arange(grade_count) >= grades[:, None]).double()).square().sum(1)
     wrong = off.nonzero()[:, 0].tolist()
     return PageSection(

@@ -18,13 +18,13 @@ class SeveralLabels(Labels):
         titles: Names of the targets.
         parts: The labels of each target; None: the table lacks its columns.
         numbers: How many numbers a label of each target takes.
-        indexed: Whether a label of each target is the index of a class.
+        are_class_indices: Whether a label of each target is the index of a class.
     """
 
     titles: tuple[str, ...] = ()
     parts: tuple[Labels | None, ...] = ()
     numbers: tuple[int, ...] = ()
-    indexed: tuple[bool, ...] = ()
+    are_class_indices: tuple[bool, ...] = ()
 
     def text(self, target: Target) -> str:
         """Return the labels with their names: ``grade: high | age: 41``."""
@@ -48,13 +48,13 @@ class SeveralLabels(Labels):
         assert isinstance(target, tuple)
         labels: list[Target | None] = []
         first = 0
-        for count, indexed in zip(self.numbers, self.indexed, strict=True):
+        for count, is_class_index in zip(self.numbers, self.are_class_indices, strict=True):
             numbers = target[first : first + count]
             first += count
             if math.isnan(numbers[0]):  # `MISSING_NUMBER`: all numbers of a missing label are
                 labels.append(None)
             else:
-                labels.append(int(numbers[0]) if indexed else numbers)
+                labels.append(int(numbers[0]) if is_class_index else numbers)
         return labels
 
 
@@ -90,11 +90,11 @@ def side_by_side(titles: Sequence[str], parts: Sequence[Labels | None], numbers:
         titles=tuple(titles),
         parts=tuple(parts),
         numbers=tuple(numbers),
-        indexed=tuple(part is not None and _is_indexed(part) for part in parts),
+        are_class_indices=tuple(part is not None and _has_class_indices(part) for part in parts),
     )
 
 
-def _is_indexed(labels: Labels) -> bool:
+def _has_class_indices(labels: Labels) -> bool:
     return any(isinstance(label, int) for label in labels.indices.values())
 
 

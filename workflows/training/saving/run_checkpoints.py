@@ -55,7 +55,7 @@ class RunCheckpoints:
         Args:
             step: The step.
             state: For resuming, besides weights and optimizer.
-            spare: As in ``advance``.
+            spare: Steps whose checkpoints must stay (on rank 0).
 
         Returns:
             Whether the weights are saved, the same on every trainer.
