@@ -84,7 +84,9 @@ class SizedEngines:
         self._autocast, self._grid = autocast, grid or squarest(comm.size)
         self._memory_bytes, self._spill = memory_bytes, spill
         self._trained = trained or self._make(size_px, verify)
+        # The last engine of another size; until there is one, that of the trained size.
         self._latest: tuple[ImageSize, Engine] = (size_px, self._trained)
+        # Whether the network supports other sizes than the trained one; None until another one is asked for.
         self._any_size: bool | None = None
 
     def at(self, size_px: ImageSize) -> Engine | None:

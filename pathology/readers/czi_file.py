@@ -114,8 +114,10 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
         directory, metadata = struct.unpack("<qq", file.read(32 + 52, 16))
         all_blocks = _blocks(_segment(file, directory, b"ZISRAWDIRECTORY"))
         blocks = _picked(all_blocks, pick)
-        xml = _segment(file, metadata, b"ZISRAWMETADATA")
-        root = ElementTree.fromstring(xml[256 : 256 + struct.unpack_from("<i", xml)[0]].decode("utf-8", "replace"))
+        # The content: the bytes of the XML, reserved bytes up to byte 256, the XML, attachments.
+        content = _segment(file, metadata, b"ZISRAWMETADATA")
+        (xml_bytes,) = struct.unpack_from("<i", content)
+        root = ElementTree.fromstring(content[256 : 256 + xml_bytes].decode("utf-8", "replace"))
     except (struct.error, ElementTree.ParseError) as error:
         raise SlideError("the file is truncated or damaged: its directory or metadata cannot be read") from error
     if not any(block.downsample == 1 for block in blocks):
@@ -133,13 +135,14 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
     # A stable sort: blocks with equal order stay as in the file.
     ordered = sorted(blocks, key=lambda block: block.order)
     return CziFile(
-        tuple(tuple(block for block in ordered if block.downsample == downsample) for downsample in downsamples),
-        tuple(downsamples),
-        origin,
-        (ends[0] - origin[0], ends[1] - origin[1]),
-        _mpp(root),
-        _power(root),
-        _scene_sizes(all_blocks),
+        blocks=tuple(tuple(block for block in ordered if block.downsample == downsample) for downsample in downsamples),
+        downsamples=tuple(downsamples),
+        origin=origin,
+        size_px=(ends[0] - origin[0], ends[1] - origin[1]),
+        mpp=_mpp(root),
+        objective_power=_power(root),
+        # Of all scenes, also those that are not picked: a user may have to choose one.
+        scenes_px=_scene_sizes(all_blocks),
     )
 
 
@@ -232,9 +235,19 @@ def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
 
 
 def _check(dimensions: dict[str, tuple[int, int, int]], pixel_type: int, compression: int) -> None:
-    """Refuse a block without a size, a block of several channels or times, and pixels that cannot be read."""
+    """Refuse a block without a size, a block of several channels or times, and pixels that cannot be read.
+
+    Args:
+        dimensions: Axis -> (first position on the slide, extent on the slide, number of stored pixels).
+        pixel_type: Number of the type of its pixels.
+        compression: Number of its compression.
+
+    Raises:
+        SlideError: The block is one of these.
+    """
     if not {"X", "Y"} <= dimensions.keys() or min(dimensions["X"][1:] + dimensions["Y"][1:]) < 1:
         raise SlideError("the file is damaged: its directory has an entry without a size")
+    # Scenes (S), mosaic tiles (M) and focal planes (Z) are supported. Of another axis, only position 0 is.
     more_axes = [name for name, (start, _, _) in dimensions.items() if start and name not in ("X", "Y", "S", "M", "Z")]
     if more_axes:
         raise SlideError(

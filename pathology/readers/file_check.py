@@ -62,10 +62,12 @@ def check_file(path: Path) -> None:
             raise SlideError(f"the file is {name} with the extension of a slide")
     if path.suffix.lower() == ".mrxs":
         _check_mrxs_folder(path)
-    first = first_directory(head)
-    if first is not None and first >= size:
-        raise SlideError(f"the file is truncated: its directory should be at byte {first}, but it has {size} bytes")
-    if first is not None:
+    directory_at = first_directory(head)  # None: not a TIFF
+    if directory_at is not None and directory_at >= size:
+        raise SlideError(
+            f"the file is truncated: its directory should be at byte {directory_at}, but it has {size} bytes"
+        )
+    if directory_at is not None:
         check_directories(path)
     _check_dicom_positions(path)
 

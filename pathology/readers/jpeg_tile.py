@@ -53,9 +53,9 @@ class JpegDecoder:
             raise ValueError("its JPEG is cut off: it has no end marker")
         # Decode into a buffer of the tile's size: a damaged header that states gigabytes then allocates no memory.
         buffer: RGB = np.empty((self.height_px, self.width_px, 3), np.uint8)
-        pixels: RGB = simplejpeg.decode_jpeg(
-            self.prefix + segments.others + data[segments.scan_start :], "RGB", buffer=buffer, strict=True
-        )
+        # The prefix states the colour space, so the tile's own segments come without markers that state another one.
+        complete = self.prefix + segments.others + data[segments.scan_start :]
+        pixels: RGB = simplejpeg.decode_jpeg(complete, "RGB", buffer=buffer, strict=True)
         return pixels
 
 

@@ -48,7 +48,7 @@ class Taps:
 
 
 def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
-    """Return the taps of target pixels ``[start, stop)``.
+    """Return the taps of target pixels ``[start, stop)``: which source pixels each one is the mean of, with weights.
 
     Args:
         start: First target pixel.

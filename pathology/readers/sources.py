@@ -159,6 +159,7 @@ def _tiff_with_same_pixels(path: Path, by_openslide: OpenSlideSource, pick: Pick
         ColourError: Nothing in the file says whether its pixels are RGB or YCbCr.
     """
     all_levels = list(range(len(by_openslide.levels)))
+    # Indices of the levels that the file stores: of an NDPI (Hamamatsu), OpenSlide computes some.
     stored = _stored_levels(path, by_openslide) if by_openslide.vendor == "hamamatsu" else all_levels
 
     def fill_missing(box: Box, level: int, out: RGB) -> None:

@@ -128,6 +128,7 @@ def shown_by_finer(levels: Sequence[TiffLevel], index: int, box: Box, read: Call
         read: Reads a box of a level.
     """
     level = levels[index]
+    # Any finer level will do: where the next one lacks tiles, too, `read` fills them from the one before.
     if not any(_has_tiles(finer, level, box) for finer in levels[:index]):
         return None
     finer = levels[index - 1]

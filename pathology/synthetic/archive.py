@@ -123,18 +123,23 @@ def _survival(rng: np.random.Generator, cases: list[tuple[int, bool]]) -> list[t
 
 
 def _splits(rng: np.random.Generator, cases: list[tuple[int, bool]]) -> list[str]:
-    """Return the split of each case, such that the fractions of slides hold within each label."""
+    """Return the split of each case, such that the fractions of slides hold within each label.
+
+    Args:
+        rng: Draws the order in which cases are taken for the splits.
+        cases: (number of slides, positive) of each case.
+    """
     splits = ["train"] * len(cases)
     for label in (False, True):
-        members = [number for number, case in enumerate(cases) if case[1] == label]
-        total = sum(cases[number][0] for number in members)
-        order = iter(rng.permutation(members).tolist())
+        slides_of_case = {number: slides for number, (slides, positive) in enumerate(cases) if positive == label}
+        total = sum(slides_of_case.values())
+        order = iter(rng.permutation(list(slides_of_case)).tolist())
         for name, fraction in _SPLIT_FRACTIONS:
             chosen_slides = 0
             while chosen_slides < round(fraction * total):
                 case = next(order)
                 splits[case] = name
-                chosen_slides += cases[case][0]
+                chosen_slides += slides_of_case[case]
     return splits
 
 

@@ -68,6 +68,7 @@ class Artefacts:
         extent = Box.of_size(side_px, side_px)
         inked_mask = np.zeros((side_px, side_px), bool)
         for points in self.strokes:
+            # Minus 0.5: `_distance` measures from the index of a pixel, and its centre is half a pixel further.
             for start, end in pairwise(points * scale - 0.5):
                 inked_mask |= _distance(extent, start, end) < self.half_width_px * scale
         return inked_mask

@@ -33,25 +33,26 @@ class Noise:
 
     def grid(self, ys_um: Field, xs_um: Field) -> Field:
         """Return the field on the grid ``ys_um × xs_um`` of coordinates, (len(ys), len(xs)) float32."""
-        iy, wy = _taps(ys_um / self.wavelength_um)
-        ix, wx = _taps(xs_um / self.wavelength_um)
+        first_row, row_weights = _four_knots(ys_um / self.wavelength_um)
+        first_column, column_weights = _four_knots(xs_um / self.wavelength_um)
         # First along rows, then along columns: 4 products a pixel instead of 16.
-        rows = sum(wy[k][:, None] * self.knots[(iy + k) % _PERIOD] for k in range(4))
-        result: Field = sum(wx[k][None, :] * rows[:, (ix + k) % _PERIOD] for k in range(4))
+        rows = sum(row_weights[k][:, None] * self.knots[(first_row + k) % _PERIOD] for k in range(4))
+        result: Field = sum(column_weights[k][None, :] * rows[:, (first_column + k) % _PERIOD] for k in range(4))
         return result
 
     def at(self, y_um: Field, x_um: Field) -> Field:
-        """Return the field at points, (n,) float32."""
-        iy, wy = _taps(np.asarray(y_um) / self.wavelength_um)
-        ix, wx = _taps(np.asarray(x_um) / self.wavelength_um)
-        result = np.zeros(iy.shape, np.float32)
+        """Return the field at n points, (n,) float32: the sum of 4 × 4 knots around each, by B-spline weights."""
+        first_row, row_weights = _four_knots(np.asarray(y_um) / self.wavelength_um)
+        first_column, column_weights = _four_knots(np.asarray(x_um) / self.wavelength_um)
+        result = np.zeros(first_row.shape, np.float32)
         for j in range(4):
             for k in range(4):
-                result += wy[j] * wx[k] * self.knots[(iy + j) % _PERIOD, (ix + k) % _PERIOD]
+                knots = self.knots[(first_row + j) % _PERIOD, (first_column + k) % _PERIOD]
+                result += row_weights[j] * column_weights[k] * knots
         return result
 
 
-def _taps(position: Field) -> tuple[Field, Field]:
+def _four_knots(position: Field) -> tuple[Field, Field]:
     """Return, for each position, the first of four knots and the B-spline weights of the four, (4, n) float32."""
     first = np.floor(position)
     t = (position - first).astype(np.float32)

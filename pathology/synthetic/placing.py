@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,8 +33,9 @@ def make_anatomy(spec: SlideSpec) -> Anatomy:
     nests = _nests(rng, raster)
     count = min((len(nests) + 2) // 3, int(rng.integers(5, 8)))
     foci = np.sort(rng.choice(len(nests), count, replace=False)) if count else np.zeros(0, np.int64)
-    # Nuclei are placed by the direction of fibres, which the anatomy computes.
-    without_nuclei = Anatomy(spec, tissue, fields, angle, hollows, nests, np.zeros((0, 4), np.int32), foci)
+    # Nuclei are placed by the direction of fibres, which the anatomy computes; so it is made without nuclei first.
+    no_nuclei = np.zeros((0, 4), np.int32)
+    without_nuclei = Anatomy(spec, tissue, fields, angle, hollows, nests, no_nuclei, foci)
     nuclei = np.concatenate(
         [
             _stroma(without_nuclei, rng, raster),
@@ -42,7 +44,7 @@ def make_anatomy(spec: SlideSpec) -> Anatomy:
             _aggregates(rng, raster),
         ]
     )
-    return Anatomy(spec, tissue, fields, angle, hollows, nests, _pixels(spec, nuclei), foci)
+    return replace(without_nuclei, nuclei=_pixels(spec, nuclei))
 
 
 def _tissue(spec: SlideSpec, rng: np.random.Generator) -> Tissue:
@@ -158,12 +160,14 @@ def _aligned(angle: Field, rng: np.random.Generator, kind: int) -> Field:
 
 
 def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Field:
-    """Return spindle nuclei along the fibres, and scattered round ones."""
-    spindles = raster.points(rng, raster.count(rng, _SPINDLES), 2)
-    sparse = rng.normal(0, 0.5, len(spindles)) < anatomy.fields["cells"].at(spindles[:, 0], spindles[:, 1]) + 0.5
-    spindles = spindles[raster.free(spindles) & sparse]
+    """Return spindle nuclei along the fibres, and scattered round ones, as rows of `Anatomy.nuclei` in µm."""
+    spindles = raster.points(rng, raster.count(rng, _SPINDLES), depth_um=2)
+    # Fewer remain where the field of cellularity is low.
+    cellularity = anatomy.fields["cells"].at(spindles[:, 0], spindles[:, 1])
+    remains = rng.normal(0, 0.5, len(spindles)) < cellularity + 0.5
+    spindles = spindles[raster.free(spindles) & remains]
     along = anatomy.fibre_direction(spindles[:, 0], spindles[:, 1]) + rng.normal(0, 0.25, len(spindles))
-    round_ones = raster.points(rng, raster.count(rng, _SCATTERED), 2)
+    round_ones = raster.points(rng, raster.count(rng, _SCATTERED), depth_um=2)
     round_ones = round_ones[raster.free(round_ones)]
     plump = rng.random(len(round_ones)) < 0.6
     kind = np.where(plump, DUSTY, LYMPHOCYTE)

@@ -72,9 +72,8 @@ class Renderer:
             planes.nests()
             planes.nuclei()
         inner = (slice(m, m + BLOCK_PX), slice(m, m + BLOCK_PX))
-        h, e, pigment = (
-            plane[inner] for plane in self.artefacts.blur((planes.h, planes.e, planes.pigment), planes.box)
-        )
+        sharp = planes.haematoxylin_u8, planes.eosin_u8, planes.pigment
+        h, e, pigment = (plane[inner] for plane in self.artefacts.blur(sharp, planes.box))
         # One lookup gives all three colours of a pixel: exp of every pixel would take many times as long.
         index = h.astype(np.uint16) << 8 | e
         pixels = self.colours[index].view(np.uint8).reshape(BLOCK_PX, BLOCK_PX, 4)[..., :3]
@@ -84,23 +83,24 @@ class Renderer:
 
 
 class _Planes:
-    """The haematoxylin, eosin and pigment planes of one box.
+    """The haematoxylin, eosin and pigment planes of one box: how much of each is at a pixel, 0 to 255.
 
-    Haematoxylin and eosin are float32 (``h_f``, ``e_f``) until `nuclei` makes them uint8 (``h``, ``e``).
+    ``haematoxylin`` and ``eosin`` are float32; from them `nuclei` makes ``haematoxylin_u8`` and ``eosin_u8``.
     """
 
     def __init__(self, renderer: Renderer, box: Box) -> None:
         self.renderer, self.anatomy, self.box, self.mpp = renderer, renderer.anatomy, box, renderer.mpp
         self.rows_um = np.arange(box.y0, box.y1 + 1, _NODE_PX) * self.mpp
         self.columns_um = np.arange(box.x0, box.x1 + 1, _NODE_PX) * self.mpp
+        # Distance from the tissue's outline in µm, positive inside. Its shadow on the glass extends less than 20 µm.
         nodes = self.anatomy.tissue.grid(self.rows_um, self.columns_um)
         self.tissue = bool((nodes > -20).any())
         self.grain = self._texture()
         if self.tissue:
             self._base(enlarge(nodes, _NODE_PX))
         else:
-            self.h = np.zeros(box.shape, np.uint8)
-            self.e = (2.5 + 1.2 * np.clip(self.grain, -2, 2)).astype(np.uint8)
+            self.haematoxylin_u8 = np.zeros(box.shape, np.uint8)
+            self.eosin_u8 = (2.5 + 1.2 * np.clip(self.grain, -2, 2)).astype(np.uint8)
         self.pigment = np.zeros(box.shape, np.uint8)
 
     def _texture(self) -> Field:
@@ -126,7 +126,11 @@ class _Planes:
         return fibres().reshape(-1)[index]
 
     def _base(self, depth: Field) -> None:
-        """Paint stroma and glass: fibres, rough edges, and a faint shadow of the tissue on the glass next to it."""
+        """Paint stroma and glass: fibres, rough edges, and a faint shadow of the tissue on the glass next to it.
+
+        Args:
+            depth: Distance from the tissue's outline, positive inside.
+        """
         fibre = self._fibres()
         self.wobble = enlarge(self._field("wobble"), _NODE_PX)
         cells = enlarge(self._field("cells"), _NODE_PX)
@@ -135,10 +139,16 @@ class _Planes:
         rim = np.clip(1 - depth / 9, 0, 1)  # edges have more eosin
         density = np.clip(0.50 + 0.06 * cells, 0.3, 0.75)
         eosin = density * (0.12 + 1.3 * fibre) + 0.05 * self.grain * fibre + 0.10 * rim
-        self.e_f = self.cover * np.minimum(200 * eosin, 110 + 50 * eosin)  # limited, so that only red cells are redder
-        self.h_f = self.cover * (13 + 7 * np.clip(cells, -1, 2) + 4 * self.grain)
-        self.h_f += (1 - self.cover) * 7 * np.clip(1 + depth / 14, 0, 1)
-        self.e_f += 2.5 + np.clip(self.grain, -2, 2)
+        # Limited, so that only red cells are redder.
+        self.eosin = self.cover * np.minimum(200 * eosin, 110 + 50 * eosin)
+        self.haematoxylin = self.cover * (13 + 7 * np.clip(cells, -1, 2) + 4 * self.grain)
+        self.haematoxylin += (1 - self.cover) * 7 * np.clip(1 + depth / 14, 0, 1)  # the shadow
+        self.eosin += 2.5 + np.clip(self.grain, -2, 2)
+
+    def _blend(self, view: tuple[slice, slice], opacity: Field, eosin: Field, haematoxylin: Field | float) -> None:
+        """Replace values of both planes by others where ``opacity`` is 1; keep them where it is 0, and mix between."""
+        self.eosin[view] += opacity * (eosin - self.eosin[view])
+        self.haematoxylin[view] += opacity * (haematoxylin - self.haematoxylin[view])
 
     def hollows(self) -> None:
         """Paint glands, vessels and fat cells over the stroma."""
@@ -174,27 +184,27 @@ class _Planes:
         y_um, x_um, radius, aspect, angle = shape
         y, x = self._coordinates(view, y_um, x_um)
         along, across = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
+        # Distance from the centre, 1 at the outline.
         rho = np.hypot(along / np.sqrt(aspect), across * np.sqrt(aspect)) / radius
         rho *= 1 + (WOBBLE if kind != FAT else 0.03) * self.wobble[view]
-        grain, soft = self.grain[view], np.float32(radius / 1.4)
-        inside = np.clip((1 - rho) * soft + 0.5, 0, 1)
-        frayed = lumen + 0.035 * grain * (kind == GLAND)
-        hole = np.clip((frayed - rho) * soft + 0.5, 0, 1)
+        # Edges are 1.4 µm wide, and the inner one of glands is frayed.
+        grain, per_edge = self.grain[view], np.float32(radius / 1.4)
+        inside = np.clip((1 - rho) * per_edge + 0.5, 0, 1)
+        frayed_lumen = lumen + 0.035 * grain * (kind == GLAND)
+        hole = np.clip((frayed_lumen - rho) * per_edge + 0.5, 0, 1)
         e_wall, h_wall = _WALLS[kind]
         if kind == GLAND:  # paler towards the lumen; some glands are bluer
             apex = 0.70 + 0.34 * np.clip((rho - lumen) / (1 - lumen), 0, 1)
             e_wall, h_wall = e_wall * apex * (1.1 - 0.25 * tint), h_wall * (0.75 + 0.6 * tint)
         content = 30 * max(0.0, tint - 0.55) if kind == GLAND else 0.0
-        self.e_f[view] += inside * (e_wall * (1 + 0.10 * grain) - self.e_f[view])
-        self.h_f[view] += inside * (h_wall * (1 + 0.12 * grain) - self.h_f[view])
-        self.e_f[view] += hole * (3 + content * (1 + 0.3 * grain) - self.e_f[view])
-        self.h_f[view] += hole * (0.3 * content - self.h_f[view])
+        self._blend(view, inside, e_wall * (1 + 0.10 * grain), h_wall * (1 + 0.12 * grain))
+        self._blend(view, hole, 3 + content * (1 + 0.3 * grain), 0.3 * content)
         if kind == GLAND:  # the clear cleft around a gland, an artefact of shrinkage
             cleft = np.exp(-np.square((rho - 1.0) * radius - 2.0) / 2.5) * np.clip(
                 0.35 + 0.3 * self.wobble[view], 0, 0.75
             )
-            self.e_f[view] *= 1 - cleft
-            self.h_f[view] *= 1 - cleft
+            self.eosin[view] *= 1 - cleft
+            self.haematoxylin[view] *= 1 - cleft
 
     def nests(self) -> None:
         """Paint the pale cytoplasm of nests."""
@@ -203,16 +213,17 @@ class _Planes:
             if view is None:
                 continue
             y, x = self._coordinates(view, y_um, x_um)
+            # Distance from the centre, 1 at the outline, which is not quite round.
             rho = np.hypot(y, x) / radius * (1 + 0.13 * self.wobble[view])
-            inside = np.clip((1 - rho) * radius / 3 + 0.5, 0, 1) * 0.85
+            # The edge is 3 µm wide; some of what is below shines through.
+            opacity = np.clip((1 - rho) * radius / 3 + 0.5, 0, 1) * 0.85
             grain = self.grain[view]
-            self.e_f[view] += inside * (255 * NEST_E * (1 + 0.12 * grain) - self.e_f[view])
-            self.h_f[view] += inside * (255 * NEST_H * (1 + 0.2 * grain) - self.h_f[view])
+            self._blend(view, opacity, 255 * NEST_E * (1 + 0.12 * grain), 255 * NEST_H * (1 + 0.2 * grain))
 
     def nuclei(self) -> None:
         """Stamp the sprites of nuclei and red cells; where they overlap, the darker value counts."""
-        self.e = np.clip(self.e_f, 0, 255).astype(np.uint8)
-        self.h = np.clip(self.h_f, 0, 255).astype(np.uint8)
+        self.eosin_u8 = np.clip(self.eosin, 0, 255).astype(np.uint8)
+        self.haematoxylin_u8 = np.clip(self.haematoxylin, 0, 255).astype(np.uint8)
         library = self.renderer.library
         reach, stamps, pigment = library.reach_px, library.stamps, library.pigment
         cover = [shape.astype(np.uint16) for shape in library.cover]
@@ -225,10 +236,10 @@ class _Planes:
             stamp = stamps[kind][sprite]
             r = stamp.shape[0] // 2
             if kind in pigment:  # the nucleoplasm is clear and hides what is below it
-                for plane, level in ((self.e, NUCLEOPLASM_E), (self.h, 0), (self.pigment, 0)):
+                for plane, level in ((self.eosin_u8, NUCLEOPLASM_E), (self.haematoxylin_u8, 0), (self.pigment, 0)):
                     view = plane[y - r : y + r + 1, x - r : x + r + 1]
                     view[:] = (view * (255 - cover[sprite]) + level * cover[sprite]) // 255
-            plane = self.e if kind == RED_CELL else self.h
+            plane = self.eosin_u8 if kind == RED_CELL else self.haematoxylin_u8
             view = plane[y - r : y + r + 1, x - r : x + r + 1]
             # The maximum does not depend on the order, which differs between blocks.
             np.maximum(view, stamp, out=view)

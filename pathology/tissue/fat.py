@@ -60,15 +60,16 @@ def find_fat(image: Planes, glass: Float, tissue: Mask, mpp_um: float, min_contr
     block = max(1, round(_BLOCK_UM / mpp_um))
     if mpp_um > _BLOCK_UM / 2:
         return np.zeros_like(tissue)
-    *means, weight, known_fraction = _block_means(image, glass, tissue, block, mpp_um, min_contrast)
-    all_rows, sigma = slice(0, len(weight)), _AVERAGED_UM / (block * mpp_um)
+    # For each block: fractions of wall pixels, of searched pixels and of tissue; the walls' density and colour.
+    *of_walls, searched, tissue_fraction = _block_means(image, glass, tissue, block, mpp_um, min_contrast)
+    all_rows, sigma = slice(0, len(searched)), _AVERAGED_UM / (block * mpp_um)
     # Plus a constant: where hardly any pixel was searched, a few walls are no web.
-    total = binomial_filter(weight, all_rows, sigma)[0] + _MIN_WEIGHT
-    walls, density, colour = (binomial_filter(values, all_rows, sigma)[0] / total for values in means)
+    searched_around = binomial_filter(searched, all_rows, sigma)[0] + _MIN_WEIGHT
+    walls, density, colour = (binomial_filter(values, all_rows, sigma)[0] / searched_around for values in of_walls)
     webs = (walls > WALL_FRACTION) & (colour > _COLOUR_TO_DENSITY * density)
     if not webs.any():
         return np.zeros_like(tissue)
-    return _upsampled(_with_cells(webs, known_fraction >= 0.5, block * mpp_um), block, tissue.shape)
+    return _upsampled(_with_cells(webs, tissue_fraction >= 0.5, block * mpp_um), block, tissue.shape)
 
 
 def _block_means(
@@ -84,7 +85,7 @@ def _block_means(
     # Pixels beside tissue are mixtures of both, which look like walls.
     beside_tissue = dilated(tissue, 4)
     shape = (-(-height // block), -(-width // block))
-    walls, wall_density, wall_colour, searched, known_fraction = (np.empty(shape, np.float32) for _ in range(5))
+    walls, wall_density, wall_colour, searched, tissue_fraction = (np.empty(shape, np.float32) for _ in range(5))
 
     def fill(rows: slice) -> None:
         """Set the blocks of a strip of rows, which begins at a whole block."""
@@ -98,11 +99,11 @@ def _block_means(
             # Summed by block number over wall pixels only, which are few.
             total = np.bincount(block_index, np.minimum(values, _MAX_DENSITY), target[blocks].size)
             target[blocks] = total.reshape(-1, shape[1]) / block**2
-        for target, mask in ((walls, wall), (searched, ~beside_tissue[rows]), (known_fraction, tissue[rows])):
+        for target, mask in ((walls, wall), (searched, ~beside_tissue[rows]), (tissue_fraction, tissue[rows])):
             target[blocks] = _block_fractions(mask, block)
 
     run_in_pool(fill, row_strips(height, width, block))
-    return walls, wall_density, wall_colour, searched, known_fraction
+    return walls, wall_density, wall_colour, searched, tissue_fraction
 
 
 def _thin_and_dense(image: Planes, glass: Float, rows: slice, mpp_um: float, min_contrast: float) -> Mask:
@@ -156,6 +157,7 @@ def _block_fractions(mask: Mask, block: int) -> Float:
     """Return the fraction of set pixels of each block; beyond the border all pixels are unset."""
     height, width = mask.shape
     padded = np.pad(mask, ((0, -height % block), (0, -width % block)))
+    # The smallest type that holds the pixels of a block: 15² = 225.
     count: npt.NDArray[Any] = padded.astype(np.uint8 if block < 16 else np.uint32)
     for _ in range(2):  # sum rows, transpose; then sum columns, transpose back
         total = count[0::block].copy()
@@ -172,10 +174,20 @@ def _with_cells(webs: Mask, tissue: Mask, mpp_um: float) -> Mask:
 
 
 def _upsampled(mask: Mask, block: int, shape: tuple[int, ...]) -> Mask:
-    """Return the mask of blocks at the resolution of pixels, its outline smoothed by bilinear interpolation."""
-    (above, below, down), (left, right, across) = _neighbours(len(mask), block), _neighbours(mask.shape[1], block)
+    """Return the mask of blocks at the resolution of pixels, its outline smoothed by bilinear interpolation.
+
+    Args:
+        mask: A pixel for each block.
+        block: Pixels along a block's side.
+        shape: (height, width) of the result; blocks beyond it are cut off.
+    """
+    # For each row of pixels: the blocks whose centres are above and below it, and the weight of the one below; for each
+    # column the same.
+    above, below, down = _neighbours(mask.shape[0], block)
+    left, right, across = _neighbours(mask.shape[1], block)
     out = np.repeat(np.repeat(mask, block, 1), block, 0)
-    # Interpolation is needed only for blocks that differ from one of their eight neighbours.
+    # Only blocks near the outline are interpolated: others have the value of their eight neighbours, which a radius of
+    # 2 includes.
     rows, columns = np.nonzero(dilated(mask, 2) & dilated(~mask, 2))
     # Pixels of these blocks: y is (blocks, block, 1), x is (blocks, 1, block).
     y = (rows[:, None] * block + np.arange(block))[:, :, None]

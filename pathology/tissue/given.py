@@ -34,7 +34,7 @@ class SlideTissue:
     areas: Areas | None = None
 
     def mask(self, grid: SlideGrid, shape: tuple[int, int]) -> Mask:
-        """Return the tissue as a mask of ``shape``; with ``off`` every pixel is tissue.
+        """Return the tissue as a mask of ``shape``; without a file (``off``) every pixel is tissue.
 
         Raises:
             RequestError: The polygons are outside of the slide, or cover no pixel of the mask.

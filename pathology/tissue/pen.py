@@ -51,7 +51,8 @@ def classify_ink(density: Float, mean: Float, colour: Float) -> tuple[Mask, Mask
     black = (mean > 0.2) & (colour < 0.25 * mean)
     faint = ((red > green) | (colour < 0.2 * mean) | red_hue) & (mean > MIN_INK_DENSITY)
     certain = (red > 0.3) & ((red > 2.5 * green) | ((red > 1.6 * green) & (red > 3.5 * blue)))
-    return bluish | (red_hue & (green > 0.4)) | black, certain, faint
+    core = bluish | (red_hue & (green > 0.4)) | black
+    return core, certain, faint
 
 
 def without_texture(image: Planes, glass: Float, rows: slice, mpp_um: float) -> Mask:

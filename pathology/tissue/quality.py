@@ -143,12 +143,12 @@ class QualityAccumulator:
         self._blur.restrict_to(measured, detected.pen)
         stains = self._stains.estimate(measured, glass_colour(self._overview))
         return Quality(
-            self._overview,
-            TissueMasks(tissue, detected.pen),
-            mpp_um,
-            self._blur,
-            self.mpp_um * 2**self._sharp_level,
-            stains,
+            overview=self._overview,
+            masks=TissueMasks(tissue, detected.pen),
+            mpp_um=mpp_um,
+            blur=self._blur,
+            blur_mpp_um=self.mpp_um * 2**self._sharp_level,
+            stains=stains,
         )
 
 

@@ -140,6 +140,7 @@ def shown_collection(data: bytes, name: str, grid: SlideGrid) -> dict[str, Any]:
     Raises:
         AnnotationError: The data is not GeoJSON.
     """
+    # `from_level0` returns rows and columns; GeoJSON has x first.
     return _mapped_collection(parsed(data, name), lambda ring: grid.from_level0(ring)[:, ::-1].round(3).tolist())
 
 

@@ -284,7 +284,7 @@ class Gallery:
                 with self.opened(key):
                     pass
             except (SlideError, StoreError):
-                pass
+                pass  # `opened` has recorded the reason
         return self.reasons
 
     @contextmanager

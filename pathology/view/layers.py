@@ -127,14 +127,15 @@ class HeatmapFile:
         """
         kind, _, class_name = name.partition(" ")
         if name == ATTENTION:
-            return HeatmapChannel(index, kind, "", ATTENTION_RGB, self._strongest(index, 0.0), 0.0)
+            strongest = self._strongest(index, offset=0.0)
+            return HeatmapChannel(index, kind, class_name="", color=ATTENTION_RGB, strongest=strongest, offset=0.0)
         if kind not in (SCORE, CONTRIBUTION, DROP, GRADIENT) or class_name not in classes:
             raise LayerError(
                 f"{self.path}: has a channel {name!r}; expected score, contribution, drop or gradient of a class"
             )
         class_index = classes.index(class_name)
         if kind == SCORE:
-            return HeatmapChannel(index, kind, class_name, class_color(class_index), 1.0, 0.0)
+            return HeatmapChannel(index, kind, class_name, class_color(class_index), strongest=1.0, offset=0.0)
         offset = backgrounds[class_index]
         strongest = self._strongest(index, offset)
         return HeatmapChannel(index, kind, class_name, class_color(class_index), strongest, offset)

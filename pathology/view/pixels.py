@@ -172,6 +172,7 @@ class FilePixels:
         self.mpp: tuple[float, float] | None = None
         note = ""
         try:
+            # As in the prediction, if there is one; else by file, manifest and the value for slides without one.
             doubt = source.facts.mpp_doubt
             self.mpp = used_mpp or resolve_mpp(source.mpp, manifest_mpp, slide_mpp, doubt=doubt).um
         except SlideError as error:

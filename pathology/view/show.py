@@ -100,6 +100,15 @@ def _squares_of(
 
     Slide and heatmap both state their position on level 0 of the file, so they may differ in resolution and cover
     different parts.
+
+    Args:
+        slide: The stored slide.
+        file: The heatmap.
+        rows: (h,): rows of the points, in pixels of the slide's finest level.
+        columns: (w,): their columns.
+
+    Raises:
+        RequestError: The slide does not state its position.
     """
     if "affine" not in slide.attributes or "source" not in slide.attributes:
         raise RequestError(
@@ -107,12 +116,13 @@ def _squares_of(
             f"slide with hyfi ingest"
         )
     to_level0 = np.array(slide.attributes["affine"], np.float64)
-    bounds, squares = slide.attributes["source"]["bounds"], file.grid.affine
+    bounds, squares_to_level0 = slide.attributes["source"]["bounds"], file.grid.affine
     places = np.stack(np.meshgrid(rows, columns, indexing="ij"))
-    # The heatmap counts from the corner of the bounds, as QuPath does, the slide from that of the file.
-    origin = to_level0[:, 2] - (bounds["y0"], bounds["x0"]) - squares[:, 2]
-    level0 = np.einsum("ij,jhw->ihw", to_level0[:, :2], places) + origin[:, None, None]
-    row, column = np.einsum("ij,jhw->ihw", np.linalg.inv(squares[:, :2]), level0)
+    # From the heatmap's first square to the slide's first pixel, at level 0. The heatmap counts from the corner of the
+    # bounds, as QuPath does, the slide from that of the file.
+    shift = to_level0[:, 2] - (bounds["y0"], bounds["x0"]) - squares_to_level0[:, 2]
+    level0 = np.einsum("ij,jhw->ihw", to_level0[:, :2], places) + shift[:, None, None]
+    row, column = np.einsum("ij,jhw->ihw", np.linalg.inv(squares_to_level0[:, :2]), level0)
     return row, column
 
 

@@ -41,6 +41,8 @@ from workflows.launch.mpiexec import find_mpiexec
 BLOCKS, BLOCK_S, SIZE_PX, BATCH = 16, 0.02, 32, 8
 LONG_BLOCK_S = 0.06
 ONE = (1, 1)
+_RANK_SETTING = "HYFI_BENCHMARK"
+"""Environment variable of the ranks that this program starts."""
 
 
 def _plans() -> dict[str, ParallelPlan]:
@@ -63,21 +65,25 @@ def _plans() -> dict[str, ParallelPlan]:
 
 
 def main() -> None:
-    """Start the ranks, or run as one of them."""
+    """Start the ranks, or run as one of them.
+
+    The program starts itself again as each rank: with ``--plan`` for ResNet-18, with `_RANK_SETTING` in the environment
+    for the networks that sleep.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="folder for traces and timelines")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--real", action="store_true")
-    parser.add_argument("--branches", action="store_true")
-    parser.add_argument("--zero-bubble", action="store_true")
-    parser.add_argument("--size", type=int, default=1024)
+    parser.add_argument("--real", action="store_true", help="train ResNet-18 instead of a network that sleeps")
+    parser.add_argument("--branches", action="store_true", help="compare plans for a network with parallel branches")
+    parser.add_argument("--zero-bubble", action="store_true", help="compare 1f1b with zb_h1")
+    parser.add_argument("--size", type=int, default=1024, help="pixels of a side of ResNet-18's images")
     parser.add_argument("--plan", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.plan is not None:
-        _real_rank(json.loads(args.plan), args.size, args.steps)
+        _resnet_rank(json.loads(args.plan), args.size, args.steps)
     elif args.real:
-        _real(args.size, args.steps)
-    elif "HYFI_BENCHMARK" not in os.environ:
+        _compare_resnet(args.size, args.steps)
+    elif _RANK_SETTING not in os.environ:
         _start(4 if args.branches or args.zero_bubble else 8, sys.argv[1:])
     elif args.branches:
         _branching_rank(args.steps)
@@ -90,7 +96,7 @@ def main() -> None:
 def _start(ranks: int, arguments: list[str]) -> None:
     """Run this program with ``arguments`` on ranks of mpiexec, of one thread each."""
     command = [*find_mpiexec().command(ranks), sys.executable, "-m", "workflows.benchmarks.dimensions", *arguments]
-    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1", "HYFI_BENCHMARK": "1"}, check=True)
+    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1", _RANK_SETTING: "1"}, check=True)
 
 
 def _sleeping_rank(out: Path | None, steps: int) -> None:
@@ -272,7 +278,7 @@ REAL = {
 }
 
 
-def _real(size_px: int, steps: int) -> None:
+def _compare_resnet(size_px: int, steps: int) -> None:
     """Train ResNet-18 with each plan of `REAL`, in an mpiexec of its own, and print a table."""
     print(f"ResNet-18, {size_px}², batch 4, float32, channels-last; every rank has one thread")
     print("| plan | step (s) | largest rank (MB) | stage MB | halo MB | reduce MB |\n|---|---|---|---|---|---|")
@@ -291,7 +297,7 @@ def _real(size_px: int, steps: int) -> None:
         print(f"| {name} | " + " | ".join(str(item) for item in cells) + " |", flush=True)
 
 
-def _real_rank(fields: dict[str, Any], size_px: int, steps: int) -> None:
+def _resnet_rank(fields: dict[str, Any], size_px: int, steps: int) -> None:
     """Measure one plan on this rank; rank 0 prints its row of the table, as a JSON list of strings."""
     comm, plan = hyfi_core.init(), ParallelPlan.from_json(fields)
     torch.manual_seed(0)

@@ -222,6 +222,7 @@ def full_size(make: Make) -> str:
 def small_size(make: Make) -> str:
     """Return the outcome of one training step of one network on small images."""
     labels, reason = torch.tensor([0, 1]), ""
+    # The first of these sizes that the network takes: some networks need larger images.
     for shape in SMALL:
         torch.manual_seed(0)
         try:

@@ -124,8 +124,9 @@ class OffloadRun:
     def __init__(
         self, folder: Path, store: str, size_px: int, steps: int, design: str, compute_s: float, validate_s: float
     ) -> None:
-        self._folder = folder
-        self._predict_s, self._compute_s = validate_s * EVERY_STEPS / VAL_SLIDES, compute_s
+        self._folder, self._compute_s = folder, compute_s
+        # A validation sleeps for all steps since the one before, shared by the slides that it predicts.
+        self._predict_s = validate_s * EVERY_STEPS / VAL_SLIDES
         self._tree: dict[str, dict[str, Any]] = {
             "data": {"store": store, "size_px": size_px, "align_px": 32, "batch_size": BATCH, "min_coverage": 0},
             "model": {"name": "workflows.benchmarks.offload:sleeper"},

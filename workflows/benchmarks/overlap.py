@@ -71,12 +71,15 @@ def main() -> None:
 
 
 def _compare(size: int, latency_s: float, steps: int) -> None:
-    """Measure how much of a latency forward and step hide, with and without overlap, and print it on rank 0."""
+    """Measure how much of the messages' latency computation hides, with and without overlap; rank 0 prints it.
+
+    It prints one line for a prediction and one for a training step.
+    """
     comm, latency = hyfi_core.init(), Latency(0.0)
     # The delayed communicator is used without latency, too, so that its own cost is in both times.
-    runs = {on: _runs(DelayedCommunicator(comm, latency), size, on) for on in (True, False)}
+    runs = {overlapped: _runs(DelayedCommunicator(comm, latency), size, overlapped) for overlapped in (True, False)}
     for phase in ("forward", "step"):
-        measured = {on: _measured(runs[on][phase], latency, latency_s, comm, steps) for on in (True, False)}
+        measured = {key: _measured(run[phase], latency, latency_s, comm, steps) for key, run in runs.items()}
         line = {"what": phase, "size_px": size, "latency_ms": latency_s * 1000, "seconds": measured[True]["seconds"]}
         for key in ("hidden", "left_in_step"):
             line |= {key: measured[True][key], f"{key}_without_overlap": measured[False][key]}
@@ -90,10 +93,12 @@ def _runs(comm: DelayedCommunicator, size: int, overlapped: bool) -> dict[str, C
     model = convert_model(resnet.resnet18(2), "float32", "channels_last")
     images = torch.randn(1, 3, size, size).contiguous(memory_format=torch.channels_last)
     plan = hyfi_core.ParallelPlan(grids=((1, 2),), fused_halo=1)
+    # `apart`: compute the rank's part while messages are on their way, and the border strips later.
     convolution = functools.partial(SleepingConvolution, apart=overlapped)
 
     def run(call: Callable[[], T]) -> T:
-        with mock.patch("hyfi_core.rules.windows.overlap.Convolution", convolution):  # lowered at the first call
+        # Patched during calls, too: the engine makes its convolutions at the first of them.
+        with mock.patch("hyfi_core.rules.windows.overlap.Convolution", convolution):
             return call()
 
     engine = run(lambda: hyfi_core.parallelize(model, (1, 3, size, size), plan, comm))

@@ -142,7 +142,8 @@ class TileEnsemble:
         Raises:
             SlideError: Their pixels cannot be read, or the output is not finite.
         """
-        late = LateErrors(self._comm.size > 1)
+        # On several ranks, errors of reading wait until the collective call below has ended.
+        late = LateErrors(shared=self._comm.size > 1)
         parts = [
             _CheckedTiles(*together(self._comm, partial(self.source_of, slide, tiles)), late, slide.slide_id)
             for slide, tiles in bags

@@ -46,38 +46,40 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
     """Return the heatmap of a slide's tiles; attention is relative to the mean, so that 1 is an average tile.
 
     Args:
-        tiles: The slide's tiles.
-        values: What the model says of them.
+        tiles: The slide's N tiles.
+        values: What the model, with K outputs, says of them.
         channels: Names of the outputs.
         exclusive: Whether scores of a tile sum to 1.
     """
-    square_px, count = square_px_of(tiles), len(values.logits)
+    square_px, outputs = square_px_of(tiles), len(values.logits)
     height, width = (math.ceil(side / square_px) for side in tiles.plane.size_px)
+    # For each tile, the squares that it covers, and whether these are inside of the slide.
     rows, columns, inside = _squares(tiles, square_px, (height, width))
     shares = values.contributions / inside.sum(1)  # squares beyond the slide's border do not exist
-    # Contributions, scores, number of tiles over a square, and attention if there is any.
+    # Values of the N tiles for each map: K of contributions, K of scores, one of the number of tiles over a square, and
+    # one of attention if there is any.
     maps = [*shares, *values.scores, np.ones(len(tiles))]
     maps += [] if values.attention is None else [values.attention * len(tiles)]
     canvas = np.zeros((len(maps), height, width))
     for map_, of_tiles in zip(canvas, maps, strict=True):
         # `add.at`: overlapping tiles have squares in common.
         np.add.at(map_, (rows[inside], columns[inside]), np.broadcast_to(of_tiles[:, None], inside.shape)[inside])
-    covers = canvas[2 * count]
+    covers = canvas[2 * outputs]
     is_seen = covers > 0
     canvas[:, ~is_seen] = np.nan
     # All but contributions are means over tiles. Divide by a copy, because `covers` is itself one of the rows.
-    canvas[count:, is_seen] /= covers[is_seen].copy()
+    canvas[outputs:, is_seen] /= covers[is_seen].copy()
     bias = values.logits - values.contributions.sum(1)
     return Heatmap(
-        scores=canvas[count : 2 * count].astype(np.float32),
-        values=canvas[:count].astype(np.float32),
+        scores=canvas[outputs : 2 * outputs].astype(np.float32),
+        values=canvas[:outputs].astype(np.float32),
         square_px=square_px,
         mpp=tiles.plane.mpp,
         slide_size_px=tiles.plane.size_px,
         class_names=tuple(channels),
         logits=tuple(values.logits.tolist()),
         bias=tuple(bias.tolist()),
-        shared=(0.0,) * count,
+        shared=(0.0,) * outputs,
         exact=True,
         exclusive=exclusive,
         of_tiles=True,

@@ -48,25 +48,30 @@ def frame_contradiction(path: Path) -> str:
 
 
 def level_contradiction(path: Path) -> str:
-    """Return how the frames of a level contradict its header, or their table of offsets its pixels; empty if neither.
+    """Return what contradicts the pixels of a level: the table of its frames' offsets, or its header; empty if nothing.
 
-    Files that are not a level, such as a label, which is not shown, or too damaged to tell, are left to the reader.
+    Also empty for files that are not a level, such as a label, and for those too damaged to tell: the reader decides.
     """
     with suppress(Exception), path.open("rb") as file:
-        head, groups, at = before_pixels(file, [*OF_FRAMES, CONCATENATION])
+        head, of_frames, pixels_at = before_pixels(file, [*OF_FRAMES, CONCATENATION])
         if "VOLUME" in text_of(head, OF_FRAMES[0]):
-            return _offsets_contradiction(file, at + 12) or _frames_contradiction(head, groups)
+            # The table of offsets follows the tag, type and length of the pixels, 12 bytes.
+            return _offsets_contradiction(file, pixels_at + 12) or _frames_contradiction(head, of_frames)
     return ""
 
 
-def _frames_contradiction(head: Dataset, groups: bytes) -> str:
+def _frames_contradiction(head: Dataset, of_frames: bytes) -> str:
     """Return how the number of frames, or their stated positions, contradict the header of their level.
 
     OpenSlide trusts the positions. If they are wrong, it omits frames or shows them at wrong places; if there are none,
     it crashes.
+
+    Args:
+        head: The elements `OF_FRAMES` of the header.
+        of_frames: The elements of the frames as they are stored, with their positions.
     """
     organisation, stated = (text_of(head, tag) for tag in OF_FRAMES[1:3])
-    positions, count = frame_positions(groups), int(stated or 1)
+    positions, count = frame_positions(of_frames), int(stated or 1)
     columns, rows, *frame = (int(head[tag].value) for tag in OF_FRAMES[3:])
     if positions or organisation == "TILED_SPARSE":
         return _wrong_positions(positions, count, (columns, rows))

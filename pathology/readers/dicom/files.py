@@ -88,6 +88,7 @@ def series_in(folder: Path) -> dict[DicomHeader, Path]:
     for name in names:
         with suppress(OSError):
             header = read_header(folder / name)
+            # Files of one series have equal headers, so a series keeps its first file.
             if header is not None and header.whole_slide and header.series:
                 series.setdefault(header, folder / name)
     return series

@@ -51,7 +51,7 @@ class JpegFrames:
     path: Path
     size: tuple[int, int]
     frame_px: tuple[int, int]
-    _finds: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _places_lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def check(self, box: Box) -> None:
         """Decode all frames that have pixels of ``box``, small and in grey, which takes less than half the time.
@@ -62,7 +62,7 @@ class JpegFrames:
         height, width = self.frame_px
         rows = range(box.y0 // height, -(-box.y1 // height))
         columns = range(box.x0 // width, -(-box.x1 // width))
-        with self._finds:
+        with self._places_lock:  # the first of several threads finds the places, once
             places = self._places
         with self.path.open("rb") as file:
             for at in ((row, column) for row in rows for column in columns):
@@ -126,6 +126,7 @@ def _items(file: BinaryIO, at: int, stated: bytes) -> list[int]:
         at: Offset of the first item, the basic table of offsets.
         stated: The extended table of offsets; empty if there is none.
     """
+    # An item has a head of 8 bytes, its tag and the length of its content.
     table = int.from_bytes(os.pread(file.fileno(), 8, at)[4:], "little")
     start = at + 8 + table
     # Without a table OpenSlide visits all items, too. With one it does not: on a slow disk this takes minutes.

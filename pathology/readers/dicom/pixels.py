@@ -44,9 +44,10 @@ def read_head(file: BinaryIO, wanted: Sequence[int]) -> Dataset:
 
 
 def before_pixels(file: BinaryIO, wanted: Sequence[int]) -> tuple[Dataset, bytes, int]:
-    """Return the head of a DICOM file, the elements of its frames as they are stored, and the offset of its pixels.
+    """Return the head of a DICOM file, the bytes between it and the pixels, and the offset of the pixels.
 
-    The latter are searched for the pixels: a slide has up to a million frames, and pydicom takes 0.1 ms for each.
+    These bytes are elements with the positions of the frames. They are not parsed here, but searched for the tag of the
+    pixels: a slide has up to a million frames, and pydicom takes 0.1 ms for each.
 
     Args:
         file: The file.

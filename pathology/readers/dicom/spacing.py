@@ -14,11 +14,12 @@ _SHARED = 0x52009229
 
 
 def stated_by_coarser_files(path: Path) -> StatedMpp | None:
-    """Return the microns per pixel of the finest level that follow from two or more coarser ones; None if they differ.
+    """Return the microns per pixel of the finest level that follow from the spacing of coarser levels.
 
-    Ignored are levels with the PixelSpacing of the finest one, which some programs copy.
+    Levels with the PixelSpacing of the finest one are ignored, because some programs copy it. None if fewer than two
+    coarser levels remain, or what follows from them differs.
     """
-    levels = []
+    levels = []  # ((rows, columns), microns per pixel), so that the greatest is the finest level
     for file in series_files(path):
         with suppress(Exception):
             levels.append(_spacing_of(file))

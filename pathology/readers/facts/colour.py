@@ -73,6 +73,7 @@ def pixels_say(stored: Sequence[RGB]) -> str:
     first, second_and_third = values[:, 0], values[:, 1:]
     # In RGB and in YCbCr, the first component of white is bright.
     pale = first > _PALE
+    # Twice the tolerance for RGB: Cb and Cr are about half a difference of two colours.
     as_rgb = (pale & (np.abs(second_and_third - first[:, None]).max(1) < 2 * _NEUTRAL)).mean()
     as_ycbcr = (pale & (np.abs(second_and_third - 128).max(1) < _NEUTRAL)).mean()
     if max(as_rgb, as_ycbcr) > _GLASS_SHARE:

@@ -28,7 +28,7 @@ MOST_TILE_PX = 2**28
 """Largest tile in pixels. OpenSlide takes memory for a whole tile, and aborts the process if there is not as much."""
 _MOST_ENTRIES = 65_535
 _WIDTH, _HEIGHT, _TILE_WIDTH, _TILE_HEIGHT, _SUB_DIRECTORIES = 256, 257, 322, 323, 330
-_LISTS = (273, 324)
+_LISTS_OF_TILES = (273, 324)
 """StripOffsets and TileOffsets."""
 _KINDS = {3: "H", 4: "I", 13: "I", 16: "Q", 18: "Q"}
 """Types of whole numbers, and of offsets of directories."""
@@ -172,22 +172,31 @@ def _check(tiles: int, directories: int, last: _Directory) -> None:
 
 
 def _directory(file: BinaryIO, offset: int, layout: _ByteLayout) -> _Directory | None:
-    """Return the directory at an offset; None if the file ends before it does."""
+    """Return the TIFF directory at an offset; None if the file ends before it does, or it has too many entries.
+
+    A directory is the number of its entries, the entries, and the offset of the next directory.
+    """
     file.seek(offset)
     count = layout.number(file, "Q" if layout.big else "H")
     if count is None or count > _MOST_ENTRIES:
         return None
     data = file.read(count * layout.entry_bytes)
-    following = layout.number(file, layout.word)
-    if following is None or len(data) < count * layout.entry_bytes:
+    next_offset = layout.number(file, layout.word)
+    if next_offset is None or len(data) < count * layout.entry_bytes:
         return None
-    tiles, sizes, further = 0, dict.fromkeys((_HEIGHT, _WIDTH, _TILE_HEIGHT, _TILE_WIDTH), 0), [following]
+    tiles, sizes, others = 0, dict.fromkeys((_HEIGHT, _WIDTH, _TILE_HEIGHT, _TILE_WIDTH), 0), [next_offset]
     for tag, kind, number, value in layout.entries(data):
-        if tag in _LISTS:
+        # Lists of tiles are counted, not read: they may be huge.
+        if tag in _LISTS_OF_TILES:
             tiles += number
         elif tag in sizes and kind in _KINDS:
             sizes[tag] = next(iter(layout.numbers(file, kind, 1, value)), 0)
         elif tag == _SUB_DIRECTORIES and kind in _KINDS and number <= _MOST_ENTRIES:
-            further += layout.numbers(file, kind, number, value)
-    size_px, tile_px = (sizes[_HEIGHT], sizes[_WIDTH]), (sizes[_TILE_HEIGHT], sizes[_TILE_WIDTH])
-    return _Directory(count, tiles, size_px, tile_px, tuple(further))
+            others += layout.numbers(file, kind, number, value)
+    return _Directory(
+        entries=count,
+        tiles=tiles,
+        size_px=(sizes[_HEIGHT], sizes[_WIDTH]),
+        tile_px=(sizes[_TILE_HEIGHT], sizes[_TILE_WIDTH]),
+        others=tuple(others),
+    )

@@ -95,13 +95,15 @@ def is_subsampled(codestream: bytes, start: int = 0) -> bool:
 
 
 def without_colour(tile: bytes) -> bytes:
-    """Return a tile whose box states sRGB, so that decoders do not convert its components, unless they are subsampled.
+    """Return a tile with sRGB in its colour box, whatever this stated: decoders then return its components as stored.
 
-    Palettes and the order of channels, which other boxes state, are still applied.
+    Decoders still convert subsampled components, and apply the palette and the order of channels that other boxes
+    state. A tile without a number of a colour space is returned unchanged.
     """
     at = _codestream(tile)[1] if is_jp2(tile) else 0
+    # Content of the box: method (1: the colour space has a number), precedence and approximation, a byte each, then
+    # the number.
     enumerated = at > 0 and tile[at : at + 1] == b"\1"
-    # Box content: method, precedence and approximation take three bytes, then the number of the colour space.
     return tile[: at + 3] + _SRGB.to_bytes(4, "big") + tile[at + 7 :] if enumerated else tile
 
 

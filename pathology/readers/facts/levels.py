@@ -92,7 +92,13 @@ def fitted_levels(stated: Sequence[StatedLevel]) -> list[SourceLevel | None]:
 
 
 def _fitted(finest: StatedLevel, level: StatedLevel, plain: SourceLevel) -> SourceLevel | None:
-    """Return a level with the downsample that its size was rounded from; None if it does not fit the finest level."""
+    """Return a level with the downsample that its size was rounded from; None if it does not fit the finest level.
+
+    Args:
+        finest: The finest level, as the file states it.
+        level: The level, as the file states it.
+        plain: The same level with its downsample by `levels_of_sizes`, the ratio of both sizes.
+    """
     (height, width), (h, w) = finest.size_px, level.size_px
     # Whole and equal factors: nothing was rounded or padded.
     if plain.downsample[0] == plain.downsample[1] == round(plain.downsample[0]):

@@ -281,6 +281,8 @@ def _picture(image: ElementTree.Element, pixels: ElementTree.Element, uuid: str,
         directories = _directories(pixels, depths, uuid, name)
     except ValueError:
         return None
+    # One page has all channels if there is only one, or one element Channel states as many samples; without elements,
+    # three channels are red, green and blue.
     colour = channels == 1 or samples == [channels] or (len(samples) == 0 and channels == 3)
     return Picture(
         size_px=(height, width),

@@ -140,6 +140,7 @@ def _against_power(checked: CheckedMpp, power: float | None) -> CheckedMpp:
     """Return the result of a comparison of the believed value with the magnification: unchanged, noted, or in doubt."""
     if checked.um is None or not power:
         return checked
+    # About 10 on most scanners.
     product = sum(checked.um) / 2 * power
     # Aperio states the magnification of the picture, others that of a lens before a smaller or larger camera.
     aperio = any(statement.where == APERIO for statement in checked.facts.mpp)

@@ -168,7 +168,7 @@ def _image(group: ZarrGroup, described: list[ElementTree.Element], index: int) -
     if len(set(names)) != len(names) or not {"y", "x"} <= set(names):
         raise SlideError(f"its axes are {', '.join(names)}; a slide has y and x, and may have t, c and z")
     xml = described[index] if index < len(described) else None
-    return NgffImage(group, name, axes, levels, channels, len(multiscales) - 1, xml)
+    return NgffImage(group, name, axes, levels, channels, more=len(multiscales) - 1, xml=xml)
 
 
 def _axis(stated: Any) -> NgffAxis:

@@ -59,21 +59,25 @@ class OmeZarrSource:
         self.mpp: tuple[float, float] | None = None
         arrays = self._open_own(path) if is_own_slide(path) else self._open_of_others(path, pick)
         stated = [StatedLevel(array.size_px, array.tile_px) for array in arrays]
-        # `_read_present` uses these fields. `believed_levels` reads all stated levels, `_shown_elsewhere` only the kept
-        # ones, so the fields are set twice.
-        unstored = [self._absent(array) for array in arrays]
-        self._arrays, self._lost = arrays, unstored
+        # Boxes of each level whose chunks are not stored.
+        absent_of_stated = [self._absent(array) for array in arrays]
+        # `_read_present` uses the fields `_arrays` and `_lost`. They are set twice: `believed_levels` reads all stated
+        # levels, what follows only the levels that it keeps.
+        self._arrays, self._lost = arrays, absent_of_stated
         believed = believed_levels(stated, fitted_levels(stated), self._read_present)
         self.facts = self.facts.noting(*believed.notes)
-        absent = [unstored[k] for k in believed.kept]
+        absent = [absent_of_stated[k] for k in believed.kept]
         self._arrays, self._lost = [arrays[k] for k in believed.kept], absent
         self.levels = tuple(
             replace(level, tile_px=array.tile_px, missing_tiles=len(boxes))
             for level, array, boxes in zip(believed.levels, self._arrays, absent, strict=True)
         )
-        # From now on, only areas count as lost in which a coarser level shows something.
+        # An encoder may leave out empty chunks: from now on, only those count as lost in which a coarser level shows
+        # something.
         self._lost = [self._shown_elsewhere(k, boxes) for k, boxes in enumerate(absent)]
-        self.facts = self.facts.noting(*(note for k, boxes in enumerate(absent) for note in self._note(k, boxes)))
+        self.facts = self.facts.noting(
+            *(note for k, boxes in enumerate(absent) for note in self._absence_notes(k, boxes))
+        )
         self.bounds = Box.of_size(*self._arrays[0].size_px)
         self.to_file_px = translation((0, 0))
 
@@ -89,7 +93,7 @@ class OmeZarrSource:
         if slide.attributes.get("icc") != "apply" and source.get("icc_profile"):
             self.icc = base64.b64decode(source["icc_profile"])
         stated = (StatedMpp(slide.levels[0].mpp, "the store"),)
-        self._believe(checked_mpp(stated, None, _size(slide)))
+        self._believe(checked_mpp(stated, power=None, size_px=_size(slide)))
         return [OwnLevel(slide, k) for k in range(len(slide.levels))]
 
     def _open_of_others(self, path: Path, pick: Pick) -> list[LevelArray]:
@@ -101,6 +105,7 @@ class OmeZarrSource:
         picture, notes = picked_scene(scenes, pick)
         image = images[next(k for k, picture_of_image in enumerate(pictures) if picture_of_image is picture)]
         plane = picked_directory(picture, pick)
+        # Indices of the channels that are red, green and blue, and a note if these are not the first, second and third.
         order, recoloured = colour_order(image) if picture.channels == 3 else ((0,), None)
         arrays = _levels_of(image, plane, order)
         self.objective_power = power_of_ome(xml)
@@ -145,7 +150,7 @@ class OmeZarrSource:
                     lost.append(box)
         return lost
 
-    def _note(self, level: int, absent: Sequence[Box]) -> list[Note]:
+    def _absence_notes(self, level: int, absent: Sequence[Box]) -> list[Note]:
         """Return a note that a level lacks the files of the boxes ``absent``; empty if it lacks none."""
         if not absent:
             return []
@@ -288,7 +293,10 @@ def _of_coarser_levels(image: NgffImage, arrays: Sequence[ZarrLevel], finest: St
 
 
 def _median_of(array: ZarrLevel) -> float:
-    """Return the median of pixels' brightest channel in the middle of a level; black does not count; nan if all is."""
+    """Return how bright the middle of a level is: the median, over pixels that are not black, of the brightest channel.
+
+    nan if all pixels are black, or they cannot be read.
+    """
     height, width = (min(size, _OVERVIEW_PX) for size in array.size_px)
     y, x = (array.size_px[0] - height) // 2, (array.size_px[1] - width) // 2
     pixels: RGB = np.empty((height, width, 3), np.uint8)

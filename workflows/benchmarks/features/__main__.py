@@ -60,11 +60,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slide", type=Path)
     parser.add_argument("--mpp", type=float, help="of tiles; default: the store's finest")
+    # Width and depth of the encoder, side of a tile in pixels, reading processes, and how often each is timed.
     for name, default in (("width", 384), ("depth", 12), ("side", 224), ("workers", 1), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
+        # A store cannot show tiles finer than itself.
         pathology.ingest_slides(args.slide, store, mpp=0.5 if args.mpp is None else min(0.5, args.mpp))
         measure(store, Path(scratch), args)
 

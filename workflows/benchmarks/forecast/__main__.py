@@ -172,14 +172,14 @@ class Study:
     def __init__(self, name: str, args: argparse.Namespace, machine: MachineModel) -> None:
         self._name, self._args = name, args
         self._dtype = None if args.precision == "float32" else args.precision
-        self._program = cache(self._captured)
+        self._program = cache(self._captured)  # by the number of images in a micro-batch
         requests = [PlanRequest(ranks, BATCH, machine, machine.memory_bytes, dtype=self._dtype) for ranks in args.ranks]
         fastest = (best_plans(self._program, request).plans[0] for request in requests)
         self._best = min(fastest, key=lambda best: best.step_s).plan
-        listed = [with_cuts(plan, self._of(plan), machine) for plan in PLANS[name] if plan.ranks in args.ranks]
+        listed = [with_cuts(plan, self._program_of(plan), machine) for plan in PLANS[name] if plan.ranks in args.ranks]
         # dict.fromkeys: the planner's choice may be listed already.
         self._plans = list(dict.fromkeys([*listed, self._best]))
-        # Of each round: its machine, and the result of `_measured` of each plan.
+        # Of each round: its machine, and for each plan (seconds, grown bytes, allocated bytes), see `_measured`.
         self._rounds: list[tuple[MachineModel, list[tuple[float, int, int]]]] = []
 
     def measure(self, machine: MachineModel) -> None:
@@ -200,12 +200,12 @@ class Study:
         # The round of the shortest step, and the machine as it was measured at the start of that round.
         machine, step_s, _, allocated = min(rounds, key=lambda of_round: of_round[1])
         grown = statistics.median(grown for _, _, grown, _ in rounds)
-        forecast = forecast_step(self._of(plan), plan, machine, self._dtype)
+        forecast = forecast_step(self._program_of(plan), plan, machine, self._dtype)
         case = Comparison(self._name, forecast, step_s, int(grown), allocated, plan == self._best)
         print(case.to_json(), flush=True)
         return case
 
-    def _of(self, plan: ParallelPlan) -> Program:
+    def _program_of(self, plan: ParallelPlan) -> Program:
         return self._program(BATCH // plan.replicas // plan.microbatches)
 
     def _captured(self, images: int) -> Program:

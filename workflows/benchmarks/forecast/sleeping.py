@@ -89,8 +89,9 @@ def besides_sleeping_s(grid: tuple[int, int], steps: int = _SHORT_STEPS) -> tupl
             for action, begin_s, end_s in engine.events:
                 if action.verb in spans:
                     spans[action.verb].append(end_s - begin_s)
+        # Without the first two steps, which capture the model and fill caches.
         forward_s, backward_s = (statistics.median(spans[verb][2:]) / BLOCKS for verb in (Verb.F, Verb.B))
-        # Less the sleep itself, which is known.
+        # Less the sleep itself, which is known: in backward it is twice as long.
         return forward_s - _SHORT_S, backward_s - 2 * _SHORT_S
 
     times = run_ranks(ranks, body)
@@ -126,7 +127,7 @@ def predicted_step_s(
 
 
 def measured_step_s(plan: ParallelPlan, steps: int, block_s: float = BLOCK_S) -> float:
-    """Return the median seconds of a step of the same network and plan, measured on ranks that are threads."""
+    """Return the median seconds of a step of the network that sleeps, measured on ranks that are threads."""
 
     def body(comm: Communicator) -> float:
         """Return the median seconds of a step on this rank."""
@@ -142,7 +143,7 @@ def measured_step_s(plan: ParallelPlan, steps: int, block_s: float = BLOCK_S) ->
             engine.accumulate(images, labels)
             comm.barrier()
             times.append(time.perf_counter() - begin)
-        return statistics.median(times[1:])
+        return statistics.median(times[1:])  # the first step captures the model
 
     return max(run_ranks(plan.ranks, body))
 

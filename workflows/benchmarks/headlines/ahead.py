@@ -84,7 +84,13 @@ def print_ahead(forecasts: Forecasts) -> None:
 
 
 def _print_fitting(forecasts: Forecasts, case: _Case, slow: StepForecast) -> None:
-    """Where no candidate fits: print the fastest one in cells that fits by spilling to the host, or that none does."""
+    """Print the fastest plan that fits by computing in cells and spilling to the host; called if no candidate fits.
+
+    Args:
+        forecasts: The forecasts.
+        case: The published system.
+        slow: The forecast of the published system's plan, with which the plan is compared.
+    """
     machine = forecasts.machine(LASSEN)
     # The two candidates with the fewest messages.
     plans = [
@@ -126,6 +132,7 @@ def _possible(forecasts: Forecasts, case: _Case, plans: Iterable[ParallelPlan]) 
 
 def _print_scaling(forecasts: Forecasts, case: _Case, plan: ParallelPlan) -> None:
     """Print the scaling efficiency of a plan's replicas on 2,048 GPUs."""
+    # `scaling` takes the images of one replica; a step of the plan has two.
     efficiency = scaling(forecasts, case.network, case.size, 2 // plan.replicas, plan, 2048)
     machine = forecasts.machine(LASSEN)
     print(f"    scaling to 2,048 V100s: {efficiency:.1%}")
@@ -186,6 +193,7 @@ def _link_text(forecasts: Forecasts, machine: str) -> str:
 def _plan_text(plan: ParallelPlan) -> str:
     """Return a plan in words."""
     grids = " - ".join(f"{rows}x{columns}" for rows, columns in plan.grids)
+    # Only what the plan uses.
     words = [
         *([plan.schedule] if plan.stages > 1 else []),
         *([f"{plan.microbatches} micro-batches"] if plan.microbatches > 1 else []),

@@ -89,13 +89,13 @@ _AMOEBANET = (
 def _torchgpipe_amoebanet() -> list[Point]:
     """Return the figures of torchgpipe for AmoebaNet."""
     points = []
-    for rounds, batch, balance, published in _AMOEBANET:
+    for microbatches, batch, balance, published in _AMOEBANET:
         ends = list(accumulate(balance))[:-1]
         plan = ParallelPlan(
             grids=((1, 1),) * len(balance),
             # Their layer 0 is the stem: after n layers, the last cell has number n − 2.
             cuts=tuple(f"cells.{end - 2}" for end in ends),
-            microbatches=rounds,
+            microbatches=microbatches,
             schedule="gpipe",
             recompute=True,
         )
@@ -104,7 +104,7 @@ def _torchgpipe_amoebanet() -> list[Point]:
             network, but_last = "AmoebaNet-D (18, 256)", plan.microbatches > 1
             return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, but_last)
 
-        setting = f"AmoebaNet-D (18, 256), 224², {len(balance)} P40, {rounds} micro-batches, batch {batch}"
+        setting = f"AmoebaNet-D (18, 256), 224², {len(balance)} P40, {microbatches} micro-batches, batch {batch}"
         points.append(Point("torchgpipe", "images/s", published, setting, stated=True, modelled=modelled))
     return points
 
@@ -131,17 +131,18 @@ def _torchgpipe_resnet() -> list[Point]:
             "torchgpipe", "images/s", 95.862, f"{network}, 224², 1 P40, plain, batch 118", stated=True, modelled=alone
         )
     ]
-    for rounds, images, cuts, published in _RESNET:
+    for microbatches, images, cuts, published in _RESNET:
         plan = ParallelPlan(
             grids=((1, 1),) * (len(cuts) + 1),
             cuts=cuts or "auto",
-            microbatches=rounds,
+            microbatches=microbatches,
             schedule="gpipe",
             recompute=True,
         )
 
         def modelled(forecasts: Forecasts, plan: ParallelPlan = plan, images: int = images) -> float:
             batch = images * plan.microbatches
+            # torchgpipe does not recompute the last micro-batch.
             return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, but_last=True)
 
         setting = f"{network}, 224², {len(cuts) + 1} P40, micro-batches of {images}"

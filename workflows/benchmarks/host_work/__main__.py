@@ -21,7 +21,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,7 +60,10 @@ def main() -> None:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the host's work in a step with the cells ``args.way``, in this process."""
+    """Return the host's work in a training step, in this process: counts of calls, and seconds.
+
+    ``args.way`` has the rows and columns of cells, as in ``4,4``.
+    """
     import torch
 
     import hyfi_core
@@ -88,10 +90,10 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begin_s)
         cpu_seconds.append(time.process_time() - cpu_s)
     counts = {**operators(step), "hand_overs": hand_overs(step), **calls(step)}
-    each = {f"{name}_each": round(count / prod((rows, columns))) for name, count in counts.items()}
+    for_each_cell = {f"{name}_each": round(count / (rows * columns)) for name, count in counts.items()}
     times = {"seconds": round(median(seconds), 3), "cpu_seconds": round(median(cpu_seconds), 3)}
     launch = {"modelled_launch_ms": round(1e3 * _LAUNCH_S * counts["kernels"], 1)}
-    return {"cells": args.way, "model": args.model, "size_px": args.size, **counts, **each, **launch, **times}
+    return {"cells": args.way, "model": args.model, "size_px": args.size, **counts, **for_each_cell, **launch, **times}
 
 
 def operators(step: Callable[[], None]) -> dict[str, int]:

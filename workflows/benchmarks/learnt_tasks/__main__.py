@@ -99,16 +99,22 @@ def learnt(folder: Path, name: str, epochs: int) -> dict[str, Any]:
 
 
 def row_of(name: str, metric: str, metrics: dict[str, Any], truths: dict[str, float]) -> str:
-    """Return the row of a task's metric in the table, without its seconds; undefined values are ``-``."""
-    value, interval = metrics[metric], metrics["intervals"][metric]
-    kind = metric.rpartition(".")[2]
-    truth, chance = truths[kind], CHANCE[kind]
-    learnt_text, between = "-" if value is None else f"{value:.3f}", "-"
+    """Return the row of a task's metric in the table, without its seconds; undefined values are ``-``.
+
+    Args:
+        name: Name of the task.
+        metric: Name of the metric; with several targets, after a target's name and a dot.
+        metrics: The metrics that the trained network reached, and under ``intervals`` their confidence intervals.
+        truths: The best possible value of each metric, by its name without a target.
+    """
+    reached, interval = metrics[metric], metrics["intervals"][metric]
+    without_target = metric.rpartition(".")[2]
+    best, chance = truths[without_target], CHANCE[without_target]
+    reached_text = "-" if reached is None else f"{reached:.3f}"
+    interval_text = "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
     # Chance is subtracted, since a network with an AUROC of 0.5 has learnt nothing.
-    ratio = "-" if value is None else f"{(value - chance) / (truth - chance):.2f}"
-    if interval is not None:
-        between = f"{interval[0]:.3f} to {interval[1]:.3f}"
-    return f"{name:<16} {metric:<21} {learnt_text:>7} {between:>16} {truth:>7.3f} {ratio:>6}"
+    ratio_text = "-" if reached is None else f"{(reached - chance) / (best - chance):.2f}"
+    return f"{name:<16} {metric:<21} {reached_text:>7} {interval_text:>16} {best:>7.3f} {ratio_text:>6}"
 
 
 def main() -> None:

@@ -12,14 +12,20 @@ Floats = NDArray[np.float64]
 
 
 def metrics_of_truth(labels: DrawnLabels, rows: NDArray[np.int64]) -> dict[str, float]:
-    """Return metric -> its value for the best possible predictions of the slides ``rows``."""
+    """Return metric -> its value for the best possible predictions of the slides ``rows``.
+
+    Labels were drawn from the areas of blue and brown discs by known formulas; the best predictions are these formulas
+    without noise.
+    """
     blue, brown = labels.areas[rows].T
     marked, number = labels.marked[rows], labels.number[rows]
     scores = [auroc(labels.areas[rows, k], marked[:, k].astype(np.int64)) for k in range(2)]
+    # Probability that each of the cuts between grades is exceeded, (slides, cuts).
     above = 1 / (1 + np.exp(-SLOPE * (blue[:, None] - np.array(GRADE_CUTS))))
     # The lowest grade that is exceeded with a probability of one half at most, as the task predicts it.
     median_grade = (above > 0.5).sum(1)
-    errors = number - (NUMBER[0] + NUMBER[1] * brown)
+    mean, slope, _ = NUMBER
+    errors = number - (mean + slope * brown)
     return {
         "auroc": float(np.mean(scores)),
         "quadratic_kappa": quadratic_kappa(median_grade, labels.grade[rows]),
