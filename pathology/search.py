@@ -124,7 +124,9 @@ def _remote_slides(path: Path) -> list[Path]:
     try:
         if is_ome_zarr(path):
             return [path]
+        # Not every server lists what is below an address.
         below = sorted(path.iterdir()) if getattr(path, "can_list", False) else []
+        # `each`: many requests at a time.
         slides = [source for source, is_slide in zip(below, each(is_ome_zarr, below, path), strict=True) if is_slide]
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error

@@ -32,6 +32,8 @@ from pathology.readers.mpp import parse_number
 from pathology.readers.slide_file import SlideFile
 
 _HEAD = struct.Struct("<16sqq")
+_POSITIONS_AT = 32 + 52
+"""Where the header states the positions of directory and metadata: after its `_HEAD` and 52 bytes of content."""
 _ENTRY = struct.Struct("<2siqiib5xi")
 _DIMENSION = struct.Struct("<4siifi")
 _BGR24 = 3
@@ -110,8 +112,7 @@ def read_czi(file: SlideFile, pick: Pick = WHOLE) -> CziFile:
         SlideError: The file is damaged, its pixels are not 8-bit colour, or their compression is not supported.
     """
     try:
-        # Each segment begins with 32 bytes (`_HEAD`); in the header, both positions follow after 52 bytes of content.
-        directory, metadata = struct.unpack("<qq", file.read(32 + 52, 16))
+        directory, metadata = struct.unpack("<qq", file.read(_POSITIONS_AT, 16))
         all_blocks = _blocks(_segment(file, directory, b"ZISRAWDIRECTORY"))
         blocks = _picked(all_blocks, pick)
         # The content: the bytes of the XML, reserved bytes up to byte 256, the XML, attachments.
@@ -151,7 +152,7 @@ def scenes_of_czi(path: Path) -> tuple[tuple[int, int], ...]:
     file = None
     try:
         file = SlideFile(path)
-        (directory,) = struct.unpack("<q", file.read(32 + 52, 8))
+        (directory,) = struct.unpack("<q", file.read(_POSITIONS_AT, 8))
         return _scene_sizes(_blocks(_segment(file, directory, b"ZISRAWDIRECTORY")))
     except (SlideError, OSError, struct.error):
         return ()

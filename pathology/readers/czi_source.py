@@ -161,8 +161,10 @@ class CziSource:
         head = self._file.read(block.position, _SUBBLOCK.size)
         if len(head) < _SUBBLOCK.size or not head.startswith(b"ZISRAWSUBBLOCK\0"):
             raise ValueError(f"there is no block at byte {block.position}")
-        metadata, _, size = _SUBBLOCK.unpack(head)[3:]
-        data = self._file.read(block.position + 32 + block.header_bytes + max(0, metadata), max(0, size))
+        metadata_bytes, _, size = _SUBBLOCK.unpack(head)[3:]
+        # A segment's own head has 32 bytes; then come the block's header, its metadata and its pixels.
+        at = block.position + 32 + block.header_bytes + max(0, metadata_bytes)
+        data = self._file.read(at, max(0, size))
         if not data or len(data) < size:
             raise ValueError("the file ends before it")
         return data

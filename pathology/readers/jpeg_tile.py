@@ -95,6 +95,7 @@ def stored_jpeg(data: bytes) -> RGB:
         ValueError: It is damaged.
     """
     segments = _split_segments(data)
+    # Stated to be RGB, whatever they are, so that the decoder does not convert them.
     complete = jpeg_prefix(None, ycbcr=False) + segments.others + data[segments.scan_start :]
     pixels: RGB = simplejpeg.decode_jpeg(complete, "RGB", strict=True)
     return pixels

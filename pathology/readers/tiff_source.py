@@ -304,10 +304,7 @@ def _pages(
 
 
 def _pages_of_series(tiff: tifffile.TiffFile, pick: Pick) -> list[Any]:
-    """Return the pages of the series with the most pixels, finest first; of several focal planes the picked one.
-
-    The series with the most pixels is the slide: labels, macros and thumbnails are smaller.
-    """
+    """Return the pages of the series with the most pixels, finest first; labels, macros and thumbnails are smaller."""
     try:
         if not tiff.series:
             raise SlideError("the TIFF has no image")
@@ -317,18 +314,17 @@ def _pages_of_series(tiff: tifffile.TiffFile, pick: Pick) -> list[Any]:
             raise
         return pages
     largest = max(tiff.series, key=lambda s: int(np.prod(s.shape, dtype=np.int64)))
-    # A list of pages for each level: one page, or several planes of the same size.
+    # A list of pages for each level: one page, or several focal planes of the same size.
     finest, *coarser = [[keyframe(page) for page in level.pages if page is not None] for level in largest.levels]
     size = _size(finest[0])
     if tiff.is_imagej and len(finest) == 1 and (count := _images_of_imagej(finest[0])) > 1:
         raise PlanesError(f"it is an ImageJ stack of {count} pictures of {size[0]} × {size[1]} px in one; export one")
-    # tifffile may list each focal plane as a series of its own.
-    planes = finest if len(finest) > 1 else _of_one_size(tiff, finest[0])
+    planes = finest if len(finest) > 1 else _of_one_size(tiff, finest[0])  # each may be a series of its own
     if len(planes) == 1 and all(len(level) == 1 for level in coarser):
         check_plane(pick, 1)
         return [finest[0], *(level[0] for level in coarser)]
     picked = picked_plane(planes, pick, size)
-    # Planes count from 1. Levels without some of the planes are left out.
+    # Levels without some of the planes are left out.
     return [picked, *(level[pick.plane - 1] for level in coarser if len(level) == len(planes))]
 
 

@@ -82,6 +82,7 @@ class _Pair:
 def library(mpp_um: float) -> Library:
     """Return the sprites for slides with these microns per pixel at level 0."""
     rng = np.random.default_rng(_SEED)
+    # At the index of their kind: SPINDLE, OVAL, LYMPHOCYTE, then DUSTY, COARSE and RED_CELL.
     stamps = [
         _elongated(rng, mpp_um, length_um=(10, 17), width_um=(2.3, 3.4), density=(0.5, 0.72), count=VARIANTS[SPINDLE]),
         _elongated(rng, mpp_um, length_um=(9.0, 11.5), width_um=(5.4, 7.2), density=(0.5, 0.78), count=VARIANTS[OVAL]),
@@ -91,12 +92,13 @@ def library(mpp_um: float) -> Library:
     ]
     pairs = [_pair(rng, mpp_um) for _ in range(VARIANTS[DUSTY])]
     dust, fine, coarse = _match_colours(pairs)
-    # The same outlines and mean colour for both labels: only the texture tells them apart.
+    # DUSTY and COARSE nuclei, of slides of either label, have the same outlines and mean colour: only the texture of
+    # their chromatin tells them apart.
     stamps += [tuple(pair.nucleus for pair in pairs)] * 2
     pigment = {DUSTY: tuple(fine), COARSE: tuple(coarse)}
     stamps.append(tuple(_red_cell(rng, mpp_um) for _ in range(VARIANTS[RED_CELL])))
-    reach = max(stamp.shape[0] for kind in stamps for stamp in kind) // 2 + 1
-    return Library(tuple(stamps), pigment, tuple(pair.cover for pair in pairs), dust, reach)
+    reach_px = max(stamp.shape[0] for kind in stamps for stamp in kind) // 2 + 1
+    return Library(tuple(stamps), pigment, cover=tuple(pair.cover for pair in pairs), dust=dust, reach_px=reach_px)
 
 
 def _elongated(

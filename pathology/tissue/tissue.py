@@ -220,6 +220,7 @@ class _PixelFeatures:
             density = density_of(image, glass, rows, p.smooth_um / mpp_um)
             mean: Float = (density[0] + density[1] + density[2]) * np.float32(1 / 3)
             colour: Float = density.max(0) - density.min(0)
+            # What each pixel may be, a bit for each kind.
             bits = (colour > 0.2 * mean).view(np.uint8) * np.uint8(_COLOURED)
             # Most pixels are glass, so only the others are classified.
             dark = np.flatnonzero(mean > MIN_INK_DENSITY) if p.pen != "off" else np.empty(0, np.intp)

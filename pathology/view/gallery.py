@@ -167,7 +167,9 @@ def _free_key(slide_id: str, folder: Path, slides: Mapping[str, GallerySlide]) -
 
 
 def _require_slide(path: Path) -> None:
-    """Refuse a file without the extension of a slide that no reader opens; damaged slides are listed with the reason.
+    """Refuse a file that has not the extension of a slide, and that no reader opens.
+
+    Files with such an extension pass: if they are damaged, the gallery lists them with the reason.
 
     Raises:
         RequestError: The file is not a slide.

@@ -123,7 +123,8 @@ class Scene:
             channels = self._channels(entry)
             if not layer.isdecimal() or int(layer) >= len(channels):
                 raise NotInGalleryError(f"{key} has no layer {layer}")
-            return png(self._painter.heatmap(slide, *channels[int(layer)], tile, smooth))
+            file, channel = channels[int(layer)]
+            return png(self._painter.heatmap(slide, file, channel, tile, smooth))
 
     def regions(self, key: str) -> dict[str, Any]:
         """Return the regions of a slide's prediction as GeoJSON in shown pixels; without features if there are none.

@@ -67,6 +67,7 @@ def measure(slide: Path, mpp_um: float, threads: int) -> dict[str, float]:
     record = ingest_slide(slide, slide.parent / "store", IngestOptions(mpp=mpp_um), threads=threads)
     if record.status != "done":
         raise SystemExit(record.reason)
+    # `hyfi ingest` draws the picture of a slide, too, after it is ingested.
     write_picture(slide.parent / "store", record.slide_id)
     growth = peak_bytes() - before
     return {

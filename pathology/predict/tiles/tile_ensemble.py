@@ -86,11 +86,12 @@ class TileEnsemble:
         slide = together(self._comm, lambda: stored_slide(dataset))
         mask, mask_mpp = together(self._comm, slide.tissue)
         if not mask.any() and self.needs_tissue:
-            return Sight((), 0.0, ("no_tissue",), 0)
+            return Sight(views=(), coverage=0.0, flags=("no_tissue",), level=0)
         tiles = together(self._comm, lambda: self.tiles_of(slide))
         coverage, tissue_px = tissue_seen(mask, mask_mpp, tiles)
-        view = View((tiles.size_px, tiles.size_px), (), coverage, tissue_px, ())
-        return Sight((view,), coverage, (), tiles.plane.level, tiles)
+        # Models of tiles have one view, of the size of a tile and without pieces.
+        view = View((tiles.size_px, tiles.size_px), pieces=(), coverage=coverage, tissue_px=tissue_px, flags=())
+        return Sight((view,), coverage, flags=(), level=tiles.plane.level, tiles=tiles)
 
     def tiles_of(self, slide: SlideStore) -> TissueTiles:
         """Return the tiles of a slide.

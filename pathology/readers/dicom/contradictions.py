@@ -10,7 +10,21 @@ import imagecodecs
 import numpy as np
 
 from pathology.readers.dicom.files import text_of
-from pathology.readers.dicom.pixels import CONCATENATION, ITEM, OF_FRAMES, before_pixels, first_frame, frame_positions
+from pathology.readers.dicom.pixels import (
+    CONCATENATION,
+    FRAME_COLUMNS,
+    FRAME_COUNT,
+    FRAME_ROWS,
+    ITEM,
+    LEVEL_COLUMNS,
+    LEVEL_ROWS,
+    OF_FRAMES,
+    ORGANISATION,
+    before_pixels,
+    first_frame,
+    frame_positions,
+    is_level,
+)
 from pathology.readers.facts.colour import believed_jpeg, pixels_say
 from pathology.readers.facts.jpeg_2000 import is_jp2
 from pathology.readers.jpeg_tile import stored_jpeg
@@ -54,7 +68,7 @@ def level_contradiction(path: Path) -> str:
     """
     with suppress(Exception), path.open("rb") as file:
         head, of_frames, pixels_at = before_pixels(file, [*OF_FRAMES, CONCATENATION])
-        if "VOLUME" in text_of(head, OF_FRAMES[0]):
+        if is_level(head):
             # The table of offsets follows the tag, type and length of the pixels, 12 bytes.
             return _offsets_contradiction(file, pixels_at + 12) or _frames_contradiction(head, of_frames)
     return ""
@@ -70,13 +84,12 @@ def _frames_contradiction(head: Dataset, of_frames: bytes) -> str:
         head: The elements `OF_FRAMES` of the header.
         of_frames: The elements of the frames as they are stored, with their positions.
     """
-    organisation, stated = (text_of(head, tag) for tag in OF_FRAMES[1:3])
-    positions, count = frame_positions(of_frames), int(stated or 1)
-    columns, rows, *frame = (int(head[tag].value) for tag in OF_FRAMES[3:])
-    if positions or organisation == "TILED_SPARSE":
+    positions, count = frame_positions(of_frames), int(text_of(head, FRAME_COUNT) or 1)
+    columns, rows = int(head[LEVEL_COLUMNS].value), int(head[LEVEL_ROWS].value)
+    if positions or text_of(head, ORGANISATION) == "TILED_SPARSE":
         return _wrong_positions(positions, count, (columns, rows))
     # Without positions, frames are in row-major order. OpenSlide counts those of a level in several files.
-    needed = -(-columns // frame[0]) * -(-rows // frame[1])
+    needed = -(-columns // int(head[FRAME_COLUMNS].value)) * -(-rows // int(head[FRAME_ROWS].value))
     if count == needed or CONCATENATION in head:
         return ""
     several = " (several optical paths or focal planes are not read)" if count % needed == 0 else ""

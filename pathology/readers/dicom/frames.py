@@ -26,11 +26,16 @@ from pathology.errors import TileError
 from pathology.readers.dicom.files import series_files, text_of
 from pathology.readers.dicom.pixels import (
     CONCATENATION,
+    FRAME_COLUMNS,
+    FRAME_ROWS,
     ITEM,
+    LEVEL_COLUMNS,
+    LEVEL_ROWS,
     OF_FRAMES,
     SYNTAX,
     before_pixels,
     frame_positions,
+    is_level,
     read_head,
 )
 
@@ -79,12 +84,15 @@ class JpegFrames:
     def _places(self) -> Mapping[tuple[int, int], tuple[int, int]]:
         """(row, column) of a frame, counted in frames -> offsets of its item and the next one; empty if not found."""
         with suppress(Exception), self.path.open("rb") as file:
-            _, groups, at = before_pixels(file, [])
-            items = _items(file, at + 12, _extended_offsets(groups))
-            positions = frame_positions(groups)
+            _, of_frames, pixels_at = before_pixels(file, [])
+            # The first item follows the tag, type and length of the pixels, 12 bytes.
+            items = _items(file, pixels_at + 12, _extended_offsets(of_frames))
+            positions = frame_positions(of_frames)
             (height, width), across = self.frame_px, -(-self.size[1] // self.frame_px[1])
+            # Positions are those of a frame's first pixel, from 1. Without them, frames are in row-major order.
             grid = [((row - 1) // height, (column - 1) // width) for column, row in positions]
             grid = grid or [divmod(k, across) for k in range(across * -(-self.size[0] // height))]
+            # 0 instead of an offset: no item follows the last one.
             return dict(zip(grid, pairwise([*items, 0]), strict=True))
         return {}
 
@@ -103,19 +111,22 @@ def _frames_of(path: Path) -> JpegFrames | None:
     """Return the frames of a level's file; None for other files, and parts of a level."""
     with path.open("rb") as file:
         dataset = read_head(file, [*OF_FRAMES, CONCATENATION])
-    if "VOLUME" not in text_of(dataset, OF_FRAMES[0]) or CONCATENATION in dataset:
+    if not is_level(dataset) or CONCATENATION in dataset:
         return None
     if text_of(dataset.file_meta, SYNTAX) != _JPEG_BASELINE:
         return None
-    columns, rows, width, height = (int(dataset[tag].value) for tag in OF_FRAMES[3:])
-    return JpegFrames(path, (rows, columns), (height, width))
+    rows, columns, height, width = (
+        int(dataset[tag].value) for tag in (LEVEL_ROWS, LEVEL_COLUMNS, FRAME_ROWS, FRAME_COLUMNS)
+    )
+    return JpegFrames(path, size=(rows, columns), frame_px=(height, width))
 
 
-def _extended_offsets(groups: bytes) -> bytes:
+def _extended_offsets(of_frames: bytes) -> bytes:
     """Return the extended table of offsets from the elements in front of the pixels; empty if there is none."""
-    at = groups.rfind(_OFFSETS)
-    length = int.from_bytes(groups[at + 8 : at + 12], "little")
-    return groups[at + 12 : at + 12 + length] if at >= 0 else b""
+    at = of_frames.rfind(_OFFSETS)
+    # The element's tag and type take 8 bytes, its length 4.
+    length = int.from_bytes(of_frames[at + 8 : at + 12], "little")
+    return of_frames[at + 12 : at + 12 + length] if at >= 0 else b""
 
 
 def _items(file: BinaryIO, at: int, stated: bytes) -> list[int]:

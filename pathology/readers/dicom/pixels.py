@@ -2,7 +2,7 @@
 
 ```
 head      elements that pydicom reads: the level, its size, that of a frame
-groups    one item for each frame, perhaps with its position
+frames    one item for each frame, perhaps with its position
 pixels    item: table of offsets, perhaps empty | item: frame | item: frame | … | end
 ```
 """
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from pydicom.dataset import Dataset
 
 PHOTOMETRIC, PER_FRAME, CONCATENATION = 0x00280004, 0x52009230, 0x00209161
-OF_FRAMES = [0x00080008, 0x00209311, 0x00280008, 0x00480006, 0x00480007, 0x00280011, 0x00280010]
-"""ImageType, DimensionOrganizationType, NumberOfFrames, (columns, rows) of the pixel matrix, and of a frame."""
+IMAGE_TYPE, ORGANISATION, FRAME_COUNT = 0x00080008, 0x00209311, 0x00280008
+"""ImageType, DimensionOrganizationType, NumberOfFrames."""
+LEVEL_COLUMNS, LEVEL_ROWS, FRAME_COLUMNS, FRAME_ROWS = 0x00480006, 0x00480007, 0x00280011, 0x00280010
+"""Sizes of the level (the total pixel matrix), and of a frame."""
+OF_FRAMES = (IMAGE_TYPE, ORGANISATION, FRAME_COUNT, LEVEL_COLUMNS, LEVEL_ROWS, FRAME_COLUMNS, FRAME_ROWS)
 SYNTAX, _IMPLICIT = 0x00020010, "1.2.840.10008.1.2"
 ITEM = b"\xfe\xff\x00\xe0"
 _PER_FRAME_TAG = b"\x00\x52\x30\x92"
@@ -41,6 +44,11 @@ def read_head(file: BinaryIO, wanted: Sequence[int]) -> Dataset:
 
     file.seek(0)
     return read_partial(file, stop_when=lambda tag, vr, length: tag >= PER_FRAME, specific_tags=list(wanted))
+
+
+def is_level(head: Dataset) -> bool:
+    """Whether a file is a level of a slide, not its label or macro; ``head`` has its ImageType."""
+    return "VOLUME" in text_of(head, IMAGE_TYPE)
 
 
 def before_pixels(file: BinaryIO, wanted: Sequence[int]) -> tuple[Dataset, bytes, int]:
@@ -81,10 +89,10 @@ def first_frame(file: BinaryIO) -> tuple[str, bytes]:
     return photometric, file.read(int.from_bytes(file.read(8)[4:], "little"))
 
 
-def frame_positions(groups: bytes) -> list[tuple[int, int]]:
+def frame_positions(of_frames: bytes) -> list[tuple[int, int]]:
     """Return the (column, row) of each frame from PerFrameFunctionalGroupsSequence; empty without this sequence."""
-    if not groups.startswith(_PER_FRAME_TAG):
+    if not of_frames.startswith(_PER_FRAME_TAG):
         return []
-    columns, rows = (pattern.findall(groups) for pattern in (_COLUMN, _ROW))
+    columns, rows = (pattern.findall(of_frames) for pattern in (_COLUMN, _ROW))
     numbers = [[int.from_bytes(value, "little", signed=True) for value in values] for values in (columns, rows)]
     return list(zip(*numbers, strict=True))

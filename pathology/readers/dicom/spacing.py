@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from pathology.readers.dicom.files import series_files, text_of
-from pathology.readers.dicom.pixels import OF_FRAMES, read_head
+from pathology.readers.dicom.files import series_files
+from pathology.readers.dicom.pixels import IMAGE_TYPE, LEVEL_COLUMNS, LEVEL_ROWS, is_level, read_head
 from pathology.readers.facts.slide_facts import StatedMpp
 from pathology.readers.mpp import agree
 
@@ -37,9 +37,9 @@ def stated_by_coarser_files(path: Path) -> StatedMpp | None:
 def _spacing_of(path: Path) -> tuple[tuple[int, int], tuple[float, float]]:
     """Return ((rows, columns), microns per pixel) of a level; raises any exception for other files."""
     with path.open("rb") as file:
-        dataset = read_head(file, [*OF_FRAMES, _SHARED])
-        if "VOLUME" not in text_of(dataset, OF_FRAMES[0]):
+        head = read_head(file, [IMAGE_TYPE, LEVEL_COLUMNS, LEVEL_ROWS, _SHARED])
+        if not is_level(head):
             raise ValueError("not a level")
-        columns, rows = (int(dataset[tag].value) for tag in OF_FRAMES[3:5])
-        y_mm, x_mm = map(float, dataset[_SHARED].value[0].PixelMeasuresSequence[0].PixelSpacing)
+        rows, columns = int(head[LEVEL_ROWS].value), int(head[LEVEL_COLUMNS].value)
+        y_mm, x_mm = map(float, head[_SHARED].value[0].PixelMeasuresSequence[0].PixelSpacing)
     return (rows, columns), (1000 * y_mm, 1000 * x_mm)

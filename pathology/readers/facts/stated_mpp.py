@@ -170,8 +170,9 @@ def stated_by_pixels(pixels: ElementTree.Element) -> StatedMpp | None:
             return None
         if unit is None:
             return None
-        sizes.append(size * unit[0])
-        repaired = repaired or unit[1]
+        um, correction = unit
+        sizes.append(size * um)
+        repaired = repaired or correction
     return StatedMpp((sizes[0], sizes[1]), "OME-XML", _size_of(pixels), repaired)
 
 

@@ -163,24 +163,25 @@ class ZarrLevel:
         if isinstance(self._path, ObjectPath) and not self._path.can_list:
             return set()
         stored, metadata = set(files_below(self._path)), self.array.metadata
-        counts = [-(-size // step) for size, step in zip(self.array.shape, self._files, strict=True)]
+        # Number of files along each axis.
+        counts = [-(-size // step) for size, step in zip(self.array.shape, self._file_shape, strict=True)]
         # Only files that are shown: one time, one focal plane, all channels.
-        fixed = {"t": 0, "z": self.plane // self._along("z", self._files) if "z" in self._names else 0}
+        fixed = {"t": 0, "z": self.plane // self._along("z", self._file_shape) if "z" in self._names else 0}
         absent = set()
-        for chunk in np.ndindex(*(1 if name in fixed else n for name, n in zip(self._names, counts, strict=True))):
-            at = tuple(fixed.get(name, k) for name, k in zip(self._names, chunk, strict=True))
+        for place in np.ndindex(*(1 if name in fixed else n for name, n in zip(self._names, counts, strict=True))):
+            at = tuple(fixed.get(name, k) for name, k in zip(self._names, place, strict=True))
             # `encode_chunk_key`, because separators and prefixes of names differ between versions of zarr.
             if metadata.encode_chunk_key(at) not in stored:
                 absent.add((self._along("y", at), self._along("x", at)))
         return absent
 
     @property
-    def _files(self) -> tuple[int, ...]:
+    def _file_shape(self) -> tuple[int, ...]:
         """Shape of what one file holds: a shard, or a chunk of an array without shards."""
         return tuple(self.array.shards or self.array.chunks)
 
     def _file_box(self, row: int, column: int) -> Box:
-        height, width = self._along("y", self._files), self._along("x", self._files)
+        height, width = self._along("y", self._file_shape), self._along("x", self._file_shape)
         y, x = row * height, column * width
         return Box(y, y + height, x, x + width).intersect(Box.of_size(*self.size_px))
 
@@ -207,7 +208,8 @@ def _opened(image: NgffImage, path: str) -> Any:
                 return zarr.open_array(array_path, mode="r", zarr_format=group.zarr_format)
             from zarr.storage import ObjectStore
 
-            client = client_of(array_path.scheme, array_path.parts[1])
+            bucket = array_path.parts[1]
+            client = client_of(array_path.scheme, bucket)
             with as_file_errors(str(array_path)):
                 store = ObjectStore(client, read_only=True)
                 return zarr.open_array(store, path=array_path.key, mode="r", zarr_format=group.zarr_format)

@@ -58,7 +58,11 @@ def main() -> None:
 
 
 def measure(engine: Engine, folder: Path, size: int, every: int, saves: int) -> dict[str, float]:
-    """Train ``saves`` intervals of ``every`` steps with each way to save, in turns; return the printed line."""
+    """Train ``saves`` intervals of ``every`` steps with each way to save, in turns; return the printed line.
+
+    Without saving (``none``), while the checkpoint is written in the background (``beside``), or after a wait until it
+    is written (``at_once``).
+    """
     times: dict[SavingWay, Times] = {"none": Times(), "beside": Times(), "at_once": Times()}
     writer = CheckpointWriter(AloneCommunicator(), writes=True)
     _save(engine, writer, folder, 0, Times())  # not counted: the first copy allocates its memory

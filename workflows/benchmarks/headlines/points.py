@@ -51,24 +51,25 @@ def _formulas() -> list[Point]:
     points = []
     for stages in (4, 8, 16):
         setting = f"{stages} stages, 32 repetitions, backward = 2 forwards"
-        model = partial(_bubble, schedule="gems_master", stages=stages, rounds=64, backward_s=2.0)
+        # A repetition has two micro-batches, one in each direction.
+        model = partial(_bubble, schedule="gems_master", stages=stages, microbatches=64, backward_s=2.0)
         points.append(Point("GEMS", "bubble", (stages - 1) / (stages + 0.5), setting, stated=True, modelled=model))
     for stages in (4, 8, 16):
-        for rounds in (stages, 2 * stages):
-            setting = f"{stages} stages, {rounds} micro-batches, backward = forward"
-            model = partial(_bubble, schedule="chimera", stages=stages, rounds=rounds, backward_s=1.0)
-            published = (stages - 2) / (2 * rounds + stages - 2)
+        for microbatches in (stages, 2 * stages):
+            setting = f"{stages} stages, {microbatches} micro-batches, backward = forward"
+            model = partial(_bubble, schedule="chimera", stages=stages, microbatches=microbatches, backward_s=1.0)
+            published = (stages - 2) / (2 * microbatches + stages - 2)
             points.append(Point("Chimera", "bubble", published, setting, stated=True, modelled=model))
     return points
 
 
-def _bubble(_: Forecasts, schedule: ScheduleName, stages: int, rounds: int, backward_s: float) -> float:
+def _bubble(_: Forecasts, schedule: ScheduleName, stages: int, microbatches: int, backward_s: float) -> float:
     """Return the bubble of a schedule with balanced stages, a forward of 1 s and free messages."""
-    plan = ParallelPlan(grids=((1, 1),) * stages, microbatches=rounds, schedule=schedule)
+    plan = ParallelPlan(grids=((1, 1),) * stages, microbatches=microbatches, schedule=schedule)
     placement, edges = Placement.of(plan), tuple((stage, stage + 1) for stage in range(stages - 1))
     lowered = lower(generate(plan, placement), placement, edges, mirror=plan.mirror)
     costs = Costs(backward_s=backward_s)
-    return simulate(lowered, placement, edges, mirror=plan.mirror, microbatches=rounds, costs=costs).bubble
+    return simulate(lowered, placement, edges, mirror=plan.mirror, microbatches=microbatches, costs=costs).bubble
 
 
 # torchgpipe's benchmarks/amoebanetd-speed: (micro-batches, batch, layers of each stage, images/s). The 24 layers are
