@@ -309,10 +309,9 @@ def _pages_of_series(tiff: tifffile.TiffFile, pick: Pick) -> list[Any]:
         if not tiff.series:
             raise SlideError("the TIFF has no image")
     except tifffile.TiffFileError:
-        pages = _pages_before_the_damage(tiff)
-        if not pages:
-            raise
-        return pages
+        if pages := _pages_before_the_damage(tiff):
+            return pages
+        raise
     largest = max(tiff.series, key=lambda s: int(np.prod(s.shape, dtype=np.int64)))
     # A list of pages for each level: one page, or several focal planes of the same size.
     finest, *coarser = [[keyframe(page) for page in level.pages if page is not None] for level in largest.levels]
@@ -324,8 +323,8 @@ def _pages_of_series(tiff: tifffile.TiffFile, pick: Pick) -> list[Any]:
         check_plane(pick, 1)
         return [finest[0], *(level[0] for level in coarser)]
     picked = picked_plane(planes, pick, size)
-    # Levels without some of the planes are left out.
-    return [picked, *(level[pick.plane - 1] for level in coarser if len(level) == len(planes))]
+    with_all_planes = (level for level in coarser if len(level) == len(planes))
+    return [picked, *(level[pick.plane - 1] for level in with_all_planes)]
 
 
 def _images_of_imagej(page: Any) -> int:
