@@ -162,6 +162,7 @@ def _search(folder: Path, store: Path | None) -> Iterator[Path]:
             if is_ome_zarr(Path(folder_path)):
                 yield Path(folder_path)
             continue
+        # A store of `hyfi ingest` has its records in this folder.
         if ".records" in folders and (len(visited) > 1 or _is_same(folder_path, store)):
             folders[:] = [name for name in folders if not name.endswith(".zarr")]
         # Changed in place, because `os.walk` descends into the folders that remain in this list.

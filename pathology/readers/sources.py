@@ -194,6 +194,7 @@ def _stored_levels(path: Path, by_openslide: OpenSlideSource) -> list[int]:
     """
     sizes = tiled_sizes(path)
     stored = [k for k, level in enumerate(by_openslide.levels) if (level.height_px, level.width_px) in sizes]
+    # Without the finest level, the file is not as expected: then all levels count.
     return stored if stored[:1] == [0] else list(range(len(by_openslide.levels)))
 
 

@@ -155,6 +155,13 @@ def _split_strips(
 ) -> tuple[tuple[int, int], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Split large uncompressed strips, which can be read in part, into strips of about 1 MiB.
 
+    Args:
+        strip: (height, width) of a strip.
+        height: Rows of the level.
+        row_bytes: Bytes of a row.
+        offsets: First byte of each strip.
+        lengths: Bytes of each strip; 0 if it is missing.
+
     Returns:
         (height, width) of the new strips, their offsets, and their lengths in bytes.
 

@@ -30,6 +30,7 @@ class UprightSource:
 
     def __init__(self, stored: SlideSource, orientation: int) -> None:
         self._stored = stored
+        # From the stored to the upright image: T: transpose, y: flip up–down, x: flip left–right.
         steps = _STEPS[orientation]
         self._transposed, self._flip_y, self._flip_x = "T" in steps, "y" in steps, "x" in steps
         self.levels = tuple(map(self._level, stored.levels))

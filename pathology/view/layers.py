@@ -141,14 +141,16 @@ class HeatmapFile:
         return HeatmapChannel(index, kind, class_name, class_color(class_index), strongest, offset)
 
     def _strongest(self, index: int, offset: float) -> float:
-        """Return a high percentile of a channel's absolute values, after an offset is subtracted."""
+        """Return a high percentile of a channel's absolute values, after an offset is subtracted; 1 if that is 0."""
+        # The finest level of few enough pixels.
         small = next(
             (k for k, shape in enumerate(self._shapes) if shape[0] * shape[1] <= _MAX_RANGE_PX),
             len(self._shapes) - 1,
         )
         strength = np.abs(self.values(index, small) - offset)
         finite = strength[np.isfinite(strength)]
-        return (float(np.percentile(finite, _RANGE_PERCENTILE)) if finite.size else 0.0) or 1.0  # it divides
+        percentile = float(np.percentile(finite, _RANGE_PERCENTILE)) if finite.size else 0.0
+        return percentile or 1.0  # not 0: values are divided by this
 
 
 def _metadata_of(ome_xml: str) -> tuple[dict[str, Any], list[str]]:

@@ -96,7 +96,7 @@ def _prepare(pool: DecodePool, images: Sequence[int], extent: Box) -> None:
     for number in range(len(images)):
         # While every slot has an image, the worker never waits for this process.
         while submitted < len(images) and pool.has_free_slot:
-            pool.submit(submitted, 0, images[submitted], (extent,))
+            pool.submit(name=submitted, epoch=0, index=images[submitted], boxes=(extent,))
             submitted += 1
         while pool.parts(number) is None:
             if not pool.collect():

@@ -169,15 +169,16 @@ def place_explanation(
         own: The slide's tiles among those of the bag; contributions of the other tiles count as bias.
     """
     readout = member.readout
-    # Readouts take maps (channels, h, w): give them a map with a single column.
+    # The score of a tile is that of a slide with this tile alone. Readouts take maps (channels, h, w): give them a map
+    # with a single column.
     scores = readout.position_scores(explanation.alone[own].T[:, :, None].float())[:, :, 0]
     attention = None if explanation.attention is None else explanation.attention.double().cpu().numpy()
     # `place_tiles` multiplies attention by the number of the slide's tiles, but 1 shall be the mean of the whole bag.
     values = TileValues(
-        explanation.logits.double().cpu().numpy(),
-        scores.cpu().numpy(),
-        explanation.contributions[own].double().T.cpu().numpy(),
-        None if attention is None else attention[own] * (len(attention) / len(tiles)),
+        logits=explanation.logits.double().cpu().numpy(),
+        scores=scores.cpu().numpy(),
+        contributions=explanation.contributions[own].double().T.cpu().numpy(),
+        attention=None if attention is None else attention[own] * (len(attention) / len(tiles)),
     )
     return place_tiles(tiles, values, readout.channels, readout.exclusive)
 

@@ -125,8 +125,9 @@ def _of_imagej(page: Any) -> StatedMpp | None:
     tags = page.tags
     if unit is None or "XResolution" not in tags or "YResolution" not in tags:
         return None
+    um, correction = unit
     y, x = (_ratio(tags[name].value) for name in ("YResolution", "XResolution"))
-    return StatedMpp((unit[0] / y, unit[0] / x), "ImageJ", repaired=unit[1]) if x > 0 and y > 0 else None
+    return StatedMpp((um / y, um / x), "ImageJ", repaired=correction) if x > 0 and y > 0 else None
 
 
 def _of_tags(page: Any) -> StatedMpp | None:

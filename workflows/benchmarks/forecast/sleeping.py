@@ -111,12 +111,17 @@ def predicted_step_s(
         besides: Grid -> (forward, backward) seconds of a block besides its sleep; None: 0.
     """
     more = {grid: (0.0, 0.0) for grid in plan.grids} | dict(besides or {})
+    # A cut is the name of a stage's last block. Of each stage: the number of its blocks.
     ends = [-1, *(int(str(cut).removeprefix("blocks.")) for cut in plan.cuts), BLOCKS - 1]
     blocks = [last - before for before, last in pairwise(ends)]
     images = BATCH // plan.replicas // plan.microbatches
-    slept_s = [images * block_s * n / prod(grid) for n, grid in zip(blocks, plan.grids, strict=True)]
-    forward_s = [s + n * more[grid][0] for s, n, grid in zip(slept_s, blocks, plan.grids, strict=True)]
-    backward_s = [2 * s + n * more[grid][1] for s, n, grid in zip(slept_s, blocks, plan.grids, strict=True)]
+    forward_s, backward_s = [], []
+    for count, grid in zip(blocks, plan.grids, strict=True):
+        slept_s = images * block_s * count / prod(grid)
+        forward_more_s, backward_more_s = more[grid]
+        forward_s.append(slept_s + count * forward_more_s)
+        # In backward, a block sleeps twice as long.
+        backward_s.append(2 * slept_s + count * backward_more_s)
     durations = Costs(
         forward_s=lambda stage: forward_s[stage],
         backward_s=lambda stage: backward_s[stage] + plan.recomputes(stage) * forward_s[stage],

@@ -57,12 +57,12 @@ class DrawnLabels:
         # The end of the follow-up does not depend on the areas: censoring carries no information.
         end = rng.uniform(*FOLLOWED_MONTHS, len(blue))
         return cls(
-            areas,
-            rng.random(areas.shape) < 1 / (1 + np.exp(-SLOPE * areas)),
-            (latent[:, None] > np.array(GRADE_CUTS)).sum(1),
-            mean + slope * brown + noise * rng.standard_normal(len(brown)),
-            np.minimum(event, end),
-            event <= end,
+            areas=areas,
+            marked=rng.random(areas.shape) < 1 / (1 + np.exp(-SLOPE * areas)),
+            grade=(latent[:, None] > np.array(GRADE_CUTS)).sum(1),
+            number=mean + slope * brown + noise * rng.standard_normal(len(brown)),
+            months=np.minimum(event, end),
+            died=event <= end,
         )
 
 
