@@ -232,7 +232,20 @@ def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
         raise SlideError(f"the file is damaged: a block of the finest level of {stated}")
     # The header of a block has 16 bytes and a copy of this entry, but at least 256 bytes (SUBBLOCK segment).
     header_bytes = max(256, 16 + end - at)
-    return CziBlock(scene, depth, y0, x0, downsample, rows, columns, order, compression, position, header_bytes), end
+    block = CziBlock(
+        scene=scene,
+        depth=depth,
+        y0=y0,
+        x0=x0,
+        downsample=downsample,
+        height_px=rows,
+        width_px=columns,
+        order=order,
+        compression=compression,
+        position=position,
+        header_bytes=header_bytes,
+    )
+    return block, end
 
 
 def _check(dimensions: dict[str, tuple[int, int, int]], pixel_type: int, compression: int) -> None:

@@ -66,6 +66,7 @@ class OpenSlideSource:
     """
 
     def __init__(self, path: Path, checked: bool = False) -> None:
+        # `checked`: whether levels that do not fit are left out at once; `_checked`: whether this was done.
         self._path, self._checked = path, False
         self._handles = PerThread(self._new_handle, openslide.OpenSlide.close)
         slide = self._first_handle()

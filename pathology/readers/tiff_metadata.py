@@ -78,6 +78,7 @@ def is_truncated(path: Path) -> bool:
 
 def _ends(file: BinaryIO, order: str, big: bool) -> Iterator[int]:
     """Yield the end offsets of all tag values and image data of a TIFF (TIFF 6.0, section 2; BigTIFF)."""
+    # Formats of an offset and of the number of entries, and bytes of an entry and of an offset.
     wide, count_format, entry_bytes = ("Q", "Q", 20) if big else ("I", "H", 12)
     word = 8 if big else 4
     file.seek(word)
@@ -108,7 +109,15 @@ def _ends(file: BinaryIO, order: str, big: bool) -> Iterator[int]:
 
 
 def _integers(file: BinaryIO, order: str, field_type: int, number: int, inline: bytes) -> tuple[int, ...]:
-    """Return the values of a tag of type SHORT, LONG or LONG8; () for other types."""
+    """Return the values of a tag of type SHORT, LONG or LONG8; () for other types.
+
+    Args:
+        file: The file.
+        order: Order of bytes, ``<`` or ``>``.
+        field_type: Number of the type.
+        number: Number of values.
+        inline: The values; if they do not fit into 4 (BigTIFF: 8) bytes, their offset.
+    """
     letter = {3: "H", 4: "I", 16: "Q"}.get(field_type)
     if letter is None:
         return ()

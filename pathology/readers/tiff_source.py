@@ -66,10 +66,10 @@ class TiffSource:
     def __init__(
         self,
         path: Path,
-        by_openslide: SlideSource | None = None,
+        by_openslide: SlideSource | None = None,  # the same slide, whose metadata is then used
         fill_missing: FillMissing | None = None,
-        stored: Sequence[int] | None = None,
-        reopen: Callable[[Path], SlideSource] | None = None,
+        stored: Sequence[int] | None = None,  # indices of the levels of `by_openslide` that the file stores
+        reopen: Callable[[Path], SlideSource] | None = None,  # called when the source is unpickled
         pick: Pick = WHOLE,
     ) -> None:
         self._path, self._reopen = path, reopen or TiffSource

@@ -75,12 +75,13 @@ class _Raster:
     """The slide in cells of 8 µm: the depth of each cell in the tissue, and whether an object occupies it."""
 
     def __init__(self, spec: SlideSpec, tissue: Tissue) -> None:
-        self.n = max(1, int(np.ceil(spec.size_um / _CELL_UM)))
-        centres = (np.arange(self.n) + 0.5) * _CELL_UM
+        # Cells along a side of the slide.
+        self.side = max(1, int(np.ceil(spec.size_um / _CELL_UM)))
+        centres = (np.arange(self.side) + 0.5) * _CELL_UM
         # In parts of rows: the coordinates of pieces take several floats for each cell.
-        parts = np.array_split(centres, self.n // 256 + 1)
+        parts = np.array_split(centres, self.side // 256 + 1)
         self.depth_um = np.concatenate([tissue.grid(rows, centres) for rows in parts])
-        self.taken = np.zeros((self.n, self.n), bool)
+        self.taken = np.zeros((self.side, self.side), bool)
         self.tissue_mm2 = float((self.depth_um > 0).sum()) * _CELL_UM**2 / 1e6
 
     def count(self, rng: np.random.Generator, per_mm2: float) -> int:
@@ -93,12 +94,13 @@ class _Raster:
         if not len(inside):
             return np.zeros((0, 2))
         cell = rng.choice(inside, count)
-        return (np.stack([cell // self.n, cell % self.n], 1) + rng.uniform(0, 1, (count, 2))) * _CELL_UM
+        return (np.stack([cell // self.side, cell % self.side], 1) + rng.uniform(0, 1, (count, 2))) * _CELL_UM
 
     def take(self, y_um: float, x_um: float, radius_um: float) -> bool:
         """Reserve a disc; return False without reserving if it overlaps another object or the tissue's edge."""
+        # The part of the raster around the disc, and the distance of its cells' centres from the disc's centre.
         low = [max(0, int((v - radius_um) / _CELL_UM)) for v in (y_um, x_um)]
-        high = [min(self.n, int((v + radius_um) / _CELL_UM) + 1) for v in (y_um, x_um)]
+        high = [min(self.side, int((v + radius_um) / _CELL_UM) + 1) for v in (y_um, x_um)]
         window = (slice(low[0], high[0]), slice(low[1], high[1]))
         y = (np.arange(low[0], high[0]) + 0.5)[:, None] * _CELL_UM - y_um
         x = (np.arange(low[1], high[1]) + 0.5)[None, :] * _CELL_UM - x_um
@@ -110,7 +112,7 @@ class _Raster:
 
     def free(self, points: Field) -> Field:
         """Return a mask of the points (y, x), in µm, that are not in a reserved disc."""
-        cell = np.clip((points / _CELL_UM).astype(np.int64), 0, self.n - 1)
+        cell = np.clip((points / _CELL_UM).astype(np.int64), 0, self.side - 1)
         result: Field = ~self.taken[cell[:, 0], cell[:, 1]]
         return result
 
@@ -132,7 +134,7 @@ def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Field:
     for y, x in raster.points(rng, 1 + int(raster.tissue_mm2), 10):  # a few islands of fat
         for dy, dx in rng.normal(0, 75, (90, 2)):
             radius = rng.uniform(14, 30)
-            inside = 0 <= y + dy < raster.n * _CELL_UM and 0 <= x + dx < raster.n * _CELL_UM
+            inside = 0 <= y + dy < raster.side * _CELL_UM and 0 <= x + dx < raster.side * _CELL_UM
             if inside and raster.take(y + dy, x + dx, radius):
                 rows.append((FAT, y + dy, x + dx, radius + 2, rng.uniform(1, 1.25), rng.uniform(0, np.pi), 0.93, 0.5))
     return np.array(rows, np.float64).reshape(-1, 8)
@@ -249,7 +251,7 @@ def _aggregates(rng: np.random.Generator, raster: _Raster) -> Field:
         n = int(rng.integers(25, 140))
         points = np.array([y, x]) + rng.normal(0, 3.2 * np.sqrt(n) * 0.7, (n, 2))
         cell = (points / _CELL_UM).astype(np.int64)
-        keep = (points >= 0).all(1) & (cell < raster.n).all(1)
+        keep = (points >= 0).all(1) & (cell < raster.side).all(1)
         points, cell = points[keep], cell[keep]
         points = points[raster.free(points) & (raster.depth_um[cell[:, 0], cell[:, 1]] > 2)]
         parts.append(_rows(points, LYMPHOCYTE, rng.integers(0, VARIANTS[LYMPHOCYTE], len(points))))

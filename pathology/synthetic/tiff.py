@@ -34,6 +34,7 @@ def write_slide(anatomy: Anatomy, path: Path) -> None:
     # Offsets of classic TIFF end at 4 GB.
     with replacing(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=size > 40_000) as tiff:
         for number, level in enumerate(levels):
+            # While level 0 is rendered and written, its tiles are reduced to those of all other levels.
             tiles = _full_level(anatomy, levels) if number == 0 else level.drain()
             _write_level(tiff, tiles, level.size_px, anatomy.spec.mpp_um * 2**number, reduced=number > 0)
 

@@ -88,7 +88,10 @@ def read_areas(path: Path, data: bytes) -> Areas:
 
 
 def _geometries(item: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (class in lower case, geometry) of all geometries in a GeoJSON object and in the collections inside it."""
+    """Yield (class in lower case, geometry) of all geometries in a GeoJSON object and in the collections inside it.
+
+    ``name`` is the class of the feature that the object is in; empty if it is in none.
+    """
     if isinstance(item, list):
         for part in item:
             yield from _geometries(part, name)

@@ -46,7 +46,7 @@ class SlideGrid:
 
     @classmethod
     def of(cls, attributes: dict[str, Any], store_mpp: tuple[float, float], mask_mpp: tuple[float, float]) -> SlideGrid:
-        """Return the grid of a mask of a stored slide.
+        """Return the position of a mask's pixels on a stored slide.
 
         Args:
             attributes: The slide's attributes in the store.
@@ -64,7 +64,7 @@ class SlideGrid:
         store_mpp: tuple[float, float],
         mask_mpp: tuple[float, float],
     ) -> SlideGrid:
-        """Return the grid of a mask of a slide.
+        """Return the position of a mask's pixels on a slide.
 
         Args:
             bounds: Bounds of the slide, at level 0.

@@ -163,8 +163,8 @@ class FilePixels:
         self,
         path: Path,
         manifest_mpp: str = "",
-        slide_mpp: float | None = None,
-        used_mpp: tuple[float, float] | None = None,
+        slide_mpp: float | None = None,  # if neither file nor manifest states it
+        used_mpp: tuple[float, float] | None = None,  # with which the slide was predicted
         pick: Pick = WHOLE,
     ) -> None:
         self._path = path
@@ -172,7 +172,6 @@ class FilePixels:
         self.mpp: tuple[float, float] | None = None
         note = ""
         try:
-            # As in the prediction, if there is one; else by file, manifest and the value for slides without one.
             doubt = source.facts.mpp_doubt
             self.mpp = used_mpp or resolve_mpp(source.mpp, manifest_mpp, slide_mpp, doubt=doubt).um
         except SlideError as error:

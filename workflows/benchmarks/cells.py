@@ -80,7 +80,10 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Predict one image in the way ``args.way`` in this process; return its memory in MB, seconds and logits."""
+    """Predict one image in this process; return its memory in MB, seconds and logits.
+
+    ``args.way`` is ``one piece``, or has the rows and columns of cells, as in ``4,4``.
+    """
     import torch
 
     import hyfi_core
@@ -145,7 +148,10 @@ def _spilled(engine: Engine) -> dict[str, int]:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train one image for one step in the way ``args.way`` in this process; return memory in MB, seconds and loss."""
+    """Train one image for one step in this process; return memory in MB, seconds and loss.
+
+    ``args.way`` is ``one piece``, or has the rows and columns of cells, as in ``4,4``.
+    """
     import torch
 
     import hyfi_core

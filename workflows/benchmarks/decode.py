@@ -68,6 +68,7 @@ def compare(path: Path, region_px: int, rounds: int, threads: int) -> dict[str, 
     box = Box(y, y + height, x, x + width)
     out: RGB = np.empty((*box.shape, 3), np.uint8)
     planes: RGB = np.empty((3, *box.shape), np.uint8)
+    # Planes are what the ingest reads into: a transposed view of them is filled.
     sides: dict[str, Callable[[], object]] = {
         "ours": lambda: source.read_into(box, 0, out),
         "ours_as_planes": lambda: source.read_into(box, 0, planes.transpose(1, 2, 0)),
@@ -80,6 +81,7 @@ def compare(path: Path, region_px: int, rounds: int, threads: int) -> dict[str, 
             start = time.perf_counter()
             read()
             seconds[side].append(time.perf_counter() - start)
+    # Without the first round, which opens files and fills caches.
     rate = {side: box.area / 1e6 / statistics.median(times[1:]) for side, times in seconds.items()}
     return {
         "slide": path.name,

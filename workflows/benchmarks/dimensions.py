@@ -135,14 +135,14 @@ def _dividing_rank(out: Path | None, steps: int) -> None:
         seconds, engine = _timed(comm, plan, model, steps)
         events = _gathered(comm, engine)
         if events is not None:
-            dry = simulate(engine.schedule(), Placement.of(plan), [(s, s + 1) for s in range(3)])
+            dry_run = simulate(engine.schedule(), Placement.of(plan), [(s, s + 1) for s in range(3)])
             stage_s, measured = 2 * LONG_BLOCK_S, bubble(events)
             span_s = max(e.end_s for e in events) - min(e.start_s for e in events)
             # A rank of D stages waits (D - 1)(F + I + W) seconds in 1f1b, (D - 1)(F + I - W) in zb_h1. F, I and W are
             # the seconds of a stage's forward and of its gradients of inputs and weights, here all `stage_s`.
             formula_s = 3 * stage_s * (1 if plan.divides_backwards else 3)
-            times = f"{seconds:.2f} | {measured:.3f} | {dry.bubble:.3f} | {measured * span_s:.3f} | {formula_s:.3f}"
-            print(f"| {schedule} | {times} | {max(dry.peak_live)} |", flush=True)
+            bubbles = f"{measured:.3f} | {dry_run.bubble:.3f} | {measured * span_s:.3f} | {formula_s:.3f}"
+            print(f"| {schedule} | {seconds:.2f} | {bubbles} | {max(dry_run.peak_live)} |", flush=True)
             _write_timeline(out, schedule, events)
 
 
@@ -189,13 +189,23 @@ def _print_row(
     step_s: float,
     layer_s: float,
 ) -> None:
-    """Print the row of a plan; ``layer_s``: the seconds of a step of layer parallelism."""
+    """Print the row of a plan: its measured step, the ratio to a step of layer parallelism, bubbles, and traffic.
+
+    Args:
+        name: Name of the plan.
+        plan: The plan.
+        engine: Its engine.
+        events: Actions of all ranks in the measured steps.
+        traffic: Traffic of each rank.
+        step_s: Seconds of a step.
+        layer_s: Seconds of a step of layer parallelism.
+    """
     placement = Placement.of(plan)
     edges = [(s, s + 1) for s in range(plan.stages - 1)]
-    dry = simulate(engine.schedule(), placement, edges, mirror=plan.mirror)
+    dry_run = simulate(engine.schedule(), placement, edges, mirror=plan.mirror)
     kilobytes = {kind: sum(rank[kind]["bytes"] for rank in traffic) / 1e3 for kind in ("stage", "halo", "reduce")}
     times = f"{step_s:.2f} | {layer_s / step_s:.2f}"
-    row = f"{times} | {bubble(events):.3f} | {dry.bubble:.3f} | {max(dry.peak_live)}"
+    row = f"{times} | {bubble(events):.3f} | {dry_run.bubble:.3f} | {max(dry_run.peak_live)}"
     print(f"| {name} | {row} | " + " | ".join(f"{kilobytes[k]:.0f}" for k in kilobytes) + " |", flush=True)
 
 

@@ -40,7 +40,17 @@ def main() -> None:
 
 
 def compare(name: str, size: int, delay_s: float, fused_halo: int | str, rounds: int) -> dict[str, object]:
-    """Return median seconds and halo messages of a step, plain and fused in turns; see the module's docstring."""
+    """Return the median seconds and the halo messages of a training step on two ranks with slow messages.
+
+    In turns: with an exchange before each window operator (``plain``), and with exchanges for several (``fused``).
+
+    Args:
+        name: Name of the network.
+        size: Height and width of the image.
+        delay_s: Seconds that each message takes.
+        fused_halo: Largest number of operators that share an exchange; ``auto``: by cost.
+        rounds: Number of measured steps.
+    """
     torch.manual_seed(0)
     model = amoebanet.amoebanet_d(2, 3, 64) if name == "amoebanet" else getattr(resnet, name)(2, width=16)
     halos = {"plain": 1, "fused": fused_halo}

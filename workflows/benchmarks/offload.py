@@ -122,7 +122,14 @@ class OffloadRun:
     seconds: float
 
     def __init__(
-        self, folder: Path, store: str, size_px: int, steps: int, design: str, compute_s: float, validate_s: float
+        self,
+        folder: Path,
+        store: str,
+        size_px: int,
+        steps: int,
+        design: str,
+        compute_s: float,  # sleep of a training step
+        validate_s: float,  # sleep of validation for each training step
     ) -> None:
         self._folder, self._compute_s = folder, compute_s
         # A validation sleeps for all steps since the one before, shared by the slides that it predicts.

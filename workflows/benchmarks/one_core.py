@@ -69,6 +69,7 @@ def preparing(
         for _ in range(passes):
             begin, used = time.perf_counter(), _cpu_s(pool)
             _prepare(pool, range(1, count), extent)
+            # At least a tick, in which processor time is counted: it is divided by.
             measured.append(Preparing(time.perf_counter() - begin, max(_TICK_S, _cpu_s(pool) - used)))
         return measured
     finally:

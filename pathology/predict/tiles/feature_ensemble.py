@@ -43,6 +43,7 @@ class FeatureEnsemble(TileEnsemble):
         stored = self._stored(slide)
         check_slide(stored, slide)
         side_um = tile_um(stored, slide)
+        # The model's tiles had this side in training; None: unknown.
         if side_um is not None and self._tile_um is not None:
             check_sides({slide.slide_id: side_um}, float(self._tile_um))
         tiles = placed_tiles(stored, slide)

@@ -93,7 +93,7 @@ def at_tiles(tiles: TissueTiles, values: NDArray[np.floating], square_px: int) -
     Args:
         tiles: The slide's tiles.
         values: The map, (rows, columns).
-        square_px: Side of a square, which divides size and stride.
+        square_px: Side of a square, which divides the size and the stride of tiles.
     """
     sums, counts = _sums_of_squares(tiles, values, square_px)
     mean: NDArray[np.float64] = sums / counts
@@ -108,7 +108,7 @@ def contributions_of(tiles: TissueTiles, values: NDArray[np.floating], square_px
     Args:
         tiles: The slide's tiles.
         values: The map of contributions, (rows, columns), from `place_tiles`.
-        square_px: Side of a square, which divides size and stride.
+        square_px: Side of a square, which divides the size and the stride of tiles.
     """
     rows, columns, inside = _squares(tiles, square_px, (values.shape[0], values.shape[1]))
     covers = np.zeros(values.shape)

@@ -90,6 +90,7 @@ class ZarrLevel:
     def __init__(self, image: NgffImage, path: str) -> None:
         self._axes, self._path = image.axes, image.group.path / path
         self.array = _opened(image, path)
+        # Index of the focal plane, and of the channels that are red, green and blue; the source sets both.
         self.plane = 0
         self.order: Sequence[int] = (0,)
         _check_axes(image, path, self.array.ndim)

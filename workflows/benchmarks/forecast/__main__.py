@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), choices=RANKS)
     parser.add_argument("--machine", help="name or file of a machine; without it, this one is measured")
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--sleeping", action="store_true")
+    parser.add_argument("--sleeping", action="store_true", help="compare forecasts of ranks that sleep instead")
     args = parser.parse_args()
     if args.sleeping:
         compare_sleeping(args.steps)

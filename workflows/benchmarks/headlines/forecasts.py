@@ -38,6 +38,7 @@ class Forecasts:
 
     def __init__(self) -> None:
         self._programs: dict[tuple[str, int, int], Program] = {}
+        # For each machine, the plans that are lowered already.
         self._lowered: dict[str, LoweredPlans] = {}
 
     def step(self, network: str, size: int, images: int, plan: ParallelPlan, machine: str) -> StepForecast:
@@ -51,7 +52,9 @@ class Forecasts:
             machine: One of ``machine_names()``.
         """
         program, model = self._program(network, size, images // plan.microbatches), self.machine(machine)
-        lowered_plans, spills = self._lowered.setdefault(machine, LoweredPlans()), SpillForecast(model, PROCESS_BYTES)
+        # Kept from forecast to forecast: plans that are lowered already.
+        lowered_plans = self._lowered.setdefault(machine, LoweredPlans())
+        spills = SpillForecast(model, PROCESS_BYTES)
         return forecast_step(
             program, with_cuts(plan, program, model), model, lowered_plans=lowered_plans, spills=spills
         )
