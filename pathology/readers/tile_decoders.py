@@ -126,12 +126,15 @@ def _decoder_of_samples(page: Any, height_px: int, width_px: int, colour: str) -
 
 def _check_page(page: Any) -> None:
     """Refuse a page whose pixels are not 8-bit colours or grey."""
-    grey = page.samplesperpixel == 1 and page.photometric in (_WHITE_IS_ZERO, _BLACK_IS_ZERO)
-    colours = page.photometric == _RGB or (page.photometric == _YCBCR and page.compression in _MAY_BE_YCBCR)
-    rgb = page.samplesperpixel in (3, 4) and page.planarconfig == 1 and colours
-    indices = page.samplesperpixel == 1 and page.photometric == _PALETTE and page.compression not in _MAY_BE_YCBCR
-    shown = rgb or indices or (grey and page.compression not in JPEG_2000)
-    if page.bitspersample == 8 and is_unsigned(page) and shown:
+    is_single = page.samplesperpixel == 1
+    # `Jpeg2000Decoder` returns colours only.
+    is_grey = is_single and page.photometric in (_WHITE_IS_ZERO, _BLACK_IS_ZERO) and page.compression not in JPEG_2000
+    # Indices into a palette make no sense after a compression with loss.
+    is_palette = is_single and page.photometric == _PALETTE and page.compression not in _MAY_BE_YCBCR
+    has_colours = page.photometric == _RGB or (page.photometric == _YCBCR and page.compression in _MAY_BE_YCBCR)
+    # Perhaps with alpha; the samples of a pixel are side by side.
+    is_rgb = has_colours and page.samplesperpixel in (3, 4) and page.planarconfig == 1
+    if page.bitspersample == 8 and is_unsigned(page) and (is_rgb or is_palette or is_grey):
         return
     depth = f"{sample_format(page)}{page.bitspersample} bit"
     kind = f"{page.samplesperpixel} × {depth} {_name_of(tifffile.PHOTOMETRIC, page.photometric)}"

@@ -31,6 +31,7 @@ def make_anatomy(spec: SlideSpec) -> Anatomy:
     raster = _Raster(spec, tissue)
     hollows = _hollows(rng, raster, fields["cells"])
     nests = _nests(rng, raster)
+    # Up to seven foci: about a third of the nests, if there are few.
     count = min((len(nests) + 2) // 3, int(rng.integers(5, 8)))
     foci = np.sort(rng.choice(len(nests), count, replace=False)) if count else np.zeros(0, np.int64)
     # Nuclei are placed by the direction of fibres, which the anatomy computes; so it is made without nuclei first.
@@ -182,17 +183,18 @@ def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Fiel
 
 
 def _around_hollows(anatomy: Anatomy, rng: np.random.Generator) -> Field:
-    """Return the nuclei in the walls of glands and vessels, and the red cells inside vessels."""
+    """Return nuclei in the walls of glands and vessels, and red cells in vessels, as rows of `Anatomy.nuclei` in µm."""
     parts = [np.zeros((0, 4))]
     for kind, y, x, radius, aspect, angle, lumen, _ in anatomy.hollows:
         if kind == FAT:
             continue
         # Distance between nuclei in µm, and their distance from the centre as a fraction of the radius.
         spacing, reach = (6.6, 0.78) if kind == GLAND else (22.0, 0.93)
-        n = max(4, int(6.28 * radius * reach * np.sqrt(aspect) / spacing))
-        turn = np.arange(n) / n * 2 * np.pi + rng.normal(0, 0.25 / n * 6.28, n)
-        reaches = reach + rng.normal(0, 0.045, n) if kind == GLAND else np.full(n, reach)
+        count = max(4, int(6.28 * radius * reach * np.sqrt(aspect) / spacing))
+        turn = np.arange(count) / count * 2 * np.pi + rng.normal(0, 0.25 / count * 6.28, count)
+        reaches = reach + rng.normal(0, 0.045, count) if kind == GLAND else np.full(count, reach)
         points, outward = _on_ring(anatomy, (y, x, radius, aspect, angle), turn, reaches)
+        # Nuclei of glands point outwards, those of vessels lie along the wall.
         along = outward if kind == GLAND else outward + np.pi / 2
         lining = OVAL if kind == GLAND else SPINDLE
         parts.append(_rows(points, lining, _aligned(along, rng, lining)))

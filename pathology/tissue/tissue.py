@@ -182,10 +182,10 @@ def _without_unscanned(image: Planes, glass: Float) -> Planes:
     return np.where(outside, glass.astype(np.uint8)[:, None, None], image) if outside.any() else image
 
 
-def _stained(features: _PixelFeatures, excluded: Mask, p: TissueParameters) -> Mask:
+def _stained(features: _PixelFeatures, excluded: Mask, parameters: TissueParameters) -> Mask:
     """Return the mask of pixels above both thresholds, without grey and excluded ones."""
-    min_density = _threshold(features.density, excluded, p.density)
-    min_colour = _threshold(features.colour, excluded, p.colour)
+    min_density = _threshold(features.density, excluded, parameters.density)
+    min_colour = _threshold(features.colour, excluded, parameters.colour)
     stained: Mask = np.empty_like(excluded)
     for rows in row_strips(*excluded.shape):
         # Pixels that absorb equally in all channels are not stained: shadows, dust, the coverslip's edge.
@@ -210,20 +210,20 @@ class _PixelFeatures:
     bits: npt.NDArray[np.uint8]
 
     @classmethod
-    def of(cls, image: Planes, glass: Float, mpp_um: float, p: TissueParameters) -> _PixelFeatures:
+    def of(cls, image: Planes, glass: Float, mpp_um: float, parameters: TissueParameters) -> _PixelFeatures:
         """Compute the features of a slide, in strips, so that the floats of a large slide do not need gigabytes."""
         shape = image.shape[1:]
         features = cls(np.empty(shape, np.uint16), np.empty(shape, np.uint16), np.zeros(shape, np.uint8))
 
         def fill(rows: slice) -> None:
             """Set the features of a strip of rows."""
-            density = density_of(image, glass, rows, p.smooth_um / mpp_um)
+            density = density_of(image, glass, rows, parameters.smooth_um / mpp_um)
             mean: Float = (density[0] + density[1] + density[2]) * np.float32(1 / 3)
             colour: Float = density.max(0) - density.min(0)
             # What each pixel may be, a bit for each kind.
             bits = (colour > 0.2 * mean).view(np.uint8) * np.uint8(_COLOURED)
             # Most pixels are glass, so only the others are classified.
-            dark = np.flatnonzero(mean > MIN_INK_DENSITY) if p.pen != "off" else np.empty(0, np.intp)
+            dark = np.flatnonzero(mean > MIN_INK_DENSITY) if parameters.pen != "off" else np.empty(0, np.intp)
             core, certain, faint = classify_ink(
                 density.reshape(3, -1).take(dark, axis=1), mean.take(dark), colour.take(dark)
             )

@@ -185,11 +185,11 @@ def _require_slide(path: Path) -> None:
 def _of_input(item: SlideInput) -> GallerySlide:
     """Return the entry of a slide that was given by its path or store, without a prediction."""
     return GallerySlide(
-        item.slide_id,
-        item.slide_id,
-        item.path,
-        item.stored,
-        item.row.get("source_mpp", ""),
+        key=item.slide_id,
+        slide_id=item.slide_id,
+        path=item.path,
+        stored=item.stored,
+        manifest_mpp=item.row.get("source_mpp", ""),
         reason=item.reason,
         scene=item.row.get("scene", ""),
     )
@@ -226,7 +226,8 @@ def _predicted(
         missing = "" if path.exists() else f"{path}, where it was predicted, {advice}"
         # Each scene of a file is a slide of its own, and the table has the same path for all of them.
         scene = str((prediction_of(folder, slide_id).get("key") or {}).get("scene", ""))
-        slide = GallerySlide(slide_id, slide_id, path, is_own_slide(path), reason=missing, scene=scene)
+        is_stored = is_own_slide(path)
+        slide = GallerySlide(slide_id, slide_id, path, stored=is_stored, reason=missing, scene=scene)
     return replace(slide, prediction=row["prediction"], predictions=folder, annotations=annotations)
 
 

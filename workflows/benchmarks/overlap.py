@@ -79,10 +79,12 @@ def _compare(size: int, latency_s: float, steps: int) -> None:
     # The delayed communicator is used without latency, too, so that its own cost is in both times.
     runs = {overlapped: _runs(DelayedCommunicator(comm, latency), size, overlapped) for overlapped in (True, False)}
     for phase in ("forward", "step"):
-        measured = {key: _measured(run[phase], latency, latency_s, comm, steps) for key, run in runs.items()}
-        line = {"what": phase, "size_px": size, "latency_ms": latency_s * 1000, "seconds": measured[True]["seconds"]}
+        with_overlap, without = (
+            _measured(runs[overlapped][phase], latency, latency_s, comm, steps) for overlapped in (True, False)
+        )
+        line = {"what": phase, "size_px": size, "latency_ms": latency_s * 1000, "seconds": with_overlap["seconds"]}
         for key in ("hidden", "left_in_step"):
-            line |= {key: measured[True][key], f"{key}_without_overlap": measured[False][key]}
+            line |= {key: with_overlap[key], f"{key}_without_overlap": without[key]}
         if comm.rank == 0:
             print(json.dumps({key: round(x, 3) if isinstance(x, float) else x for key, x in line.items()}), flush=True)
 

@@ -79,7 +79,7 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
         class_names=tuple(channels),
         logits=tuple(values.logits.tolist()),
         bias=tuple(bias.tolist()),
-        shared=(0.0,) * outputs,
+        shared=(0.0,) * outputs,  # tiles have no background that squares would share
         exact=True,
         exclusive=exclusive,
         of_tiles=True,

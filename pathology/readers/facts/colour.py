@@ -128,7 +128,7 @@ def believed_jpeg_2000(
         ColourError: The tiles have another colour space, or different ones; or nothing decides.
     """
     headers = {header for tile in tiles if (header := jpeg_2000_header(tile)) is not None}
-    unknown_box = next((header.box for header in headers if header.box not in _READ), "")
+    unknown_box = next((header.box for header in headers if header.box not in _SUPPORTED_BOXES), "")
     if unknown_box:
         raise ColourError(
             f"its JPEG 2000 tiles say that they hold {unknown_box}; only RGB, YCbCr and grey are supported"
@@ -150,7 +150,7 @@ def believed_jpeg_2000(
     return believed, _note(contradiction, believed)
 
 
-_READ = ("", "rgb", "ycbcr", "grey")
+_SUPPORTED_BOXES = ("", "rgb", "ycbcr", "grey")
 _NAMES = {"rgb": "RGB", "ycbcr": "YCbCr"}
 
 

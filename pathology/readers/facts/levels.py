@@ -162,6 +162,7 @@ def _structured_places(levels: Sequence[SourceLevel], read: Read) -> Sequence[tu
     """Return the centres, as fractions of the slide, of the most structured parts of the coarsest level."""
     finest, coarsest = levels[0], levels[-1]
     size_px = coarsest.height_px * coarsest.width_px
+    # The coarsest level is read whole, if that does not take too long.
     if size_px > max(_OVERVIEW_PX, finest.height_px * finest.width_px * _OVERVIEW_SHARE):
         return _FIXED_PLACES
     try:

@@ -47,11 +47,12 @@ def read_group(path: Path) -> ZarrGroup | None:
         if document.get("node_type", "group") != "group":
             return None
         ours = isinstance(attributes.get("hyfi"), dict)
-        return ZarrGroup(path, 3, _object(attributes.get("ome")) or attributes, ours)
+        # Since NGFF 0.5, its attributes are below "ome".
+        return ZarrGroup(path, zarr_format=3, attributes=_object(attributes.get("ome")) or attributes, ours=ours)
     attributes_v2 = read_document(path / ".zattrs")
     if attributes_v2 is None and read_document(path / ".zgroup") is None:
         return None
-    return ZarrGroup(path, 2, attributes_v2 or {}, ours=False)
+    return ZarrGroup(path, zarr_format=2, attributes=attributes_v2 or {}, ours=False)
 
 
 def is_ome_zarr(path: Path) -> bool:
