@@ -81,6 +81,7 @@ def parse_level(page: Any) -> TiffLevel:
         raise SlideError(f"the file is damaged: {height} × {width} px in tiles or strips of {tile[0]} × {tile[1]} px")
     offsets = np.asarray(page.dataoffsets, np.int64)
     lengths = np.asarray(page.databytecounts, np.int64)
+    # The note is for users: it says if the tags state another colour space.
     colour, note = believed_colour(page, *tile)
     decode = make_decoder(page, *tile, colour)
     if page.compression == 1 and not page.is_tiled:  # 1: not compressed

@@ -258,7 +258,7 @@ def stain_table(spec: SlideSpec) -> Field:
     Stain colours, their strength and the colour of glass vary from case to case; stains also a little from slide to
     slide.
     """
-    # Seeded by the case, not by the slide: all slides of a case were stained together.
+    # Seeded by the case, not by the slide: all slides of a case were stained together. 1,000,003 is no slide's index.
     case = np.random.default_rng([spec.seed, 1_000_003, spec.case])
     slide = spec.rng(2)
     h = np.array(HAEMATOXYLIN) + case.normal(0, 0.03, 3) + slide.normal(0, 0.006, 3)

@@ -203,6 +203,7 @@ def _match_colours(pairs: list[_Pair]) -> tuple[Field, list[Field], list[Field]]
     # Any density will do: the light through coarse chromatin does not depend on the density of fine chromatin.
     light_of_code = pigment_light(np.ones(3, np.float32))
     nucleoplasm_density = np.array([NUCLEOPLASM_E * E_SCALE * share for share in EOSIN], np.float32)
+    # Of each nucleus: the light through all of it but its chromatin, and the sum of that through coarse chromatin, too.
     light = [
         np.exp(-nucleoplasm_density - _RED_GREEN_BLUE_H * pair.nucleus[..., None].astype(np.float32)) for pair in pairs
     ]
@@ -216,6 +217,7 @@ def _match_colours(pairs: list[_Pair]) -> tuple[Field, list[Field], list[Field]]
         )
     dust = []
     for base, pair, total in zip(light, pairs, target_light, strict=True):
+        # Channel 1 is green.
         gain = _solve(partial(_light_through, [base[..., 1]], [pair.dust], density[1]), total[1])
         dust.append(np.clip(gain * pair.dust * DUST_ONE + 0.5, 0, DUST_MOST).astype(np.uint8))
     return density.astype(np.float32), dust, coarse

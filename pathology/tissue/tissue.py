@@ -139,23 +139,23 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
         mpp_um: Microns per pixel of the image.
         parameters: See `TissueParameters`; the defaults suit H&E and immunostains.
     """
-    p = parameters or TissueParameters()
+    parameters = parameters or TissueParameters()
     glass = glass_colour(image)
     image = _without_unscanned(image, glass)
-    features = _PixelFeatures.of(image, glass, mpp_um, p)
+    features = _PixelFeatures.of(image, glass, mpp_um, parameters)
     marks = features.pen(image, glass, mpp_um)
-    excluded = marks if p.pen == "mask" else np.zeros_like(marks)
-    stained = _stained(features, excluded, p)
-    gap_px, smallest_px = max(1, round(p.close_um / mpp_um)), _pixels(p.smallest_um2, mpp_um)
+    excluded = marks if parameters.pen == "mask" else np.zeros_like(marks)
+    stained = _stained(features, excluded, parameters)
+    gap_px, smallest_px = max(1, round(parameters.close_um / mpp_um)), _pixels(parameters.smallest_um2, mpp_um)
     tissue = closed(stained, gap_px) & ~excluded
-    if p.fat:
+    if parameters.fat:
         # Without specks, because the median density of the mask determines the contrast of walls.
         solid = without_small(tissue, smallest_px)
         fat = find_fat(image, glass, solid | excluded, mpp_um, wall_contrast(features.median_density(solid)))
         tissue = closed(tissue | fat, gap_px) & ~excluded if fat.any() else tissue
     tissue = without_small(tissue, smallest_px)
     # Areas at the image's border do not count as holes: a small slide without tissue would be one.
-    fill_small_holes(tissue, _pixels(p.hole_um2, mpp_um))
+    fill_small_holes(tissue, _pixels(parameters.hole_um2, mpp_um))
     return TissueMasks(tissue & ~excluded, marks)
 
 

@@ -25,7 +25,7 @@ def top_tiles(result: SlideResult) -> list[TilePicture]:
         StoreError: The store is damaged.
     """
     tiles, heatmap, channel = result.tiles, result.heatmap, result.channel
-    if tiles is None or result.withheld:
+    if tiles is None or result.withheld:  # not a model of tiles, or no prediction
         return []
     level0, scores = level0_of(result), at_tiles(tiles, heatmap.scores[channel], heatmap.square_px)
     if heatmap.attention is None:
