@@ -170,10 +170,10 @@ def _run_folds(words: list[str], options: ScriptOptions) -> int:
     runs.check()
     runs.write_splits()  # now, because jobs that start at the same time would each find an incomplete folder
     column = [] if runs.column is None else ["--fold-column", runs.column]
-    about = f"A job for each of {len(runs.chosen)} folds; the last one pools all. Finished folds are skipped"
+    about = f"A job for each of {len(runs.chosen_folds)} folds; the last one pools all. Finished folds are skipped"
     # --resume: a job that is requeued continues its fold.
     command = ["train", config, *overrides, *column, "--resume"]
-    array = ",".join(map(str, runs.chosen))
+    array = ",".join(map(str, runs.chosen_folds))
     return _write_array(command, array, '--folds "$SLURM_ARRAY_TASK_ID"', about, options)
 
 

@@ -37,7 +37,7 @@ def run(runs: FoldRuns, as_json: bool) -> int:
     # All folds before the first is trained: otherwise a fault of the last one would show after days.
     runs.check()
     runs.write_splits()
-    for fold in runs.chosen:
+    for fold in runs.chosen_folds:
         say(f"fold {fold}: reported on fold {fold}, best checkpoint chosen on fold {runs.table.validating(fold)}")
         code = run_fold(runs, fold)
         if code != DONE:

@@ -89,7 +89,7 @@ class FoldRuns(RunFamily):
         return load_manifest(location(self.config.data.store))
 
     @cached_property
-    def chosen(self) -> tuple[int, ...]:
+    def chosen_folds(self) -> tuple[int, ...]:
         """The folds to run."""
         return self.table.chosen(self.folds)
 
@@ -127,10 +127,10 @@ class FoldRuns(RunFamily):
                 "give --resume"
             )
         check_ranks(self.config, self.ranks if self.ranks is not None else self.config.ranks)
-        chosen = self.chosen
+        chosen_folds = self.chosen_folds
         self._check_folder()
         # All folds before the first: a run of days must not end because of the last one's settings.
-        for fold in chosen:
+        for fold in chosen_folds:
             config = self.config_of(fold)
             check_unused(config)
             check_run(config, self.resumption)
@@ -167,7 +167,7 @@ class FoldRuns(RunFamily):
             splits.write_bytes(self.table.splits())
             for fold in self.table.folds:
                 trained = self.is_trained(fold)
-                if fold not in self.chosen and not trained:
+                if fold not in self.chosen_folds and not trained:
                     continue
                 try:
                     job = prepare(self.config_of(fold, splits))

@@ -106,7 +106,7 @@ def _reason(slide: SlideInput, features: FeatureSet) -> str:
         stored = SlideStore.open(slide.path, check_files=False) if slide.stored else None
     except StoreError:
         stored = None  # the prediction of the slide names the fault
-    lack = features.lack(features.stored[slide.slide_id], stored)
+    lack = features.fault(features.stored[slide.slide_id], stored)
     return "" if lack is None else f"its features in {features.folder} are {lack}"
 
 

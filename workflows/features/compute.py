@@ -97,13 +97,13 @@ def encode_slides(
             slide = SlideStore.open(slide_path(run.store, slide_id))
             tiles = tissue_tiles(slide, run.tiling)
             # "new": it was never encoded; otherwise what is wrong with its files.
-            lack = run.folder.lack(slide_id, tiles.digest())
-            if lack is None:
+            fault = run.folder.fault(slide_id, tiles.digest())
+            if fault is None:
                 report.skipped.append(slide_id)
                 advance(1.0, slide_id)
                 continue
-            if lack != "new":
-                warn(f"{slide_id}: {lack}; it is computed again")
+            if fault != "new":
+                warn(f"{slide_id}: {fault}; it is computed again")
             if not _encode_slide(run, slide, tiles, advance):
                 report.as_scanned.append(slide_id)
         except (StoreError, RequestError, FeatureError) as error:

@@ -96,7 +96,7 @@ class FeatureFolder:
             if written != self._settings:
                 write_json_atomically(self.path / RUN_FILE, self._settings)
 
-    def lack(self, slide_id: str, tiles: str | None) -> str | None:
+    def fault(self, slide_id: str, tiles: str | None) -> str | None:
         """Return why a slide must be computed: ``new``, or what is damaged or out of date; None if it is finished.
 
         Args:

@@ -96,9 +96,9 @@ class FeatureSet:
         faults: dict[str, str] = {}
         for slides in bags:
             for index, stored in enumerate(slides.stored):
-                lack = self.lack(stored, slides.slide(index))
-                if lack is not None:
-                    faults[stored.slide_id] = lack
+                fault = self.fault(stored, slides.slide(index))
+                if fault is not None:
+                    faults[stored.slide_id] = fault
         if faults:
             lines = [f"  slide {name}: {fault}" for name, fault in [*faults.items()][:MAX_LISTED]]
             lines += [f"  … and {len(faults) - MAX_LISTED} more"] if len(faults) > MAX_LISTED else []
@@ -108,7 +108,7 @@ class FeatureSet:
                 + "\nThe same hyfi features command computes them again"
             )
 
-    def lack(self, stored: StoredFeatures, slide: SlideStore | None) -> str | None:
+    def fault(self, stored: StoredFeatures, slide: SlideStore | None) -> str | None:
         """Return what is wrong with a slide's files by their sidecar; None if nothing is, or if there are no sidecars.
 
         Args:
@@ -127,8 +127,8 @@ class FeatureSet:
                 digest = tissue_tiles(slide, tiling).digest()
             except RequestError as error:
                 return f"out of date: {error}"
-        lack = folder.lack(stored.slide_id, digest)
-        return "not finished: there is no record of it in .hyfi" if lack == "new" else lack
+        fault = folder.fault(stored.slide_id, digest)
+        return "not finished: there is no record of it in .hyfi" if fault == "new" else fault
 
     def to_json(self, bags: Sequence[FeatureBags]) -> dict[str, Any]:
         """Return ``features`` of a ``model.json``: the facts that features of other slides must share with these."""

@@ -55,6 +55,7 @@ class ChildProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # A socket ends when every process has closed its copy: with this one open, the child's end is not noticed.
         theirs.close()
+        # The watch for stalled ranks counts the child's work as this process's.
         ACTIVITY.helpers.add(self._process.pid)
         self._connection = Connection(ours.detach())
         self.send(description)

@@ -40,17 +40,17 @@ class RankLog(logging.Handler):
 
     Args:
         rank: This rank, as its launcher counts.
-        marked: Whether lines on the terminal, too, begin with time, host, rank and level.
+        heads_terminal_lines: Whether lines on the terminal, too, begin with time, host, rank and level.
     """
 
-    def __init__(self, rank: int, marked: bool) -> None:
+    def __init__(self, rank: int, heads_terminal_lines: bool) -> None:
         super().__init__()
-        self._rank, self._marked = rank, marked
+        self._rank, self._heads_terminal_lines = rank, heads_terminal_lines
         self._host, self._began = socket.gethostname(), _time_text()
         self._file: TextIO | None = None
         self._held: list[tuple[str, bool]] | None = []  # lines, and whether the terminal has them already
         # Loggers that were taken over, with their own handlers and `propagate`.
-        self._before: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
+        self._taken_over: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
         # `warnings.warn` then comes as a record of the logger `py.warnings`.
         logging.captureWarnings(True)
         console.keep_lines(self.keep)
@@ -79,12 +79,12 @@ class RankLog(logging.Handler):
 
     def keep(self, level: str, text: str) -> str:
         """Write lines to the log and return them as the terminal shows them."""
-        marked = self._written(level, text, shown=True)
-        return marked.rstrip("\n") if self._marked else text
+        headed = self._log_lines(level, text, shown=True)
+        return headed.rstrip("\n") if self._heads_terminal_lines else text
 
     def note(self, level: str, text: str) -> None:
         """Write lines to the log alone."""
-        self._written(level, text, shown=True)
+        self._log_lines(level, text, shown=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write what a library reports through logging or warnings; rank 0 shows it on the terminal, too."""
@@ -95,9 +95,9 @@ class RankLog(logging.Handler):
             text = f"{record.name}: {text}"
         # Libraries warn alike on all ranks: once on the terminal is enough, unless a rank has no file.
         shown = self._rank == 0 or (self._file is None and self._held is None)
-        marked = self._written(record.levelname, text, shown)
+        headed = self._log_lines(record.levelname, text, shown)
         if shown:
-            console.show(sys.stderr, marked.rstrip("\n") if self._marked else text)
+            console.show(sys.stderr, headed.rstrip("\n") if self._heads_terminal_lines else text)
 
     def close(self) -> None:
         """Give logging, warnings and the console back; lines that have no file go to the terminal."""
@@ -105,31 +105,31 @@ class RankLog(logging.Handler):
         logging.captureWarnings(False)
         console.keep_lines(None)
         # Reversed: a logger that was taken over twice gets its first handlers.
-        for logger, handlers, propagate in reversed(self._before):
+        for logger, handlers, propagate in reversed(self._taken_over):
             logger.handlers, logger.propagate = handlers, propagate
-        self._before.clear()
+        self._taken_over.clear()
         self._show_held()
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk
                 self._file.close()
         super().close()
 
-    def _written(self, level: str, text: str, shown: bool) -> str:
+    def _log_lines(self, level: str, text: str, shown: bool) -> str:
         """Return lines as the log has them, with time, host, rank and level; write them, or keep them until it opens.
 
         ``shown``: the terminal has them; other lines are printed there if the log cannot be opened.
         """
         head = f"{_time_text()} {self._head(level)}"
-        marked = "".join(f"{head}{line}\n" for line in without_password(text).splitlines() or [""])
+        headed = "".join(f"{head}{line}\n" for line in without_password(text).splitlines() or [""])
         # `logging.Handler` has a lock: lines of threads are not mixed.
         with self.lock or contextlib.nullcontext():
             if self._file is not None:
                 with contextlib.suppress(OSError, ValueError):  # a full disk or a closed file must not end the run
-                    self._file.write(marked)
+                    self._file.write(headed)
                     self._file.flush()
             elif self._held is not None:
-                self._held.append((marked, shown))
-        return marked
+                self._held.append((headed, shown))
+        return headed
 
     def _head(self, level: str) -> str:
         return f"{self._host} rank {self._rank} {level} "
@@ -145,10 +145,10 @@ class RankLog(logging.Handler):
         """Route through this handler what libraries, such as torch, print by their own handlers."""
         for logger in (logging.root, *logging.root.manager.loggerDict.values()):
             # The dictionary also has placeholders, for parents of loggers that nobody has asked for.
-            if isinstance(logger, logging.Logger) and any(map(_prints, logger.handlers)):
-                self._before.append((logger, logger.handlers, logger.propagate))
-                # A new list: `_before` has the old one, which is put back as it was.
-                logger.handlers = [handler for handler in logger.handlers if not _prints(handler)]
+            if isinstance(logger, logging.Logger) and any(map(_prints_to_terminal, logger.handlers)):
+                self._taken_over.append((logger, logger.handlers, logger.propagate))
+                # A new list: `_taken_over` has the old one, which is put back as it was.
+                logger.handlers = [handler for handler in logger.handlers if not _prints_to_terminal(handler)]
                 logger.propagate = True
 
 
@@ -156,7 +156,7 @@ def _time_text() -> str:
     return time.strftime(TIME_FORMAT)
 
 
-def _prints(handler: logging.Handler) -> bool:
+def _prints_to_terminal(handler: logging.Handler) -> bool:
     return isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.stdout)
 
 
@@ -167,7 +167,7 @@ def begin(rank: int) -> None:
     """Begin the log of this process, which is a rank of a run or the only one."""
     global _log
     end()
-    _log = RankLog(rank, marked=inside_launcher() is not None and RunStatus.from_environment() is None)
+    _log = RankLog(rank, heads_terminal_lines=inside_launcher() is not None and RunStatus.from_environment() is None)
 
 
 def open_in(run: Path, role: str) -> None:

@@ -105,7 +105,7 @@ def _report_split(sweep: SweepRuns, scores: Sequence[SettingScore]) -> dict[str,
 def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
     """Train and score all settings in each fold; return the exit code, and what ``--json`` prints."""
     runs = [sweep.fold_runs_of(setting) for setting in sweep.settings]
-    folds = runs[0].chosen
+    folds = runs[0].chosen_folds
     failed: list[int] = []
     # Trained on all folds first, evaluated on none: the test fold is read only after the choice.
     for setting_runs, setting in zip(runs, sweep.settings, strict=True):
@@ -133,7 +133,7 @@ def _searched_folds(sweep: SweepRuns, search: SearchOptions) -> tuple[int, dict[
     """Search settings in each fold; return the exit code, and what ``--json`` prints."""
     results: dict[int, SearchResult] = {}
     # Any setting will do: settings may not change the slides, so all have the same folds.
-    for fold in sweep.fold_runs_of(SweptSetting(0, {})).chosen:
+    for fold in sweep.fold_runs_of(SweptSetting(0, {})).chosen_folds:
         finished: list[_Tried] = [(earlier, result.settings, result.scores) for earlier, result in results.items()]
 
         # Defaults, because a closure would see the fold of the last round.

@@ -49,7 +49,9 @@ def check_search(sweep: SweepRuns, options: SearchOptions) -> None:
     replace(sweep, settings=settings).check()
     # A journal of another search is refused now.
     if exists:
-        _search(sweep, options, None if sweep.folds is None else sweep.fold_runs_of(SweptSetting(0, {})).chosen[0])
+        _search(
+            sweep, options, None if sweep.folds is None else sweep.fold_runs_of(SweptSetting(0, {})).chosen_folds[0]
+        )
 
 
 def run_search(

@@ -48,7 +48,7 @@ def _higher(value: float | None, lower_is_better: bool) -> float:
     return -float(value) if lower_is_better else float(value)
 
 
-def last_step(records: Records, metric: str, patience: int | None) -> int | None:
+def early_stop_step_of(records: Records, metric: str, patience: int | None) -> int | None:
     """Return the step with which the run ends, None while it continues.
 
     Args:

@@ -14,7 +14,7 @@ from hyfi_core.runtime.saving.kept_checkpoints import prune, remove_leftovers, s
 from workflows.config.load import settings_of
 from workflows.console import say
 from workflows.evaluation.evaluate import EvaluatedMetrics
-from workflows.training.best import last_step
+from workflows.training.best import early_stop_step_of
 from workflows.training.checks.data_record import SlideTables
 from workflows.training.curves import write_curves
 from workflows.training.job import TrainingJob
@@ -184,7 +184,7 @@ class Recorder:
 
     def _update_early_stop(self) -> None:
         """Set ``early_stop_step`` from the validations that are recorded so far."""
-        self.early_stop_step = last_step(
+        self.early_stop_step = early_stop_step_of(
             self._log.validations(), self._job.config.validation.metric, self._job.config.run.early_stop
         )
 

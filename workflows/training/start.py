@@ -338,9 +338,9 @@ class SavedRun:
             )
         # By its step, not by the link ``latest``, because a network disk may show a node an earlier target of the link.
         folder, share = job.config.run.dir, (trainers.rank, trainers.size)
-        path, before = step_folder(folder / "checkpoints", start), load_config(folder / "config.yaml")
+        path, config_before = step_folder(folder / "checkpoints", start), load_config(folder / "config.yaml")
         try:
-            saved = cls(load_checkpoint(path, share), load_training_state(path, share), before)
+            saved = cls(load_checkpoint(path, share), load_training_state(path, share), config_before)
         except RequestError as error:
             raise RequestError(f"{error}; {describe_way_out(folder / 'checkpoints', start)}") from error
         job.task.check_resumed(saved.checkpoint.model)

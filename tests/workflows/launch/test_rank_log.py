@@ -62,7 +62,7 @@ def lines(run: Path, rank: int) -> list[tuple[str, str, str]]:
 def test_the_file_has_all_and_the_terminal_what_is_rank_0s(
     rank: int, tmp_path: Path, library: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = RankLog(rank, marked=False)
+    log = RankLog(rank, heads_terminal_lines=False)
     try:
         library.warning("before the folder is ours")
         assert not (tmp_path / "logs").exists()
@@ -92,7 +92,7 @@ def test_the_file_has_all_and_the_terminal_what_is_rank_0s(
 def test_lines_of_many_hosts_are_marked_on_the_terminal_too(
     tmp_path: Path, library: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = RankLog(0, marked=True)
+    log = RankLog(0, heads_terminal_lines=True)
     log.open_in(tmp_path, "trainer 0 on cpu")
     report_everything(library)
     console.emit_json({"status": "done"})
@@ -104,7 +104,7 @@ def test_lines_of_many_hosts_are_marked_on_the_terminal_too(
 
 
 def test_without_a_folder_nothing_is_lost(library: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RankLog(3, marked=False)
+    log = RankLog(3, heads_terminal_lines=False)
     report_everything(library)
     log.close()
     out, err = capsys.readouterr()
@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(
         (tmp_path / "logs" / "rank-3.log").symlink_to("/dev/full")
     else:
         (tmp_path / "logs").write_text("a file")
-    log = RankLog(3, marked=False)
+    log = RankLog(3, heads_terminal_lines=False)
     library.warning("early")
     log.open_in(tmp_path, "trainer 3 on cpu")
     library.warning("late")

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from workflows.training.best import best_step, last_step, merit
+from workflows.training.best import best_step, early_stop_step_of, merit
 
 
 def records(*values: float | None) -> dict[int, dict[str, float | None]]:
@@ -23,12 +23,12 @@ def records(*values: float | None) -> dict[int, dict[str, float | None]]:
     ],
 )
 def test_the_run_ends_with_a_step_of_weights(values, patience, last) -> None:
-    assert last_step(records(*values), "auroc", patience) == last
+    assert early_stop_step_of(records(*values), "auroc", patience) == last
 
 
 def test_the_loss_decides_between_equals() -> None:
     falling = {step: {"auroc": 1.0, "loss": 1 / step} for step in range(1, 9)}
-    assert last_step(falling, "auroc", 1) is None
+    assert early_stop_step_of(falling, "auroc", 1) is None
     assert best_step(falling, "auroc", falling) == 8
     assert merit({"loss": 0.1}, "loss") > merit({"loss": 0.2}, "loss") > merit({}, "loss")
     assert merit({"calibration_error": 0.1}, "calibration_error") > merit(
@@ -41,8 +41,8 @@ def test_the_answer_does_not_depend_on_when_records_come() -> None:
     for seed in range(200):
         random.seed(seed)
         every = records(*(round(random.random(), 1) for _ in range(12)))
-        last = last_step(every, "auroc", 2)
-        seen = [last_step({s: every[s] for s in list(every)[:count]}, "auroc", 2) for count in range(1, 13)]
+        last = early_stop_step_of(every, "auroc", 2)
+        seen = [early_stop_step_of({s: every[s] for s in list(every)[:count]}, "auroc", 2) for count in range(1, 13)]
         assert {answer for answer in seen if answer is not None} == ({last} if last is not None else set())
         if last is not None:
             upto = [step for step in every if step <= last]

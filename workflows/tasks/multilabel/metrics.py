@@ -47,7 +47,7 @@ def macro(values: torch.Tensor) -> torch.Tensor:
     return torch.where(is_defined, values, 0.0).sum(1) / is_defined.sum(1)
 
 
-def with_few_known(
+def with_rank_intervals(
     intervals: Intervals,
     areas: Mapping[str, float | None],
     targets: torch.Tensor,

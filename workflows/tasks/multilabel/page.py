@@ -11,7 +11,7 @@ import torch
 from data.samples.label_sets import NO, UNKNOWN, YES
 from workflows.tasks.bootstrap import measured, resampled
 from workflows.tasks.curves import Array
-from workflows.tasks.multilabel.metrics import MEANS, label_metrics, macro, with_few_known
+from workflows.tasks.multilabel.metrics import MEANS, label_metrics, macro, with_rank_intervals
 from workflows.tasks.page_section import PageSection, PageTable, metric_numbers, shown_metric
 from workflows.tasks.plots import ScoredClass, rate_plots
 
@@ -43,7 +43,7 @@ def labels_section(
     once = measured(metrics_of_draws, len(scores))
     counts = torch.from_numpy(draws)
     # As in `Multilabel.intervals`: the page and the metrics of a validation state the same.
-    bounds = with_few_known(resampled(metrics_of_draws, list(once), counts), once, targets, counts, names)
+    bounds = with_rank_intervals(resampled(metrics_of_draws, list(once), counts), once, targets, counts, names)
     texts = {name: shown_metric(name, value, bounds[name])[1] for name, value in once.items()}
     shown = [(f"{name.replace('_', ' ')}, mean of the labels", texts[name]) for name in MEANS]
     # The error of a slide: how far the probabilities of its wrongly predicted labels are off.

@@ -26,7 +26,7 @@ from workflows.tasks.multilabel.metrics import (
     best_thresholds,
     label_metrics,
     macro,
-    with_few_known,
+    with_rank_intervals,
 )
 from workflows.tasks.multilabel.page import labels_section
 from workflows.tasks.multilabel.readout import HALF, LabelsReadout
@@ -141,7 +141,7 @@ class Multilabel(Task):
         bootstrapped = super().intervals(outputs, targets, counts)
         if not len(targets) or not bool(outputs.isfinite().all()):
             return bootstrapped
-        return with_few_known(bootstrapped, self.metrics(outputs, targets), targets, counts, self.labels)
+        return with_rank_intervals(bootstrapped, self.metrics(outputs, targets), targets, counts, self.labels)
 
     def by_case(
         self, outputs: torch.Tensor, targets: torch.Tensor, of_case: torch.Tensor, how: Aggregation

@@ -57,7 +57,7 @@ class TargetPart:
         """Return which of N slides have a label, (N,) bool; ``targets``: (N, W) of all."""
         return ~targets[:, self.numbers[0]].isnan()
 
-    def of(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def labelled_rows(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this target's outputs and labels, as its task takes them, of the slides that have a label."""
         rows = self.has_label(targets)
         return outputs[rows][:, slice(*self.outputs)], self._as_task(targets[rows][:, slice(*self.numbers)])
@@ -68,7 +68,7 @@ class TargetPart:
         The mean over labelled slides would depend on how a batch is divided. So the sum is divided by the number of
         slides times the share of training slides that are labelled: on average, the result is the same.
         """
-        own_outputs, labels = self.of(outputs, targets)
+        own_outputs, labels = self.labelled_rows(outputs, targets)
         if not len(labels):
             # 0 with a graph: backward must find a gradient on every rank, though no slide has a label.
             return (outputs[:, slice(*self.outputs)] * 0).sum()

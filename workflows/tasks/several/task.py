@@ -159,7 +159,7 @@ class Several(Task):
         metrics: dict[str, torch.Tensor] = {}
         total = torch.zeros(len(counts), dtype=torch.float64)
         for part in self.parts:
-            own_outputs, labels = part.of(outputs, targets)
+            own_outputs, labels = part.labelled_rows(outputs, targets)
             if not len(labels):
                 metrics |= {f"{part.name}.{name}": torch.full_like(total, math.nan) for name in part.task.metric_names}
                 continue
@@ -174,7 +174,7 @@ class Several(Task):
         for part in self.parts:
             # The metrics above are computed by `drawn`, which does not know the user's loss.
             if part.task.loss_is_own:
-                own = part.task.metrics(*part.of(outputs, targets))
+                own = part.task.metrics(*part.labelled_rows(outputs, targets))
                 metrics |= {f"{part.name}.{name}": value for name, value in own.items()}
         if not self.own_loss:
             losses = [(part.weight, metrics[f"{part.name}.loss"]) for part in self.parts]
@@ -187,7 +187,7 @@ class Several(Task):
         intervals: Intervals = {}
         for part in self.parts:
             # Of the slides that have a label of this target.
-            own = part.task.intervals(*part.of(outputs, targets), counts[:, part.has_label(targets)])
+            own = part.task.intervals(*part.labelled_rows(outputs, targets), counts[:, part.has_label(targets)])
             # The user's functions return one number, without draws.
             own |= dict.fromkeys(part.task.own_names)
             intervals |= {f"{part.name}.{name}": interval for name, interval in own.items()}
@@ -223,7 +223,7 @@ class Several(Task):
             labelled, own_case = of_case[part.has_label(targets)].unique(return_inverse=True)
             if not len(labelled):
                 continue
-            own, own_labels = part.task.by_case(*part.of(outputs, targets), own_case, how)
+            own, own_labels = part.task.by_case(*part.labelled_rows(outputs, targets), own_case, how)
             merged[labelled, slice(*part.outputs)] = own.double()
             labels[labelled, slice(*part.numbers)] = own_labels.double().reshape(len(labelled), -1)
         return merged, labels
@@ -232,7 +232,7 @@ class Several(Task):
         """Return what is fitted for each target, under ``targets`` and its name."""
         fitted = {}
         for part in self.parts:
-            own_outputs, labels = part.of(outputs, targets)
+            own_outputs, labels = part.labelled_rows(outputs, targets)
             # Numbered anew, as in `by_case`.
             _, own_case = of_case[part.has_label(targets)].unique(return_inverse=True)
             own = part.task.calibration(own_outputs, labels, own_case) if len(labels) else None
@@ -246,7 +246,7 @@ class Several(Task):
         """Return the effect of what was fitted for each target, as text and as JSON; None: no effect."""
         texts, effects = [], {}
         for part in self.parts:
-            own, (own_outputs, labels) = calibration_of(fitted, part.name), part.of(outputs, targets)
+            own, (own_outputs, labels) = calibration_of(fitted, part.name), part.labelled_rows(outputs, targets)
             if own is None or not len(labels):
                 continue
             described = part.task.describe_calibration(own_outputs, labels, own)
