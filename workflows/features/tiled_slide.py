@@ -60,7 +60,7 @@ class TiledSlide:
 
     @classmethod
     def of(cls, slide: SlideStore, tiles: TissueTiles, encoder: str) -> TiledSlide:
-        """Return the facts of a slide; if the store has no provenance, level 0 is that of the store."""
+        """Return how other tools find a slide's tiles in the scan; without provenance, in level 0 of the store."""
         finest, mpp = slide.levels[0], sum(tiles.plane.mpp) / 2
         source = slide.attributes.get("source") or {}
         # Corners count from the origin of the scan, so the size that contains them ends at (y1, x1).

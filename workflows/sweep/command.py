@@ -76,7 +76,7 @@ def _one_split(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
         scores.append(sweep.score(sweep.folder_of(setting)))
         # After each setting, so that a stopped sweep has a table.
         _write_table(sweep, [(None, sweep.settings, scores)])
-    _require_one(scores, str(sweep.folder))
+    _require_usable_score(scores, str(sweep.folder))
     return SOME_FAILED if failed else DONE, _report_split(sweep, scores)
 
 
@@ -124,7 +124,7 @@ def _folds(sweep: SweepRuns) -> tuple[int, dict[str, Any]]:
     scores_of = {fold: [sweep.score(setting_runs.run_of(fold)) for setting_runs in runs] for fold in folds}
     _write_table(sweep, [(fold, sweep.settings, scores) for fold, scores in scores_of.items()])
     for fold, scores in scores_of.items():
-        _require_one(scores, f"{sweep.folder}, fold {fold}")
+        _require_usable_score(scores, f"{sweep.folder}, fold {fold}")
     code, summary = _report_folds(sweep, {fold: (sweep.settings, scores) for fold, scores in scores_of.items()})
     return SOME_FAILED if failed and code == DONE else code, summary
 
@@ -188,7 +188,7 @@ def _warn_of_failed(run: str) -> None:
     warn(f"hyfi: {run} has failed; the sweep goes on with what it has validated")
 
 
-def _require_one(scores: Sequence[SettingScore], where: str) -> None:
+def _require_usable_score(scores: Sequence[SettingScore], where: str) -> None:
     """Check that a setting can be chosen.
 
     Raises:

@@ -276,5 +276,6 @@ def loading_report(trainers: Communicator, reports: Mapping[int, Any]) -> dict[s
     return {
         "loaders": len(loaders),
         **{key: sum(report[key] for report in loaders.values()) for key in keys},
+        # Of a loader's report to a trainer, ``to_you_bytes`` are those that this trainer got.
         "trainer_bytes": [sum(report["to_you_bytes"] for _, report in reports) for reports in gathered],
     }

@@ -17,7 +17,7 @@ from workflows.finetuning.freezing import Freezing
 from workflows.launch.stop import StopFlag
 from workflows.training.averages.of_run import make_average
 from workflows.training.bound_by import RunSetup, StepTime, bound_by
-from workflows.training.checks.data_record import KEY
+from workflows.training.checks.data_record import DATA_KEY
 from workflows.training.checks.finite import FiniteSteps, StepNumbers
 from workflows.training.feeding import cores_of_trainer, loading_report
 from workflows.training.inputs.run_inputs import RunInputs, TrainingEngine
@@ -320,7 +320,7 @@ class TrainingLoop:
             "seed": self._job.config.run.seed,
             "steps": self._job.steps,
             "next_lr": self._rate.of(step + 1),
-            KEY: None if self._recorder is None else self._recorder.data,  # rank 0 writes it
+            DATA_KEY: None if self._recorder is None else self._recorder.data,  # rank 0 writes it
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
             "random": [self._engine.random.seed, self._engine.random.step],
         }

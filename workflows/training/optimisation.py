@@ -135,13 +135,14 @@ class LearningRate:
             saved: The ``state.json`` of the checkpoint.
         """
         # Checkpoints of earlier versions hold the state of a scheduler of torch instead.
-        before = saved.get("next_lr") or saved.get("lr_schedule", {}).get("_last_lr")
+        saved_rates = saved.get("next_lr") or saved.get("lr_schedule", {}).get("_last_lr")
         step = int(saved["step"]) + 1
-        # isclose: the factor is computed anew, perhaps by another libm.
-        if not before or step > self._steps or math.isclose(before[0], self.of(step)[0], rel_tol=1e-9):
+        # The first group stands for all. isclose: the factor is computed anew, perhaps by another libm.
+        if not saved_rates or step > self._steps or math.isclose(saved_rates[0], self.of(step)[0], rel_tol=1e-9):
             return None
         was = f" of {saved['steps']} steps" if "steps" in saved else " as it was"
         return (
             f"the learning rate follows the schedule of {self._steps} steps from now on: step {step} has "
-            f"{self.of(step)[0]:.6g}, as in a run of this length from its start; the schedule{was} had {before[0]:.6g}"
+            f"{self.of(step)[0]:.6g}, as in a run of this length from its start; the schedule{was} had "
+            f"{saved_rates[0]:.6g}"
         )

@@ -48,7 +48,8 @@ class StepTrace:
     def __init__(self, path: Path, engine: TrainingEngine, trainers: Communicator, steps: range) -> None:
         self._path, self._engine, self._trainers, self._steps = path, engine, trainers, steps
         self._origin_s: float | None = None
-        self._spans: list[Span] = []
+        # The engine's spans (kind, begin, end), and those recorded here (name, kind, begin, end).
+        self._engine_spans: list[Span] = []
         self._named: list[tuple[str, str, float, float]] = []
 
     def begin(self, step: int) -> None:
@@ -57,7 +58,7 @@ class StepTrace:
             # Clocks of hosts have unrelated zeros; ranks leave a barrier at almost the same time, which is 0 for all.
             self._trainers.barrier()
             self._origin_s = time.perf_counter()
-            self._engine.record_spans(self._spans)
+            self._engine.record_spans(self._engine_spans)
 
     @contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
@@ -84,7 +85,8 @@ class StepTrace:
         # Set to None at once: a second call, at the end of the run, writes nothing.
         origin_s, self._origin_s = self._origin_s, None
         self._engine.record_spans(None)
-        mine = self._named + [(kind, kind, begin, end) for kind, begin, end in self._spans]
+        # A span of the engine has its kind as its name, too.
+        mine = self._named + [(kind, kind, begin, end) for kind, begin, end in self._engine_spans]
         placed = [(name, kind, begin - origin_s, end - origin_s) for name, kind, begin, end in mine]
         gathered = self._trainers.gather_objects((socket.gethostname(), placed))
         if gathered is not None:

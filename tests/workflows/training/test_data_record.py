@@ -82,7 +82,7 @@ def test_checkpoints_without_a_record_are_continued(
 ) -> None:
     config = make_config(tmp_path, store, lr_schedule=CONSTANT)
     with monkeypatch.context() as patch:
-        patch.setattr("workflows.training.loop.KEY", "other")
+        patch.setattr("workflows.training.loop.DATA_KEY", "other")
         assert run_here(config, "run.steps=1") == 0
     assert "data" not in load_training_state(tmp_path / "run" / "checkpoints" / "latest").state
     assert run_here(config, "run.steps=2", resume=True) == 0

@@ -42,7 +42,7 @@ def predicted_grades(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def grade_metrics(
-    predicted: torch.Tensor, grades: torch.Tensor, count: int, counts: torch.Tensor
+    predicted: torch.Tensor, grades: torch.Tensor, grade_count: int, counts: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return the metrics of each bootstrap draw, (draws,) each; NaN if undefined.
 
@@ -52,17 +52,17 @@ def grade_metrics(
     Args:
         predicted: (N,) grades.
         grades: (N,) true ones.
-        count: Number of grades.
+        grade_count: Number of grades.
         counts: (draws, N) float64, how often each draw has each sample.
     """
-    confusion = confusion_of(predicted, grades, count, counts)
+    confusion = confusion_of(predicted, grades, grade_count, counts)
     # (draws, grades): samples of each grade, and those of them that are predicted right.
     true, hit = confusion.sum(2), confusion.diagonal(dim1=1, dim2=2)
-    several = (true > 0).sum(1) > 1
+    several_grades = (true > 0).sum(1) > 1
     total = counts.sum(1)
     return {
-        "quadratic_kappa": torch.where(several, quadratic_kappa(confusion), torch.nan),
+        "quadratic_kappa": torch.where(several_grades, quadratic_kappa(confusion), torch.nan),
         "mae": counts @ (predicted - grades).abs().double() / total,
-        "balanced_accuracy": torch.where(several, mean_present(hit / true, true), torch.nan),
+        "balanced_accuracy": torch.where(several_grades, mean_present(hit / true, true), torch.nan),
         "accuracy": hit.sum(1) / total,
     }

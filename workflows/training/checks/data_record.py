@@ -19,7 +19,7 @@ from hyfi_core.runtime.checkpoint import STATE_FILE
 from workflows.console import listed
 from workflows.training.job import TrainingJob
 
-KEY = "data"
+DATA_KEY = "data"
 """The key of the record in ``state.json``."""
 _NAMED = 8
 """Largest number of slides that a message names for each kind of change."""
@@ -107,7 +107,7 @@ def check_data(job: TrainingJob, state: Mapping[str, Any], after: DataRecord, ac
     Raises:
         RequestError: The data have changed, and this is not accepted.
     """
-    before = state.get(KEY)
+    before = state.get(DATA_KEY)
     # Checkpoints from before the record existed can still be resumed.
     if before is None:
         return "the checkpoint does not record its slides and labels: changes of them since then are not noticed"
@@ -136,7 +136,7 @@ def check_finished(job: TrainingJob, accepts: bool) -> str | None:
     folder = job.config.run.dir
     try:
         state = json.loads((folder / "checkpoints" / "latest" / STATE_FILE).read_text(encoding="utf-8"))
-        before, step = state[KEY], state["step"]
+        before, step = state[DATA_KEY], state["step"]
     except (OSError, ValueError, KeyError):
         return None  # of an older version, or not whole: what reads the checkpoint says so
     changes = changes_of(before, data_record(job))

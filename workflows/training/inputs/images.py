@@ -137,11 +137,11 @@ class ImageInputs(RunInputs):
             "`hyfi predict --evidence occlusion` shows which parts of a slide matter to it"
         )
         statistics = statistics_warning(self.job.config.optimizer.name, "model.norm=group or frozen")
-        switches = isinstance(engine.optimizer, SwitchingOptimizer) and engine.normalises_batches
+        averages_weights_alone = isinstance(engine.optimizer, SwitchingOptimizer) and engine.normalises_batches
         return [
             *self.job.warnings(),
             *([_PROBABILITIES] if self._returns_probabilities() else []),
-            *([statistics] if switches else []),
+            *([statistics] if averages_weights_alone else []),
             *([no_heatmap] if engine.pools_a_map is False else []),  # None: unknown
         ]
 
