@@ -38,25 +38,26 @@ class Target:
         rank: the rank to lower for.
         operators: text of an operator -> its record.
         entries: values from other stages -> how they are split here, None for a replicated one.
-        replicas: number of replicas over which batch norms compute their statistics.
+        norm_replicas: number of replicas over which batch norms compute their statistics.
         gather_bytes: size of the largest map that every rank may gather for an operator that cannot be computed part by
             part.
-        alone: whether there is no other rank or cell.
+        is_only_rank: whether there is no other rank or cell.
         plane: the plane of the rank, and the branches that each plane computes; by default there is one plane.
-        joins: whether local calls are joined where they can be fused; see ``lowering.joined_calls``.
-        apart: parameters whose gradients are computed apart from those of maps; see ``lowering.weights_apart``.
+        joins_calls: whether local calls are joined where they can be fused; see ``lowering.joined_calls``.
+        deferred_weights: parameters whose gradients can be computed later than those of maps; see
+            ``lowering.weights_apart``.
     """
 
     grid: tuple[int, int]
     rank: int
     operators: Mapping[str, OperatorFacts] = field(default_factory=lambda: OPERATORS)
     entries: Mapping[str, Split | None] = field(default_factory=dict)
-    replicas: Fraction | int = 1
+    norm_replicas: Fraction | int = 1
     gather_bytes: int = GATHER_BYTES
-    alone: bool = False
+    is_only_rank: bool = False
     plane: Plane = field(default_factory=Plane)
-    joins: bool = False
-    apart: frozenset[str] = frozenset()
+    joins_calls: bool = False
+    deferred_weights: frozenset[str] = frozenset()
 
 
 def lower(
@@ -81,7 +82,9 @@ def lower(
         RequestError: an operator has no rule for how its maps are split, or a buffer would hold a whole map.
     """
     outputs = program.outputs if outputs is None else outputs
-    builder = Builder(program, target.grid, target.rank, target.entries, runs, target.replicas, target.gather_bytes)
+    builder = Builder(
+        program, target.grid, target.rank, target.entries, runs, target.norm_replicas, target.gather_bytes
+    )
     for op in target.plane.ordered(lowered_operators(program, outputs, exits)):
         _lower_operator(builder, op, target.operators.get(op.text, UNKNOWN))
     # After all operators: gathering adds instructions, and outputs are whole on every rank.
@@ -94,9 +97,9 @@ def lower(
     # The order of passes: planes first, which divide by instruction; then those that look for single operators;
     # joined calls hide these; in place last, which asks who else reads a value.
     ranked = on_plane(builder.finish(leaves, exits), target.plane, target.rank)
-    if target.apart:
-        ranked = weights_apart(ranked, target.apart)
-    return in_place(join_calls(ranked) if target.joins else ranked, target.alone)
+    if target.deferred_weights:
+        ranked = weights_apart(ranked, target.deferred_weights)
+    return in_place(join_calls(ranked) if target.joins_calls else ranked, target.is_only_rank)
 
 
 def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[str, ...]) -> list[Operator]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from hyfi_core.comm.base import Communicator, Tensors
 from hyfi_core.comm.progress import polled
 from hyfi_core.comm.waits import Waits
-from hyfi_core.ops.bands import AT_ONCE, Banded
+from hyfi_core.ops.bands import NO_PADDING, Banded
 from hyfi_core.ops.base import Cotangents, NeedsGrad
 from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.cut import at
@@ -59,10 +59,10 @@ class AvgPool(Banded):
             return (self._corrected(result),), (back, canvas.shape, like(own, _PATTERN))
         pending_strips = yield from self.halo.start(comm, own)
         with polled(pending_strips.pending):
-            result = self._pooled(self.seen(own), self.own.padding)
+            result = self._pooled(self.call_input(own), self.own.padding)
         for band, canvas in self.canvases(own, (yield from pending_strips.wait())):
             # The native call has written these outputs too, with zeros for the strips: they are replaced.
-            at(result, band, self.output).copy_(self._pooled(canvas, AT_ONCE))
+            at(result, band, self.output).copy_(self._pooled(canvas, NO_PADDING))
         self.halo.give_back(pending_strips.strips)
         return (self._corrected(result),), (None, own.shape, like(own, _PATTERN))
 
@@ -85,7 +85,7 @@ class AvgPool(Banded):
         d_bands = []
         for band in self.bands:
             canvas = like(pattern, [*shape[:2], *self.window.input_box(band).shape])
-            d_bands.append(self._back(at(dy, band, self.output), canvas, AT_ONCE))
+            d_bands.append(self._back(at(dy, band, self.output), canvas, NO_PADDING))
         d_own = yield from self.back(comm, form, d_bands, lambda: self._back_of_own(dy, form))
         return (d_own,)
 
@@ -102,7 +102,7 @@ class AvgPool(Banded):
             return self._back(dy, into, self.own.padding)
         # No inner output reads the rows and columns before ``start``: their cotangent is zero.
         d_own = into.zero_()
-        pooled = self.seen(d_own)
+        pooled = self.call_input(d_own)
         pooled.copy_(self._back(dy, like(into, list(pooled.shape)), self.own.padding))
         return d_own
 

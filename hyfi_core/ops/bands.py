@@ -25,8 +25,8 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.window import Window
 from hyfi_core.plan.window_calls import OwnCall, faster_apart, inner_outputs, own_call
 
-AT_ONCE = (0, 0)
-"""Padding of a call on a canvas: none, since the canvas includes all pixels of its windows."""
+NO_PADDING = (0, 0)
+"""Padding of a call on a canvas, which includes all pixels of its windows."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Banded:
         y, x = self.window.y, self.window.x
         return (y.kernel, x.kernel), (y.stride, x.stride), (y.dilation, x.dilation)
 
-    def seen(self, own: torch.Tensor) -> torch.Tensor:
+    def call_input(self, own: torch.Tensor) -> torch.Tensor:
         """Return the view of the own part that the native call takes."""
         assert self.own is not None
         return own if self.own.start == (0, 0) else own[:, :, self.own.start[0] :, self.own.start[1] :]

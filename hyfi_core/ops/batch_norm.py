@@ -108,16 +108,16 @@ class BatchNorm(AsyncBackward, Recomputable):
         this message would be too long: they sum Σ x and Σ x².
         """
         channels = own.shape[1]
-        apart = comm.size <= MOST_ROWS
+        separate_rows = comm.size <= MOST_ROWS
         # As PyTorch's own norms: statistics of 16-bit maps stay in float32.
         dtype = torch.promote_types(own.dtype, torch.float32)
-        shape = (comm.size if apart else 1, 3, channels)  # 3: pixels and two moments
+        shape = (comm.size if separate_rows else 1, 3, channels)  # 3: pixels and two moments
 
         def pack(moments: Mapping[int, Moments]) -> torch.Tensor:
-            return packed_rows(moments, comm.size) if apart else packed_totals(moments)
+            return packed_rows(moments, comm.size) if separate_rows else packed_totals(moments)
 
         def combine(rows: torch.Tensor) -> Tensors:
-            mean, variance = (statistic.to(dtype) for statistic in self._of_all(rows, apart))
+            mean, variance = (statistic.to(dtype) for statistic in self._of_all(rows, separate_rows))
             # One tensor, as a cell that spills has a copy of it.
             return (torch.stack((mean, variance, (variance + self.eps).rsqrt())),)
 
@@ -127,10 +127,10 @@ class BatchNorm(AsyncBackward, Recomputable):
         (statistics,) = combined.result()
         return statistics.unbind()
 
-    def _of_all(self, rows: torch.Tensor, apart: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and biased variance of all ranks' pixels; ``rows``: of each rank if ``apart``, else their sum."""
+    def _of_all(self, rows: torch.Tensor, separate_rows: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and biased variance over all ranks; ``rows``: one for each rank if separate, else their sum."""
         counts, means, variances = rows.unbind(1)
-        if not apart:
+        if not separate_rows:
             mean = means[0] / self.count
             # Rounding can make the difference of two near numbers negative, and rsqrt of it NaN.
             return mean, (variances[0] / self.count - mean * mean).clamp_(min=0.0)
@@ -162,8 +162,8 @@ class BatchNorm(AsyncBackward, Recomputable):
         dtype = mean.dtype if weight is None else weight.dtype
 
         def combine(sums: torch.Tensor) -> Tensors:
-            if self._has_kernel(own):
-                return self._of_kernel(mean, variance, sums)
+            if self._uses_kernel(own):
+                return self._kernel_inputs(mean, variance, sums)
             return self._terms(weight, mean, variance, sums / self.count, own.dim())
 
         combination = Combination(_added, combine, 2 * mean.numel() * torch.float64.itemsize)
@@ -175,7 +175,7 @@ class BatchNorm(AsyncBackward, Recomputable):
             """Return the cotangents, once the sums over ranks have arrived."""
             if needs_grad and not needs_grad[0]:
                 return None, *d_affine
-            if self._has_kernel(own):
+            if self._uses_kernel(own):
                 return self._by_kernel(dy, own, mean, weight, combined.result()), *d_affine
             gain, slope, shift = combined.result()
             # In an expanded cotangent, many pixels share one value in memory.
@@ -192,7 +192,7 @@ class BatchNorm(AsyncBackward, Recomputable):
 
         return combined.pending, finish
 
-    def _has_kernel(self, own: torch.Tensor) -> bool:
+    def _uses_kernel(self, own: torch.Tensor) -> bool:
         """Whether CUDA's kernel computes the map's cotangent; the same for all cells of a process, which share sums."""
         return own.is_cuda
 
@@ -204,7 +204,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         weight: torch.Tensor | None,
         numbers: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """Return the map's cotangent by CUDA's kernel; ``numbers``: from ``_of_kernel``."""
+        """Return the map's cotangent by CUDA's kernel; ``numbers``: from ``_kernel_inputs``."""
         if not own.numel():
             return torch.empty_like(own)
         inverse, *sums_and_count = numbers
@@ -212,28 +212,29 @@ class BatchNorm(AsyncBackward, Recomputable):
         dy, own = _in_one_format(dy, own)
         return torch.batch_norm_backward_elemt(dy, own, mean, inverse, scale, *sums_and_count)
 
-    def _of_kernel(self, mean: torch.Tensor, variance: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what CUDA's kernel of the map's cotangent takes: 1/σ, Σ dy, Σ dy · (x - m), and the pixels of the map.
+    def _kernel_inputs(self, mean: torch.Tensor, variance: torch.Tensor, sums: torch.Tensor) -> Tensors:
+        """Return what CUDA's kernel for dx takes: 1/σ, Σ dy, Σ dy · (x - m), and counts that add up to the pixels.
 
-        It reads dy and x once and writes dx once; the formula takes three passes, each as long.
+        It reads dy and x once and writes dx once; the formula takes three passes. ``sums``: Σ dy and Σ dy · x̂.
         """
         deviation = (variance.double() + self.eps).sqrt()
-        rows = -(-self.count // _MOST_PIXELS)  # the kernel takes counts of 32 bits, and sums them
-        count = torch.full((rows,), _MOST_PIXELS, dtype=torch.int32, device=mean.device)
-        count[-1:].fill_(self.count - (rows - 1) * _MOST_PIXELS)
+        entries = -(-self.count // _MOST_PIXELS)  # the pixels of a large map do not fit into one count of 32 bits
+        counts = torch.full((entries,), _MOST_PIXELS, dtype=torch.int32, device=mean.device)
+        counts[-1:].fill_(self.count - (entries - 1) * _MOST_PIXELS)
         # Ours is Σ dy · x̂, the kernel's Σ dy · (x - m): they differ by the factor σ.
-        sums_of_kernel = torch.stack((deviation.reciprocal(), sums[0], sums[1] * deviation)).to(mean.dtype)
-        return *sums_of_kernel.unbind(), count
+        per_channel = torch.stack((deviation.reciprocal(), sums[0], sums[1] * deviation)).to(mean.dtype)
+        return *per_channel.unbind(), counts
 
     def _in_blocks(
         self, dx: torch.Tensor, dy: torch.Tensor, own: torch.Tensor, terms: tuple[torch.Tensor, ...]
     ) -> None:
-        """Write gain · dy, and for pixels that count + slope · x + shift, to ``dx``: a 16-bit map, rounded once.
+        """Write the cotangent of a 16-bit map to ``dx``, computed in float32 and rounded once.
 
-        If each term were rounded, small shifts would be lost, and gradients that cancel over the map would not, far
-        from zero. In float32, block by block: whole copies of the three maps would take six times the memory of one.
+        It is gain · dy + slope · x + shift for pixels that count in the statistics, gain · dy for those of margins. If
+        each term were rounded, small shifts would be lost, and sums over the map that should be zero would not be.
         """
         gain, slope, shift = terms
+        # Block by block: whole copies of the three maps in float32 would take six times the memory of one.
         for top, height in _blocks(dx):
             dy_rows, x_rows, dx_rows = (tensor.narrow(2, top, height) if height else tensor for tensor in (dy, own, dx))
             wide = torch.mul(dy_rows, gain)  # float32, as gain is
@@ -305,7 +306,7 @@ def _added(sums: Mapping[int, Tensors]) -> torch.Tensor:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yield (first row, number of rows) of each block of a map; (0, 0): the whole tensor, without rows or values."""
+    """Yield (first row, number of rows) of each block of a map; (0, 0), for all of it, if it has no rows or values."""
     rows = tensor.shape[2] if tensor.dim() > 2 and tensor.numel() else 0
     if not rows:
         yield 0, 0
@@ -344,7 +345,7 @@ class FusedBatchNorm(BatchNorm):
 
     owned: Box
 
-    def _has_kernel(self, own: torch.Tensor) -> bool:
+    def _uses_kernel(self, own: torch.Tensor) -> bool:
         """Return False: the kernel counts all pixels, and which cells have margins differs between them."""
         return False
 
@@ -382,9 +383,8 @@ class KnownStatistics(torch.autograd.Function):
             mean, inverse = mean.float(), inverse.float()
         # 1/σ is in the scale, the deviation 1: in both modes, the kernel computes x · (w · 1/σ) + (b - m · (w · 1/σ)).
         scale = inverse if weight is None else weight * inverse
-        result: torch.Tensor = torch.native_batch_norm(own, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[
-            0
-        ]
+        statistics = mean, torch.ones_like(mean)
+        result: torch.Tensor = torch.native_batch_norm(own, scale, bias, *statistics, False, 0.0, 0.0)[0]
         return result
 
     @staticmethod

@@ -121,7 +121,7 @@ Delivery = torch.Tensor | HandedOver
 class _ReceivedPiece(NamedTuple):
     piece: BoundaryPiece
     tensor: torch.Tensor
-    stays: bool  # whether the receiver may keep this memory: nothing else will use it
+    may_stay: bool  # whether the receiver may keep this memory: nothing else will use it
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class BoundaryTransfer:
         if part.piece.shape != value.local_shape(box):
             return None
         order = self._format(part.tensor.dim())
-        return part.tensor.contiguous(memory_format=order) if part.stays else part.tensor.clone(memory_format=order)
+        return part.tensor.contiguous(memory_format=order) if part.may_stay else part.tensor.clone(memory_format=order)
 
     def _format(self, dims: int) -> torch.memory_format:
         return torch.channels_last if self.channels_last and dims == 4 else torch.contiguous_format
@@ -318,18 +318,26 @@ def unpack(boundary: BoundaryTransfer, buffer: torch.Tensor, pieces: tuple[Bound
 def _unpacked(
     boundary: BoundaryTransfer, expected: Pieces, messages: Mapping[int, Delivery], only_read: bool
 ) -> dict[str, list[_ReceivedPiece]]:
-    """Return name of a value -> its received pieces; ``only_read``: whether their receiver does not change them."""
+    """Return name of a value -> its received pieces, views of the messages where possible.
+
+    Args:
+        boundary: between the two stages.
+        expected: position in the other stage -> the pieces that it sends.
+        messages: position in the other stage -> its message.
+        only_read: whether the receiver does not change the values.
+    """
     parts: dict[str, list[_ReceivedPiece]] = {}
     for position, pieces in expected.items():
         message = messages[position]
         if isinstance(message, HandedOver):
-            tensors, stays = message.tensors, only_read or message.copied
+            # Tensors of a sender in this process, which may still use them unless they are copies.
+            tensors, may_stay = message.tensors, only_read or message.copied
         else:
-            # Kept buffers are used for the next message. Other memory may stay if it has one piece: a value that stays
-            # would keep the memory of all pieces.
-            tensors, stays = unpack(boundary, message, pieces), len(pieces) == 1 and not is_kept(message.device)
+            # A buffer that is kept is used for the next message. One of several pieces must not stay, as a view: it
+            # would keep the memory of all.
+            tensors, may_stay = unpack(boundary, message, pieces), len(pieces) == 1 and not is_kept(message.device)
         for piece, tensor in zip(pieces, tensors, strict=True):
-            parts.setdefault(piece.value.name, []).append(_ReceivedPiece(piece, tensor, stays))
+            parts.setdefault(piece.value.name, []).append(_ReceivedPiece(piece, tensor, may_stay))
     return parts
 
 

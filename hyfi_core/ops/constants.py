@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 _STORAGES: set[int] = set()
-"""Storages of all constants; see ``is_constant``."""
+"""Storages of all constants, whose memory must not be freed where autograd has saved one; see ``is_constant``."""
 
 
 class Constant:
@@ -30,7 +30,7 @@ class Constant:
         key = (device, dtype)
         if key not in self._copies:
             self._copies[key] = copied = torch.as_tensor(self._values).to(device, dtype)
-            # By the storage's address, which all views of it share, such as one that autograd has saved.
+            # Listed, so that ``is_constant`` knows it where autograd has saved it: by the address that all views share.
             storage = copied.untyped_storage()._cdata
             _STORAGES.add(storage)
             # Once the constant is gone, another storage may have this address.

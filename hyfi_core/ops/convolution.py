@@ -32,7 +32,9 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.window import Window
 from hyfi_core.plan.window_calls import OwnCall, StripCall, faster_apart, own_call, strip_call
 
+# Which cotangents to compute: of map, weight and bias.
 OutputMask = tuple[bool, bool, bool]
+_MAP_ONLY, _WEIGHT_ONLY = (True, False, False), (False, True, False)
 _WeightBack = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -174,15 +176,15 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def _add_reached(
         self, result: torch.Tensor, kernel: torch.Tensor, conv_input: torch.Tensor, strips: tuple[torch.Tensor, ...]
     ) -> None:
-        """Add the contributions of the strips to the outputs that they reach."""
+        """Add to this rank's ``result`` what received strips contribute, each to the outputs whose windows reach it."""
         for piece in self._reaching_strips:
-            canvas, tapped = _canvas(piece, strips, conv_input), _tapped(kernel, piece)
+            canvas, reading_taps = _canvas(piece, strips, conv_input), _reading_taps(kernel, piece)
             outputs = self._outputs(result, piece)
             # Few pixels and large weights: products of matrices instead of a kernel that rearranges the weight.
             if taps.in_place(kernel, self.groups):
-                taps.add_outputs(outputs, canvas, tapped, *self._stride_dilation)
+                taps.add_outputs(outputs, canvas, reading_taps, *self._stride_dilation)
             else:
-                outputs.add_(self._convolve(canvas, tapped, None, (0, 0)))
+                outputs.add_(self._convolve(canvas, reading_taps, None, (0, 0)))
 
     def _convolve(
         self, tensor: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, padding: tuple[int, int]
@@ -247,9 +249,8 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         """
         if not back.mask[0]:
             return None, None
-        only = (True, False, False)
         if self.own is None:
-            d_canvas = self._differentiate(back, only)[0]
+            d_canvas = self._differentiate(back, _MAP_ONLY)[0]
             saved = (back.saved.shape, back.saved.conv_input.dtype, back.saved.conv_input.device)
             (d_own,) = yield from self.halo.backward(comm, saved, (d_canvas,))
             assert d_own is not None
@@ -257,7 +258,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         pending_strips, weight_back = (yield from self._send_back(comm, back)), None
         pending = pending_strips.pending
         with polled(pending):
-            d_input = self._differentiate(back, only)[0]
+            d_input = self._differentiate(back, _MAP_ONLY)[0]
         # While strips are on their way, the weight's cotangent is useful work; once they have arrived, it can wait.
         if pending is not None and (at_once or (waits and not pending.test())):
             with polled(pending):
@@ -283,26 +284,26 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         backs = [torch.zeros_like(strip) for strip in saved.strips]
         for piece in self._reaching_strips:
             canvas, part = _canvas(piece, saved.strips, saved.conv_input), self._outputs(dy, piece)
-            tapped, only = _tapped(kernel, piece), (True, False, False)
+            reading_taps = _reading_taps(kernel, piece)
             if taps.in_place(kernel, self.groups):
-                d_canvas = taps.back(canvas, tapped, part, *self._stride_dilation)
+                d_canvas = taps.back(canvas, reading_taps, part, *self._stride_dilation)
             else:
-                d_canvas = self._native_back(part, canvas, tapped, (0, 0), only)[0]
+                d_canvas = self._native_back(part, canvas, reading_taps, (0, 0), _MAP_ONLY)[0]
             # The canvas may reach beyond the strip, into pixels of other strips, which have calls of their own.
             common = piece.call.inputs.intersect(piece.box)
             at(backs[piece.index], common, piece.box).copy_(at(d_canvas, common, piece.call.inputs))
         return (yield from self.halo.start_back(comm, saved.conv_input, backs))
 
     def _add_strips(self, d_weight: torch.Tensor, back: _Back) -> None:
-        """Add the contributions of strips to the weight's cotangent."""
+        """Add to the weight's cotangent what received strips contribute, each to the taps that read it."""
         saved, dy, kernel = back.saved, back.dy, back.kernel
         for piece in self._reaching_strips:
             canvas, part = _canvas(piece, saved.strips, saved.conv_input), self._outputs(dy, piece)
-            tapped, only = _tapped(d_weight, piece), (False, True, False)
+            d_taps = _reading_taps(d_weight, piece)  # a view: what is added to it is added to ``d_weight``
             if taps.in_place(d_weight, self.groups):
-                taps.add_to_weight(tapped, canvas, part, *self._stride_dilation)
+                taps.add_to_weight(d_taps, canvas, part, *self._stride_dilation)
             else:
-                tapped.add_(self._native_back(part, canvas, _tapped(kernel, piece), (0, 0), only)[1])
+                d_taps.add_(self._native_back(part, canvas, _reading_taps(kernel, piece), (0, 0), _WEIGHT_ONLY)[1])
 
     def _widened(self, d_input: torch.Tensor, saved: _SavedConvolution) -> torch.Tensor:
         """Return the cotangent of the whole own part, in its dtype; zero where no window reads it."""
@@ -371,7 +372,8 @@ def _computed_in(tensor: torch.Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def _tapped(kernel: torch.Tensor, piece: _ReachingStrip) -> torch.Tensor:
+def _reading_taps(kernel: torch.Tensor, piece: _ReachingStrip) -> torch.Tensor:
+    """Return the view ``(O, I, h, w)`` of the taps that read a strip."""
     y, x = piece.call.taps.slices()
     return kernel[:, :, y, x]
 

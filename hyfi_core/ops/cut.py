@@ -103,6 +103,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a map as a view with dense rows of values in the last dim; None if it has none."""
     if tensor.stride(3) == 1:
         return tensor
+    # In channels-last, a row has the channels of its pixels one after the other; of a box, rows may have gaps.
     if tensor.stride(1) != 1 or (tensor.stride(3) != tensor.shape[1] and tensor.shape[3] > 1):
         return None
     count, channels, height, width = tensor.shape

@@ -15,7 +15,7 @@ import torch
 from hyfi_core.comm.base import Communicator, Tensors
 from hyfi_core.comm.progress import polled
 from hyfi_core.comm.waits import Waits
-from hyfi_core.ops.bands import AT_ONCE, Banded
+from hyfi_core.ops.bands import NO_PADDING, Banded
 from hyfi_core.ops.base import Cotangents, NeedsGrad, RemakesSaved
 from hyfi_core.ops.cut import at, copy_box
 from hyfi_core.ops.window_places import WindowPlaces
@@ -23,15 +23,15 @@ from hyfi_core.plan.window import Window
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Indices of the maxima of some outputs.
+class _BandIndices:
+    """Indices of the maxima of the outputs in a band.
 
     Attributes:
-        seen: the canvas that the native call took, or a tensor of its shape without memory.
+        call_input: the canvas that the native call took, or a tensor of its shape without memory.
         indices: indices that the native call returned.
     """
 
-    seen: torch.Tensor
+    call_input: torch.Tensor
     indices: torch.Tensor
 
 
@@ -54,22 +54,22 @@ class MaxPool(Banded, RemakesSaved):
         """Return (maxima,); saves their indices."""
         (own,) = inputs
         if self.own is None:
-            (canvas,), back = yield from self.halo.forward(comm, (own,))
+            (canvas,), saved_halo = yield from self.halo.forward(comm, (own,))
             if self.output.empty:
-                return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas, None, ())
+                return (own.new_empty((*own.shape[:2], *self.output.shape)),), (saved_halo, canvas, None, ())
             result, indices = self._pool(canvas, self.canvas_padding)
-            return (result,), (back, self._held(canvas), indices, ())
+            return (result,), (saved_halo, self._form_to_save(canvas), indices, ())
         pending_strips = yield from self.halo.start(comm, own)
         with polled(pending_strips.pending):
-            result, indices = self._pool(self.seen(own), self.own.padding)
-        places = []
+            result, indices = self._pool(self.call_input(own), self.own.padding)
+        band_indices = []
         for band, canvas in self.canvases(own, (yield from pending_strips.wait())):
-            maxima, where = self._pool(canvas, AT_ONCE)
+            maxima, where = self._pool(canvas, NO_PADDING)
             at(result, band, self.output).copy_(maxima)
             # Indices of a band count within its canvas, not within the map.
-            places.append(_Places(self._held(canvas), self._narrow(canvas, where, AT_ONCE)))
+            band_indices.append(_BandIndices(self._form_to_save(canvas), self._narrow(canvas, where, NO_PADDING)))
         self.halo.give_back(pending_strips.strips)
-        return (result,), (self._held(own), indices, tuple(places))
+        return (result,), (self._form_to_save(own), indices, tuple(band_indices))
 
     @property
     def remakes(self) -> bool:
@@ -86,20 +86,20 @@ class MaxPool(Banded, RemakesSaved):
         """Return the indices again; see ``ops.base.RemakesSaved``."""
         if self.own is None:
             return self._pool(self.halo.placed(own), self.canvas_padding)[1]
-        return self._pool(self.seen(own), self.own.padding)[1]
+        return self._pool(self.call_input(own), self.own.padding)[1]
 
     def compact(self, saved: Any) -> Any:
         """Return ``saved`` with indices in one byte each where that is enough; see ``ops.base.RemakesSaved``."""
         if self.holds_map:
             return saved
-        if self.own is None:
-            back, canvas, indices, no_places = saved
+        if self.own is None:  # pooled on a canvas: what the halo exchange saved, canvas, indices, no bands
+            saved_halo, canvas, indices, no_bands = saved
             narrow = None if indices is None else self._narrow(canvas, indices, self.canvas_padding)
-            return back, canvas, narrow, no_places
-        own, indices, places = saved
+            return saved_halo, canvas, narrow, no_bands
+        own, indices, band_indices = saved  # those of bands are in one byte each already
         # On the meta device: the map's memory may be gone, and only its shape is read.
         shape_alone = own.new_empty(own.shape, device="meta")
-        return own, self._narrow(self.seen(shape_alone), indices, self.own.padding), places
+        return own, self._narrow(self.call_input(shape_alone), indices, self.own.padding), band_indices
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
@@ -108,14 +108,14 @@ class MaxPool(Banded, RemakesSaved):
         dy = cotangents[0]
         if self.own is None:
             return (yield from self._back_from_canvas(comm, saved, dy))
-        own, indices, places = saved
+        own, indices, band_indices = saved
         # If only the map's shape is kept, it has no memory to overwrite.
         over = own if self.overwrites_map and self.holds_map else None
         if dy is None:
             dy = own.new_zeros((*own.shape[:2], *self.output.shape))
         d_bands = [
-            self._back(at(dy, band, self.output), saved_band.seen, saved_band.indices, AT_ONCE)
-            for band, saved_band in zip(self.bands, places, strict=True)
+            self._back(at(dy, band, self.output), saved_band.call_input, saved_band.indices, NO_PADDING)
+            for band, saved_band in zip(self.bands, band_indices, strict=True)
         ]
         d_own = yield from self.back(comm, own, d_bands, lambda: self._back_of_own(dy, own, indices, over))
         return (d_own,)
@@ -125,14 +125,14 @@ class MaxPool(Banded, RemakesSaved):
 
         There are no indices if this rank has no outputs.
         """
-        back, canvas, indices, _ = saved
+        saved_halo, canvas, indices, _ = saved
         if dy is None or indices is None:
             d_canvas = torch.zeros_like(canvas)
         else:
             d_canvas = self._back(dy, canvas, indices, self.canvas_padding)
-        return (yield from self.halo.backward(comm, back, (d_canvas,)))
+        return (yield from self.halo.backward(comm, saved_halo, (d_canvas,)))
 
-    def _held(self, own: torch.Tensor) -> torch.Tensor:
+    def _form_to_save(self, own: torch.Tensor) -> torch.Tensor:
         """Return the form of a map to keep for backward: the map, or its shape and strides without memory."""
         if self.holds_map:
             return own
@@ -163,7 +163,7 @@ class MaxPool(Banded, RemakesSaved):
         if self.own.start == (0, 0):
             return self._back(inner, own, indices, self.own.padding, over)
         d_own = torch.zeros_like(own)
-        pooled = self.seen(d_own)  # of the map, only the shape may be left
+        pooled = self.call_input(d_own)  # of the map, only the shape may be left
         copy_box(pooled, self._back(inner, pooled, indices, self.own.padding))
         return d_own
 

@@ -52,6 +52,7 @@ class WindowPlaces:
         if dx > 1:
             offset = offset.sub_(row, alpha=rows_apart).div_(dx, rounding_mode="floor")
             return offset.add_(row, alpha=columns).to(torch.uint8)
+        # offset = row · rows_apart + column becomes row · columns + column.
         return offset.add_(row, alpha=columns - rows_apart).to(torch.uint8)
 
     def wide(self, indices: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ def batch_norm_training(builder: Builder, op: Operator) -> None:
     normalised, _, _, new_mean, new_var = (*op.outputs, None, None)[:5]
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
     # Nothing to communicate: autograd differentiates the native kernel.
-    if builder.grid == (1, 1) and builder.replicas == 1:
+    if builder.grid == (1, 1) and builder.norm_replicas == 1:
         names = (part, running_mean.name, running_var.name, *affine)
         inputs = tuple(name for name in names if name is not None)
         native = NativeBatchNorm(weight is not None, bias is not None, momentum, eps)
@@ -64,7 +64,7 @@ def batch_norm_without_statistics(builder: Builder, op: Operator) -> None:
     split = builder.same_pixels(op, x.name)
     part = builder.part(x.name, split)
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
-    if builder.grid == (1, 1) and builder.replicas == 1:
+    if builder.grid == (1, 1) and builder.norm_replicas == 1:
         function, inputs = _without_statistics(op)
         names = tuple(part if name == x.name else name for name in inputs)
         builder.compute(function, names, op.outputs[:1], split)
@@ -98,7 +98,7 @@ def batch_norm_of_features(builder: Builder, op: Operator) -> tuple[Callable[...
     # With running statistics it is pointwise, like any operator on features.
     if op.text not in _LIVE:
         return None
-    if builder.replicas > 1:
+    if builder.norm_replicas > 1:
         builder.refuse(
             op,
             "normalises features that have no height and width, which plan.sync_batch_norm does not support",
@@ -203,8 +203,8 @@ def _without_statistics(op: Operator) -> tuple[Callable[..., Any], tuple[str, ..
 def _pixels(builder: Builder, name: str) -> int:
     """Return how many values of each channel go into its statistics, over all synchronised replicas."""
     shape = builder.shape(name)
-    # With shares, ``replicas`` is a fraction: all samples / this replica's. The product is a whole number.
-    return int(prod(shape) // shape[1] * builder.replicas)
+    # With shares, ``norm_replicas`` is a fraction: all samples / this replica's. The product is a whole number.
+    return int(prod(shape) // shape[1] * builder.norm_replicas)
 
 
 def _collective(builder: Builder, split: Split, count: int, eps: float) -> BatchNorm:
@@ -225,7 +225,7 @@ def _communicate(
 ) -> None:
     """Emit the operator; its first output is a split map, the others are replicated statistics."""
     splits = (split, *[None] * (len(outputs) - 1))
-    builder.communicate(norm, inputs, outputs, "reduce", splits, all_replicas=builder.replicas > 1)
+    builder.communicate(norm, inputs, outputs, "reduce", splits, all_replicas=builder.norm_replicas > 1)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Builder:
         rank: the rank whose instructions are built.
         entries: values from other stages -> how they are split here, None for a replicated one.
         runs: fused runs, in which ranks compute margins.
-        replicas: batch norms take their statistics over this many times the samples of this replica.
+        norm_replicas: batch norms take their statistics over this many times the samples of this replica.
         gather_bytes: size of the largest map that every rank may gather for an operator.
 
     Attributes:
@@ -71,7 +71,7 @@ class Builder:
         grid: see above.
         rank: see above.
         runs: see above.
-        replicas: see above.
+        norm_replicas: see above.
         gather_bytes: see above.
         splits: the layout of each split value; read only.
         values: global shape and type of every value; read only.
@@ -85,14 +85,14 @@ class Builder:
         rank: int,
         entries: Mapping[str, Split | None] | None = None,
         runs: FusedRuns | None = None,
-        replicas: Fraction | int = 1,
+        norm_replicas: Fraction | int = 1,
         gather_bytes: int = GATHER_BYTES,
     ) -> None:
         self.program = program
         self.grid = grid
         self.rank = rank
         self.runs = FusedRuns() if runs is None else runs
-        self.replicas = replicas
+        self.norm_replicas = norm_replicas
         self.gather_bytes = gather_bytes
         self._values = {**program.values, KEY: ValueInfo((3,), torch.int64)}
         height, width = program.values[program.image].shape[-2:]
@@ -381,7 +381,7 @@ class Builder:
         return RankProgram(instructions, read_box, *record, *notes, ahead=frozenset(self.ahead))
 
     def _read_image(self) -> tuple[tuple[Instruction, ...], Box]:
-        """Return the instructions, with boxes of the image as copies from one box that is read, and that box."""
+        """Replace the placeholders by copies out of one box of the image; return (instructions, this box)."""
         image = self.program.image
         map_box = self.splits[image].layout.map
         reads = [step.need.intersect(map_box) for step in self._steps if isinstance(step, _ImageRead)]

@@ -13,7 +13,7 @@ from hyfi_core.ops.avg_pool import avg_pool2d
 from hyfi_core.rules.builder import Builder, Splits
 from hyfi_core.rules.instructions import Split
 
-_RIGHT: Mapping[Any, Callable[..., Any]] = {torch.ops.aten.avg_pool2d.default: avg_pool2d}
+_CORRECTED: Mapping[Any, Callable[..., Any]] = {torch.ops.aten.avg_pool2d.default: avg_pool2d}
 """Native operator with wrong gradients on some device -> our function, with the same arguments and results."""
 
 
@@ -51,7 +51,7 @@ def emit_on_part(
 
 def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Return (function, names of its arguments): the operator's call as a function of its values, constants bound."""
-    names, target = tuple(dict.fromkeys(op.inputs)), _RIGHT.get(op.target, op.target)
+    names, target = tuple(dict.fromkeys(op.inputs)), _CORRECTED.get(op.target, op.target)
 
     def call(*tensors: Any) -> Any:
         values = dict(zip(names, tensors, strict=True))

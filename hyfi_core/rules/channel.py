@@ -64,8 +64,10 @@ def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
     # One group: mean and variance of each image over (C, H, W).
     moments = moments_over_ranks(builder, part, (2,), keepdim=False, groups=1)
     box = split.layout.parts[builder.rank]
-    narrow = builder.values[op.first_output].dtype
-    plain = normalise(eps, has_weight=False, has_bias=False, narrow=torch.promote_types(narrow, torch.float32))
+    result_dtype = builder.values[op.first_output].dtype
+    plain = normalise(
+        eps, has_weight=False, has_bias=False, result_dtype=torch.promote_types(result_dtype, torch.float32)
+    )
 
     def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
         # Weight and bias are replicated maps: each rank applies its part of them.
@@ -73,7 +75,7 @@ def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
         result: torch.Tensor = plain(x, moments)
         if weight is not None:
             result = result * own[0]
-        return (result + own[-1] if bias is not None else result).to(narrow)
+        return (result + own[-1] if bias is not None else result).to(result_dtype)
 
     affine = tuple(item.name for item in (weight, bias) if item is not None)
     builder.compute(call, (part, moments, *affine), op.outputs, split)

@@ -47,11 +47,10 @@ def _grouped(builder: Builder, op: Operator, name: str, groups: int, weight: Any
     builder.compute(call, (part, moments, *affine), op.outputs, split)
 
 
-def normalise(eps: float, has_weight: bool, has_bias: bool, narrow: torch.dtype) -> Any:
+def normalise(eps: float, has_weight: bool, has_bias: bool, result_dtype: torch.dtype) -> Any:
     """Return a function that normalises a part by mean and variance of each image and group.
 
-    The function takes the part, (mean, variance) stacked and, if they exist, weight and bias. ``narrow``: dtype of its
-    result.
+    The function takes the part, (mean, variance) stacked and, if they exist, weight and bias.
     """
 
     def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
@@ -69,7 +68,7 @@ def normalise(eps: float, has_weight: bool, has_bias: bool, narrow: torch.dtype)
         result = (x - mean.to(dtype).view(shape)) * scale.to(dtype).view(shape)
         if has_bias:
             result = result + affine[-1].view(1, channels, 1, 1)
-        return result.to(narrow)  # autocast returns float32 on GPUs
+        return result.to(result_dtype)  # autocast returns float32 on GPUs
 
     return call
 

@@ -77,7 +77,7 @@ def _from_right(builder: Builder, name: str, dim_count: int) -> Split:
 def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[int]) -> Split:
     """Return how the result is split: like the first map of the same size, or evenly if there is none."""
     first = maps[0]
-    # The usual case: all maps have the same pixels.
+    # The usual case: all maps have the same pixels. In a fused run, the result may be computed with margins.
     if all(split is first or _same_pixels(split, first) for split in maps) and _fits(first, sizes):
         return builder.computed(op, first)
     y, x = first.dims

@@ -93,23 +93,30 @@ def index(builder: Builder, op: Operator) -> None:
     """``h[rows, positions]``, by indices that every rank has."""
     name, indexers = op.args[0].name, op.args[1]
     split = builder.splits[name].owned
-    at = [dim for dim, item in enumerate(indexers) if item is not None]
-    indices = tuple(indexers[dim].name for dim in at)
-    first = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
-    along = at.index(split.dims[0])
+    indexed_dims = [dim for dim, item in enumerate(indexers) if item is not None]
+    indices = tuple(indexers[dim].name for dim in indexed_dims)
+    are_adjacent = indexed_dims == list(range(indexed_dims[0], indexed_dims[0] + len(indexed_dims)))
+    # As in NumPy, the dims of the indices replace those that are indexed, or come first if these are not adjacent.
+    first_of_result = indexed_dims[0] if are_adjacent else 0
+    of_positions = indexed_dims.index(split.dims[0])
 
     def own(tensor: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
-        """Return the entries at the positions that this rank has, 0 for others; ``numbers``: the index of each dim."""
-        # As in ``gather``: all ranks check indices, and an empty sum gives all the same backward.
-        local, inside = _places(split, builder.rank, numbers[along], op.text, from_end=True)
+        """Return the entries at the positions that this rank has, 0 for others.
+
+        Args:
+            tensor: this rank's part of the flat map.
+            numbers: the index of each indexed dim; that of the positions counts in the whole map.
+        """
+        # Checked first: for a bad index, a rank without pixels raises as the others do, and does not wait for them.
+        local, inside = _places(split, builder.rank, numbers[of_positions], op.text, from_end=True)
         if not tensor.numel():
+            # An empty sum, 0, connects the result to the input, so that all ranks have the same backward.
             return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
-        chosen: list[Any] = [slice(None)] * tensor.dim()
-        for dim, number in zip(at, (*numbers[:along], local, *numbers[along + 1 :]), strict=True):
-            chosen[dim] = number
-        entries = tensor[tuple(chosen)]
+        index_of_dim = dict(zip(indexed_dims, numbers, strict=True)) | {split.dims[0]: local}
+        entries = tensor[tuple(index_of_dim.get(dim, slice(None)) for dim in range(tensor.dim()))]
         inside = inside.expand(torch.broadcast_shapes(*(number.shape for number in numbers)))
-        return torch.where(inside.reshape(*inside.shape, *[1] * (entries.dim() - first - inside.dim())), entries, 0.0)
+        dims_after = entries.dim() - first_of_result - inside.dim()
+        return torch.where(inside.reshape(*inside.shape, *[1] * dims_after), entries, 0.0)
 
     inputs = (builder.part(name, split), *indices)
     if len(set(inputs)) < len(inputs):
@@ -118,27 +125,33 @@ def index(builder: Builder, op: Operator) -> None:
 
 
 def extreme(builder: Builder, op: Operator) -> None:
-    """``max``, ``min``, ``argmax`` and ``argmin`` along the positions: the first of equal extremes."""
+    """``max``, ``min``, ``argmax`` and ``argmin`` along the positions: the first of equal extremes.
+
+    One collective operator finds maxima of maps (N, 1, height, width), so the part is brought into this shape and the
+    results out of it.
+    """
     name = op.args[0].name
     split, shape = builder.splits[name].owned, builder.shape(name)
     dim = op.args[1] % len(shape)
     keepdim = bool(op.args[2] if len(op.args) > 2 else op.kwargs.get("keepdim", False))
-    box, lowest = split.layout.parts[builder.rank], "min" in op.text
+    box, is_min = split.layout.parts[builder.rank], "min" in op.text
     leading = (*shape[:dim], *shape[dim + 1 :])
-    opened = (math.prod(leading), 1, box.height, box.width)
-    result = (*shape[:dim], 1, *shape[dim + 1 :]) if keepdim else leading
+    map_shape = (math.prod(leading), 1, box.height, box.width)
+    result_shape = (*shape[:dim], 1, *shape[dim + 1 :]) if keepdim else leading
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.movedim(dim, -1).reshape(opened)
-        # The smallest value is the largest of the negatives. A copy, as the reshaped view has the map's memory.
-        return -tensor if lowest else tensor.clone()
+        tensor = tensor.movedim(dim, -1).reshape(map_shape)
+        # The smallest value is the largest of the negatives. Else a copy: the reshaped view has the map's memory.
+        return -tensor if is_min else tensor.clone()
 
     def finish(top: torch.Tensor, where: torch.Tensor) -> Any:
-        values = (-top if lowest else top.clone()).reshape(result)
-        return where.reshape(result).clone() if "arg" in op.text else (values, where.reshape(result).clone())
+        values = (-top if is_min else top.clone()).reshape(result_shape)
+        return (
+            where.reshape(result_shape).clone() if "arg" in op.text else (values, where.reshape(result_shape).clone())
+        )
 
-    maps, top = builder.fresh(name, opened), builder.fresh(name, (opened[0], 1, 1, 1))
-    where = builder.fresh(name, (opened[0], 1, 1, 1), torch.int64)
+    maps, top = builder.fresh(name, map_shape), builder.fresh(name, (map_shape[0], 1, 1, 1))
+    where = builder.fresh(name, (map_shape[0], 1, 1, 1), torch.int64)
     builder.compute(own, (builder.part(name, split),), (maps,))
     builder.communicate(FirstMaximum(box, split.layout.map.width, last_nan=False), (maps,), (top, where), "reduce")
     builder.compute(finish, (top, where), op.outputs)

@@ -41,7 +41,7 @@ class Letters:
 
 
 def matmul(builder: Builder, op: Operator) -> None:
-    """``matmul``, ``bmm`` and ``mm``."""
+    """``matmul``, ``bmm`` and ``mm``, as the einsum of (…, y, k) and (…, k, z) to (…, y, z); vectors have k alone."""
     first, second = op.args[0].name, op.args[1].name
     dims = len(builder.shape(first)), len(builder.shape(second))
     batch = _LETTERS[: max(0, max(dims) - 2)]
@@ -91,7 +91,7 @@ def _spelled(equation: str, dim_counts: list[int]) -> str:
 
 
 def _product(builder: Builder, op: Operator, letters: Letters) -> None:
-    """Emit a product, given its letters."""
+    """Emit a product, given the letter of each dim; the letters of the first map's height and width decide its form."""
     anchor_name, anchor_term = next((name, term) for name, term in letters.factors if name in builder.splits)
     anchor = builder.splits[anchor_name].owned
     space = anchor_term[anchor.dims[0]], anchor_term[anchor.dims[1]]
@@ -162,10 +162,10 @@ def sum_of_parts(builder: Builder, function: Any, inputs: Sequence[str], output:
         return result.to(torch.promote_types(result.dtype, torch.float32))
 
     dtype = builder.values[output].dtype
-    narrow = dtype if dtype in (torch.bfloat16, torch.float16) else None
+    rounded_to = dtype if dtype in (torch.bfloat16, torch.float16) else None
     builder.compute(own, tuple(inputs), (partial,))
     builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
-    builder.compute(lambda total: total.clone() if narrow is None else total.to(narrow), (summed,), (output,))
+    builder.compute(lambda total: total.clone() if rounded_to is None else total.to(rounded_to), (summed,), (output,))
 
 
 FACTS = {

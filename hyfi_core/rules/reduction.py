@@ -204,13 +204,13 @@ def vector_norm(builder: Builder, op: Operator) -> None:
     name, dims, keepdim = _reduced_dims(builder, op, dims_at=2, keepdim_at=3)
     if _try_not_over_space(builder, op, dims, keepdim):
         return
-    part, narrow = builder.part(name, builder.splits[name]), builder.values[op.first_output].dtype
+    part, result_dtype = builder.part(name, builder.splits[name]), builder.values[op.first_output].dtype
     if order == math.inf and set(dims) == set(builder.splits[name].dims):
         size = builder.fresh(name)
         builder.compute(lambda tensor: tensor.abs(), (part,), (size,), builder.splits[name])
         top = builder.fresh(op.first_output, dtype=builder.values[name].dtype)
         builder.communicate(MaxOverSpace(dims, keepdim, nan_ties=True), (size,), (top,), "reduce")
-        builder.compute(lambda tensor: tensor.to(narrow, copy=True), (top,), op.outputs)
+        builder.compute(lambda tensor: tensor.to(result_dtype, copy=True), (top,), op.outputs)
         return
     if not 1.0 <= order < math.inf:
         builder.refuse(
@@ -221,11 +221,11 @@ def vector_norm(builder: Builder, op: Operator) -> None:
 
     def powers(tensor: torch.Tensor) -> torch.Tensor:
         # The result's dtype may be wider: it is an argument of the operator.
-        tensor = tensor.to(torch.promote_types(accumulator(tensor), narrow)).abs()
+        tensor = tensor.to(torch.promote_types(accumulator(tensor), result_dtype)).abs()
         return (tensor if order == 1 else tensor.pow(order)).sum(dims, keepdim=keepdim)
 
     def root(total: torch.Tensor) -> torch.Tensor:
-        return (total if order == 1 else _rooted(total, order)).to(narrow)
+        return (total if order == 1 else _rooted(total, order)).to(result_dtype)
 
     _through_sum(builder, part, op.outputs, powers, root)
 

@@ -84,16 +84,16 @@ def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[t
     """Return a function that cuts a rank's part out of a replicated value; dims of size 1 are not cut.
 
     Args:
-        split: layout of the result; its dims are those of ``shape``, or negative for a missing one.
-        rank: number of dims of the result.
+        split: how the result is split; its dims are those of ``shape``, or negative for a missing one.
+        rank: the rank.
         shape: shape of the replicated value.
     """
-    box, divided = split.held[rank], split
     if not split.plain:
         return _cut_of_folded(split, rank, shape)
+    box, (y, x) = split.held[rank], split.dims
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        for dim, start, length in ((divided.dims[0], box.y0, box.height), (divided.dims[1], box.x0, box.width)):
+        for dim, start, length in ((y, box.y0, box.height), (x, box.x0, box.width)):
             if dim >= 0 and shape[dim] > 1:
                 tensor = tensor.narrow(dim, start, length)
         return tensor
@@ -102,20 +102,23 @@ def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[t
 
 
 def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function of `cut_of_whole` for a layout whose height and width are not dims of their own."""
+    """Return the function of ``cut_of_whole`` for a value whose height and width are not dims of their own.
+
+    They are one dim (flat), or share theirs with a number of maps, ``split.leads``.
+    """
     box, map_box, (y, x) = split.held[rank], split.layout.map, split.dims
     cuts = [(y, box.y0, box.height), (x, box.x0, box.width)]
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rank's part: space is opened to dims of its own, cut and folded again."""
-        # From the last dim to the first, so that splitting a dim does not renumber the next ones.
+        """Return the rank's part: height and width are opened to dims of their own, cut, and folded again."""
         if split.flat:
-            # A value that is broadcast: it is the same for all positions.
+            # Missing or of size 1, the dim is broadcast: all positions have the same value, so nothing is cut.
             if y < 0 or (shape[y] == 1 and split.sides[0] != 1):
                 return tensor
             opened = tensor.unflatten(y, (split.leads[0], *map_box.shape))
             cut: torch.Tensor = opened.narrow(y + 1, box.y0, box.height).narrow(y + 2, box.x0, box.width)
             return cut.flatten(y, y + 2)
+        # From the last dim to the first, so that opening a dim does not renumber the next ones.
         for axis, (dim, start, length) in sorted(enumerate(cuts), key=lambda item: -item[1][0]):
             if dim >= 0 and shape[dim] > 1:
                 opened = tensor.unflatten(dim, (split.leads[axis], map_box.shape[axis]))

@@ -36,13 +36,13 @@ def softmax(builder: Builder, op: Operator) -> None:
     output = op.first_output
     largest, total = _exponentials(builder, part, (split.dims[0],))
     logarithm = "log_softmax" in op.text
-    narrow = builder.values[output].dtype
+    result_dtype = builder.values[output].dtype
 
     def finish(x: torch.Tensor, shift: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         # Shifted by the largest of all ranks, so that no exponential overflows.
         exponents = x.to(sums.dtype) - shift
         result = exponents - sums.log() if logarithm else exponents.exp() / sums
-        return result.to(narrow)
+        return result.to(result_dtype)
 
     builder.compute(finish, (part, largest, total), op.outputs[:1], split)
 
@@ -76,11 +76,11 @@ def logsumexp(builder: Builder, op: Operator) -> None:
         along_space(builder, op, dims, keepdim)
         return
     largest, total = _exponentials(builder, part, dims)
-    narrow = builder.values[op.first_output].dtype
+    result_dtype = builder.values[op.first_output].dtype
 
     def finish(shift: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         result = sums.log() + shift
-        return (result if keepdim else result.squeeze(dims)).to(narrow)
+        return (result if keepdim else result.squeeze(dims)).to(result_dtype)
 
     builder.compute(finish, (largest, total), op.outputs)
 
@@ -214,8 +214,8 @@ def _over_all_pixels(builder: Builder, op: Operator, names: tuple[str, str, str]
 
     builder.compute(own, (scores, largest, value), (partial,))
     builder.communicate(SumOverRanks(), (partial,), (total,), "reduce")
-    narrow = builder.values[output].dtype
-    builder.compute(lambda sums: (sums[..., :-1] / sums[..., -1:]).to(narrow), (total,), (output,))
+    result_dtype = builder.values[output].dtype
+    builder.compute(lambda sums: (sums[..., :-1] / sums[..., -1:]).to(result_dtype), (total,), (output,))
 
 
 FACTS = {

@@ -107,10 +107,10 @@ class BackwardPass:
         self._reports = complete is not None
         self._complete: Complete = (lambda names: None) if complete is None else complete
         self._memory = AllStays() if memory is None else memory
-        self._defers = memory is None or isinstance(memory, AllStays)  # otherwise deferred tensors could be spilled
+        self._can_defer = memory is None or isinstance(memory, AllStays)  # otherwise deferred tensors could be spilled
         self._cotangents: LocalValues = {}
         self._deferred: list[_DeferredGradients] = []
-        self._keep = self._in_two = False
+        self._keep = self._in_two_parts = False
         self._used: list[str] = []  # parameters whose gradients ``run_first`` and ``run_rest`` complete
 
     def run(self, records: list[Record], cotangents: Mapping[str, torch.Tensor], keep: bool) -> Waits[LocalValues]:
@@ -125,7 +125,7 @@ class BackwardPass:
             Cotangents of values that entered from outside.
         """
         self._cotangents, self._keep = dict(cotangents), keep
-        # Without ``keep`` the caller's list is emptied: each record frees what its step saved as soon as it has run.
+        # Without ``keep`` the caller's list is emptied, so each record is freed as soon as it has run.
         remaining = list(records) if keep else records
         completed_by = _last_contributions(records, self._parameters) if self._reports else {}
         while remaining:
@@ -156,16 +156,16 @@ class BackwardPass:
         Returns:
             Cotangents of values that entered from outside.
         """
-        assert self._defers and not self._reports, "gradients are complete after the rest, and stay in memory"
-        # Taken before the loop empties the records; ``run_rest`` reports these parameters.
+        assert self._can_defer and not self._reports, "gradients are complete after the rest, and stay in memory"
+        # Before the loop empties the records. ``run_rest`` reports these parameters, here none is reported.
         self._used = [name for names in _last_contributions(records, self._parameters).values() for name in names]
-        self._in_two, self._cotangents = True, dict(cotangents)
+        self._in_two_parts, self._cotangents = True, dict(cotangents)
         while records:
             record = records.pop()
             if isinstance(record, OperatorRecord):
-                yield from self._run_operator(record, (), records)
+                yield from self._run_operator(record, names=(), before=records)
             else:
-                self._run_segment(record, ())
+                self._run_segment(record, names=())
         entered, self._cotangents = self._cotangents, {}
         return entered
 
@@ -224,7 +224,7 @@ class BackwardPass:
 
     def _run_local(self, call: CustomCall, saved: Any, cotangents: Cotangents) -> tuple[Cotangents, Rest | None]:
         """Run a local operator backward; return (cotangents of its inputs, function that computes deferred ones)."""
-        if self._in_two and isinstance(call.operator, LocalSplitBackward):
+        if self._in_two_parts and isinstance(call.operator, LocalSplitBackward):
             return call.operator.backward_of_map(saved, cotangents, self._needs_grad(call))
         return call.operator.backward(saved, cotangents, self._needs_grad(call)), None
 
@@ -234,7 +234,7 @@ class BackwardPass:
         """Run a communicating operator backward; returns as ``_run_local``."""
         operator, comm, needs_grad = call.operator, self._comm_of(call), self._needs_grad(call)
         # In a backward of two parts, weight gradients have an action of their own: here they would delay other stages.
-        if self._deferred and isinstance(operator, AsyncBackward) and not self._in_two:
+        if self._deferred and isinstance(operator, AsyncBackward) and not self._in_two_parts:
             pending, finish = operator.start_backward(comm, saved, cotangents, needs_grad)
             del cotangents
             # ``lowering.reuse`` relies on this flush: later steps may overwrite what deferred gradients read.
@@ -244,7 +244,7 @@ class BackwardPass:
             return finish(), None
         # A single rank never waits, so there would be nothing to hide.
         if isinstance(operator, SplitBackward) and comm.size > 1 and self._may_defer(call, before):
-            waits = not self._in_two
+            waits = not self._in_two_parts
             return (yield from operator.backward_of_map(comm, saved, cotangents, needs_grad, waits=waits))
         return (yield from operator.backward(comm, saved, cotangents, needs_grad)), None
 
@@ -254,9 +254,9 @@ class BackwardPass:
 
     def _may_defer(self, call: CollectiveCall, before: Sequence[Record]) -> bool:
         """Whether an operator's other gradients can wait: all are of parameters, and a later wait has time for them."""
-        if not self._defers or not all(name is None or name in self._parameters for name in call.inputs[1:]):
+        if not self._can_defer or not all(name is None or name in self._parameters for name in call.inputs[1:]):
             return False
-        if self._in_two:
+        if self._in_two_parts:
             return True
         # Deferred gradients hold memory until the next collective, so that must be one during whose wait they can run.
         calls = (record.step.call for record in reversed(before) if isinstance(record, OperatorRecord))

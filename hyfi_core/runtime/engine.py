@@ -154,7 +154,7 @@ class Engine(EngineState, EngineFacts):
         Raises:
             RequestError: there are several micro-batches, and the output has a number that is computed from all images.
         """
-        self._change_over()
+        self._use_new_segments()
         self._replayed.release()
         # Entered first: the flags of the modules decide which captured program is used.
         with evaluating(self._model, self.device):
@@ -186,7 +186,7 @@ class Engine(EngineState, EngineFacts):
                 f"contributions need a plan of one stage, not {self.plan.stages}; use grids=((rows, columns),), "
                 f"interleave=1"
             )
-        self._change_over()
+        self._use_new_segments()
         self._replayed.release()
         with evaluating(self._model, self.device):
             batch = self._evaluation_batch("attribute", images)
@@ -243,7 +243,7 @@ class Engine(EngineState, EngineFacts):
 
     def accumulate_unread(self, images: Images, labels: torch.Tensor) -> torch.Tensor:
         """Like ``accumulate``; the loss stays on the device, float64 without dims, and the host does not wait."""
-        self._change_over()
+        self._use_new_segments()
         self._groups.reset_traffic(*self._runners.groups)
         batch = self._runners[0].reader.training_batch(images, labels)
         ACTIVITY.begin_step()
@@ -322,8 +322,8 @@ class Engine(EngineState, EngineFacts):
         self._trained = call if trains else self._trained
         return self._paging.begin(call, lambda: self._forecasts(call), call.new_bytes(self._model, self._optimizer))
 
-    def _change_over(self) -> None:
-        """Between two calls: begin to use the segments that have been compiled since the last one."""
+    def _use_new_segments(self) -> None:
+        """Begin to use the segments that have been compiled since the last call."""
         if self._subject.compiler is not None:
             self._subject.compiler.change_over()
 

@@ -58,9 +58,9 @@ class Executor:
     Args:
         tape: steps and the values that carry gradients.
         comm: the ranks of the stage.
-        copies: the ranks of the stage in all replicas, for synchronised norms; None: ``comm``.
+        all_replicas: the ranks of the stage in all replicas, for synchronised norms; None: ``comm``.
         memory: callbacks around each step; ``AllStays``: no paging.
-        peers: the ranks with the same position in all planes; None: ``comm``.
+        between_planes: the ranks with the same position in all planes; None: ``comm``.
         statistics: wraps the function of each local call, for forwards that are recomputed: see ``recording`` and
             ``replaying``; None: functions run as they are.
     """
@@ -69,15 +69,15 @@ class Executor:
         self,
         tape: Tape,
         comm: KindCommunicator,
-        copies: KindCommunicator | None = None,
+        all_replicas: KindCommunicator | None = None,
         memory: StepMemory | None = None,
-        peers: KindCommunicator | None = None,
+        between_planes: KindCommunicator | None = None,
         statistics: Callable[[LocalFunction], LocalFunction] | None = None,
     ) -> None:
         self.tape = tape
         self._comm = comm
-        self._peers = comm if peers is None else peers
-        self._copies = comm if copies is None else copies
+        self._between_planes = comm if between_planes is None else between_planes
+        self._all_replicas = comm if all_replicas is None else all_replicas
         self._memory = AllStays() if memory is None else memory
         self._statistics = statistics
         # Values enter a segment without a gradient of their own; autograd records ``_Entry`` because of this input.
@@ -202,8 +202,8 @@ class Executor:
     def _comm_of(self, call: CollectiveCall) -> Communicator:
         """Return the communicator of a call, which counts traffic as its kind."""
         if call.between_planes:
-            return self._peers.of(call.traffic)
-        return (self._copies if call.all_replicas else self._comm).of(call.traffic)
+            return self._between_planes.of(call.traffic)
+        return (self._all_replicas if call.all_replicas else self._comm).of(call.traffic)
 
 
 def recording(log: Log, copies: bool) -> Callable[[LocalFunction], LocalFunction]:

@@ -61,7 +61,8 @@ class StepGradients:
                 group = ReductionGroup(members, comm, plan.mean_over, dtype)
                 self._groups.append(group)
                 self._group_of.update({id(parameter): group for parameter in members})
-        self._waiting: dict[int, int] = {}
+        # id of a parameter -> contributions that are still missing before its gradient can be reduced.
+        self._missing: dict[int, int] = {}
 
     @property
     def reduces(self) -> bool:
@@ -74,7 +75,7 @@ class StepGradients:
         self._earlier.set_aside()
         for group in self._groups:
             group.begin()
-        self._waiting = {}
+        self._missing = {}
         for stage in self._lowered.hosted.values():
             for name in _used(stage):
                 self._wait_for(self._named[name])
@@ -83,7 +84,7 @@ class StepGradients:
                 self._wait_for(parameter)
         for group in self._groups:
             # Last: only now is it known which parameters this plane computes with.
-            group.wait_for(self._waiting)
+            group.wait_for(self._missing)
 
     def complete(self, key: Key, names: Sequence[str]) -> None:
         """Record that a stage's contribution to these gradients is complete; start complete reductions."""
@@ -137,13 +138,13 @@ class StepGradients:
     def _wait_for(self, parameter: nn.Parameter) -> None:
         """Wait for one more contribution to a parameter's gradient before it is reduced."""
         # Counted, because a parameter that is tied, or in two directions, is complete only with its last contribution.
-        self._waiting[id(parameter)] = self._waiting.get(id(parameter), 0) + 1
+        self._missing[id(parameter)] = self._missing.get(id(parameter), 0) + 1
 
     def _contributed(self, parameter: nn.Parameter) -> None:
         """Record one contribution to a gradient; after the last one, its bucket may be reduced."""
-        self._waiting[id(parameter)] -= 1
+        self._missing[id(parameter)] -= 1
         # A parameter that one rank holds has no group: its gradient is complete as it is.
-        if not self._waiting[id(parameter)] and id(parameter) in self._group_of:
+        if not self._missing[id(parameter)] and id(parameter) in self._group_of:
             self._group_of[id(parameter)].complete([parameter])
 
 
@@ -282,7 +283,7 @@ class _Bucket:
     # Ids of parameters whose gradients this rank has not completed yet.
     open: set[int] = field(default_factory=set)
     # The message of a pending reduction: ``flat`` itself, or a copy in fewer bits.
-    wire: torch.Tensor | None = None
+    message: torch.Tensor | None = None
     pending: Pending | None = None
 
 
@@ -350,16 +351,16 @@ class ReductionGroup:
                 self._land(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
-        bucket.wire = bucket.flat if self._dtype is None else bucket.flat.to(self._dtype)
+        bucket.message = bucket.flat if self._dtype is None else bucket.flat.to(self._dtype)
         # Reduced in place: without ``_dtype`` the parameters' own gradients are the message.
-        bucket.pending = self._comm.start_all_reduce(bucket.wire)
+        bucket.pending = self._comm.start_all_reduce(bucket.message)
 
     def _land(self, bucket: _Bucket) -> None:
         """Copy a bucket's received sum to its gradients, and divide it."""
         bucket.pending = None
-        if bucket.wire is not None and bucket.wire is not bucket.flat:
-            bucket.flat.copy_(bucket.wire)
-        bucket.wire = None
+        if bucket.message is not None and bucket.message is not bucket.flat:
+            bucket.flat.copy_(bucket.message)
+        bucket.message = None
         # After the sum, once: dividing each rank's part first would round as often as there are ranks.
         if self._mean_over > 1:
             bucket.flat.div_(self._mean_over)

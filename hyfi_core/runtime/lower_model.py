@@ -79,7 +79,7 @@ def lower_model(
         rank=rank,
         trained=trained,
         active=active,
-        together=_taken_together(plan, program, subject.model.training),
+        norm_replicas=_norm_replicas(plan, program, subject.model.training),
         cell_runs=None if subject.model.training or not in_turn else _known_runs(subject.runs, program, plan, stages),
         cells=cells,
         spills=spills,
@@ -139,7 +139,7 @@ def _trained(model: nn.Module, program: Program) -> frozenset[str]:
     return frozenset(value for value, name in program.parameters.items() if named[name].requires_grad)
 
 
-def _taken_together(plan: ParallelPlan, program: Program, trains: bool) -> Fraction:
+def _norm_replicas(plan: ParallelPlan, program: Program, trains: bool) -> Fraction:
     """Return (images over which batch norms compute statistics) / (images of a replica's micro-batch)."""
     if not plan.sync_batch_norm or not trains:  # in evaluation mode each replica computes its own images
         return Fraction(1)
@@ -157,7 +157,7 @@ class _LoweringSettings:
         rank: position of this rank in its plane, as in the placement.
         trained: values of the parameters that are trained.
         active: values that have a gradient.
-        together: images over which batch norms compute statistics, as a multiple of those of a micro-batch.
+        norm_replicas: images over which batch norms compute statistics, as a multiple of those of a micro-batch.
         cell_runs: fused runs of cells in evaluation mode, chosen by memory; None: each stage chooses them by cost.
         cells: number of cells of one process.
         spills: whether maps are spilled.
@@ -171,7 +171,7 @@ class _LoweringSettings:
     rank: int
     trained: frozenset[str]
     active: frozenset[str]
-    together: Fraction
+    norm_replicas: Fraction
     # Chosen by memory only in evaluation: training keeps maps for backward anyway, and its fused runs save time.
     cell_runs: FusedRuns | None
     cells: int
@@ -272,7 +272,7 @@ class _StagesOfRank:
             position,
             CELL_OPERATORS,
             gather_bytes=settings.plan.gather_bytes,
-            joins=settings.compiler is not None,
+            joins_calls=settings.compiler is not None,
         )
         ranked = lower(program, target, self._stages[index].outputs, exits, runs)
         if settings.shares_memory:
@@ -287,11 +287,11 @@ class _StagesOfRank:
             grid,
             position,
             entries=self._entries[index],
-            replicas=settings.together,
+            norm_replicas=settings.norm_replicas,
             gather_bytes=settings.plan.gather_bytes,
-            alone=settings.plan.ranks == 1,
-            joins=settings.compiler is not None,
-            apart=settings.trained if settings.plan.divides_backwards else frozenset(),
+            is_only_rank=settings.plan.ranks == 1,
+            joins_calls=settings.compiler is not None,
+            deferred_weights=settings.trained if settings.plan.divides_backwards else frozenset(),
         )
         if settings.plan.branches > 1:
             program, branches = divide_stage(program, outputs, exits, settings.plan.branches, grid)

@@ -89,13 +89,13 @@ class LoweredModel:
         return stages
 
     @cached_property
-    def alike(self) -> frozenset[int]:
+    def common_leaves(self) -> frozenset[int]:
         """Indices of the leaves of the output that are the same for all images, such as a parameter."""
         return frozenset(
-            at for at, leaf in enumerate(self.outputs) if isinstance(leaf, Ref) and self._is_alike(leaf.name)
+            at for at, leaf in enumerate(self.outputs) if isinstance(leaf, Ref) and self._is_common(leaf.name)
         )
 
-    def _is_alike(self, name: str) -> bool:
+    def _is_common(self, name: str) -> bool:
         """Whether a value depends on neither image, buffers that change, nor random numbers."""
         program = self.program
         needed = program.needed({name})

@@ -167,8 +167,8 @@ class Pipeline:
         # Actions are in the order of time, so the dict keeps the last micro-batch of each stage.
         self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb in TO_WEIGHTS}
         for action in actions:
-            # A loss that waits is over the whole batch: all forwards come before the first backward.
-            if action.verb in TO_INPUTS and step.loss.waits:
+            # Such a loss is over the whole batch: all forwards come before the first backward.
+            if action.verb in TO_INPUTS and step.loss.needs_outputs:
                 self._take_outputs(step.loss)
             self._begin_s = time.perf_counter()
             ACTIVITY.action = action

@@ -205,7 +205,7 @@ class StageRunner:
         trained, elsewhere = subject.bindings.divided(here, plan.stages > 1)
         function = LossFunction(subject.settings.loss, self._autocasting, self._alone, trained, elsewhere)
         targets = uploaded(labels, subject.device)
-        return loss_of_step(function, lowered.pick, targets, plan, self.groups, over_batch, lowered.alike)
+        return loss_of_step(function, lowered.pick, targets, plan, self.groups, over_batch, lowered.common_leaves)
 
     def _take_outputs(self, lowered: LoweredModel, step: Step) -> list[Event]:
         """Run all forwards without graph, and give the loss the output; buffers and generators stay as they are."""

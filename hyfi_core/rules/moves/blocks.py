@@ -44,11 +44,11 @@ def try_view_of_blocks(builder: Builder, op: Operator) -> bool:
 
     For example (B, C, 8, 12) -> (B, C, 2, 4, 3, 4)::
 
-        factors     B  C  2  4  3  4        common factors of both shapes
-        along             └y─┘  └x─┘        those of height and of width: [[2, 3], [4, 5]]
-        carriers          2     3           of each, the factor that ranks share, with indices 2 and 4
-        blocks               4     4        rows and columns of a block; parts are cut at multiples of it
-        coarse      layout of the 2 x 3 blocks
+        factors           B  C  2  4  3  4        common factors of both shapes
+        axis_factors            └y─┘  └x─┘        those of height and of width: [[2, 3], [4, 5]]
+        carriers                2     3           of each, the factor that ranks share, with indices 2 and 4
+        blocks                     4     4        rows and columns of a block; parts are cut at multiples of it
+        coarse            layout of the 2 x 3 blocks
     """
     name, sizes = op.args[0].name, builder.shape(op.first_output)
     input_split = builder.splits[name].owned
@@ -56,22 +56,22 @@ def try_view_of_blocks(builder: Builder, op: Operator) -> bool:
     factors = _factors(shape, sizes)
     if factors is None:
         return False
-    along = [[at for at, factor in enumerate(factors) if factor.before == dim] for dim in dims]
-    if not any(along):
+    axis_factors = [[at for at, factor in enumerate(factors) if factor.before == dim] for dim in dims]
+    if not any(axis_factors):
         return False
-    second = _second_is_shared(builder, op, factors, along)  # for (y, x)
-    factors, along = _with_unit(factors, along, second, dims)
+    second_is_shared = _where_second_is_shared(builder, op, factors, axis_factors)  # for (y, x)
+    factors, axis_factors = _with_unit(factors, axis_factors, second_is_shared, dims)
     carriers, blocks = [], []
-    for members, is_second in zip(along, second, strict=True):
+    for members, is_second in zip(axis_factors, second_is_shared, strict=True):
         carriers.append(members[-1] if is_second else members[0])
         blocks.append(1 if is_second else prod(factors[at].size for at in members[1:]))
     value = name
-    if any(second):  # a grid: ranks first exchange whole rows or columns
+    if any(second_is_shared):  # a grid: ranks first exchange whole rows or columns
         value = builder.opened(builder.part(name, input_split))
-        for axis in (axis for axis in (0, 1) if second[axis]):
+        for axis in (axis for axis in (0, 1) if second_is_shared[axis]):
             value = _gridded(builder, value, axis, factors[carriers[axis]].size)
     value_split = builder.splits[value]
-    laid = Layout.even(*value_split.layout.map.shape, builder.grid) if any(second) else value_split.layout
+    laid = Layout.even(*value_split.layout.map.shape, builder.grid) if any(second_is_shared) else value_split.layout
     # Blocks must not be divided: cuts move to the nearest border of a block.
     rows, columns = _aligned(laid.rows, blocks[0]), _aligned(laid.columns, blocks[1])
     coarse = Layout(tuple(cut // blocks[0] for cut in rows), tuple(cut // blocks[1] for cut in columns))
@@ -91,39 +91,47 @@ def try_view_of_blocks(builder: Builder, op: Operator) -> bool:
 
 
 def _with_unit(
-    factors: list[_Factor], along: list[list[int]], second: list[bool], dims: tuple[int, int]
+    factors: list[_Factor], axis_factors: list[list[int]], second_is_shared: list[bool], dims: tuple[int, int]
 ) -> tuple[list[_Factor], list[list[int]]]:
-    """Return (factors, along) with a factor of size 1 for the axis of a map of one row or column.
+    """Return (factors, axis_factors) with a factor of size 1 for an axis, height or width, that has none.
 
     The common factors of two shapes do not include a side of 1. The new factor is put beside the factor of the other
     axis that ranks share, so that the map is flat.
+
+    Args:
+        factors: all factors of the view, in order.
+        axis_factors: the indices in ``factors`` of the factors of height, and of the factors of width.
+        second_is_shared: for height and for width, whether ranks share the second of its two factors.
+        dims: dims of height and width before the view.
     """
-    open_axis = next((axis for axis in (0, 1) if not along[axis]), None)
-    if open_axis is None:
-        return factors, along
-    other_axis = 1 - open_axis
-    shared = along[other_axis][-1 if second[other_axis] else 0]
-    at = shared + open_axis  # a row is before its columns
-    unit = _Factor(1, dims[open_axis], factors[shared].after)
-    renumbered = [factor + (factor >= at) for factor in along[other_axis]]  # factors after the new one
-    of_axes = {open_axis: [at], other_axis: renumbered}
+    unit_axis = next((axis for axis in (0, 1) if not axis_factors[axis]), None)
+    if unit_axis is None:
+        return factors, axis_factors
+    other_axis = 1 - unit_axis
+    shared = axis_factors[other_axis][-1 if second_is_shared[other_axis] else 0]
+    at = shared + unit_axis  # in row-major order: a height goes before the shared width, a width behind the height
+    unit = _Factor(1, dims[unit_axis], factors[shared].after)
+    renumbered = [factor + (factor >= at) for factor in axis_factors[other_axis]]  # factors after the new one
+    of_axes = {unit_axis: [at], other_axis: renumbered}
     return [*factors[:at], unit, *factors[at:]], [of_axes[0], of_axes[1]]
 
 
-def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], along: list[list[int]]) -> list[bool]:
+def _where_second_is_shared(
+    builder: Builder, op: Operator, factors: list[_Factor], axis_factors: list[list[int]]
+) -> list[bool]:
     """Return, for height and for width, whether it has two factors of which ranks share the second.
 
     Args:
         builder: builder of the rank's program.
         op: the view.
         factors: all factors of the view, in order.
-        along: the indices in ``factors`` of the factors of height, and of the factors of width.
+        axis_factors: the indices in ``factors`` of the factors of height, and of the factors of width.
     """
     sizes = [factor.size for factor in factors]
-    if all(len(members) == 2 for members in along):
+    if all(len(members) == 2 for members in axis_factors):
         dims = range(len(builder.shape(op.first_output)))
         groups = [tuple(at for at, factor in enumerate(factors) if factor.after == dim) for dim in dims]
-        pairs = [(along[0][factor], along[1][factor]) for factor in (0, 1)]
+        pairs = [(axis_factors[0][factor], axis_factors[1][factor]) for factor in (0, 1)]
         # Factors of dim 0.
         batch = [at for at, factor in enumerate(factors) if not factor.before]
         builder.ahead.add(op.name)
@@ -131,7 +139,7 @@ def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], al
         if first is not None:
             return [first == 1] * 2
     # Otherwise the larger one, which can be divided among more ranks.
-    return [len(members) == 2 and sizes[members[1]] > sizes[members[0]] for members in along]
+    return [len(members) == 2 and sizes[members[1]] > sizes[members[0]] for members in axis_factors]
 
 
 def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:

@@ -34,11 +34,11 @@ def group(builder: Builder, name: str, output: str | None, start: int, stop: int
     # Where ranks cut the group: cuts clamped to it, and counted from its start.
     inner = tuple(min(max(cut, start), stop) - start for cut in cuts)
     first, count = max(start - cuts[rank], 0), inner[rank + 1] - inner[rank]
-    builder.compute(lambda tiles: tiles.narrow(0, first, count), (ordered,), (output,), _row(inner))
+    builder.compute(lambda tiles: tiles.narrow(0, first, count), (ordered,), (output,), _split_in_order(inner))
 
 
 def cat_of_groups(builder: Builder, op: Operator, names: Sequence[str]) -> None:
-    """Emit a ``cat`` of groups; each rank's parts of them must be consecutive tiles.
+    """Emit the ``cat`` of groups of tiles: each rank joins the tiles that it has, which must be consecutive.
 
     Args:
         builder: builder of the rank's program.
@@ -49,25 +49,26 @@ def cat_of_groups(builder: Builder, op: Operator, names: Sequence[str]) -> None:
         RequestError: some rank's tiles are not consecutive.
     """
     splits = [builder.splits.get(name) for name in names]
-    cuts = _joined([split for split in splits if split is not None and _is_row(split)])
-    if cuts is None or not all(split is not None and _is_row(split) for split in splits):
+    cuts = _joined([split for split in splits if split is not None and _is_in_order(split)])
+    if cuts is None or not all(split is not None and _is_in_order(split) for split in splits):
         builder.refuse(op, "joins tiles in another order than theirs", "groups of tiles, in order")
     is_present = [split is not None and not split.held[builder.rank].empty for split in splits]
-
     dtype = builder.values[op.first_output].dtype
 
     def call(*parts: torch.Tensor) -> torch.Tensor:
         # With groups of several dtypes, a rank may have parts of one dtype only.
         return torch.cat([part for part, present in zip(parts, is_present, strict=True) if present]).to(dtype)
 
-    builder.compute(call, tuple(names), op.outputs, _row(cuts))
+    builder.compute(call, tuple(names), op.outputs, _split_in_order(cuts))
 
 
-def _row(cuts: tuple[int, ...]) -> Split:
+def _split_in_order(cuts: tuple[int, ...]) -> Split:
+    """Return the split of tiles in dim 0 of which each rank has consecutive ones, as a flat map of one row."""
     return Split(Layout((0, 1), cuts), (0, 0))
 
 
-def _is_row(split: Split) -> bool:
+def _is_in_order(split: Split) -> bool:
+    """Whether each rank has consecutive tiles, in the order of ranks."""
     return split.in_batch and split.leads == (1, 1) and split.layout.rows == (0, 1)
 
 
@@ -92,7 +93,7 @@ def _joined(groups: list[Split]) -> tuple[int, ...] | None:
 
 def _in_order(builder: Builder, name: str) -> str:
     """Return the name of tiles in order: each rank has consecutive ones; redistributed tiles are divided evenly."""
-    if _is_row(builder.splits[name]):
+    if _is_in_order(builder.splits[name]):
         return name
     ordered = _IN_ORDER.setdefault(builder, {})
     result, split = ordered.get(name, ("", None))
@@ -111,7 +112,7 @@ def _put_in_order(builder: Builder, name: str) -> str:
     whole_rows = images == 1 and len(split.layout.columns) == 2
     cuts = tuple(cut * across for cut in split.layout.rows) if whole_rows else _even(shape[0], ranks)
     if ranks == 1:
-        builder.compute(lambda tiles: tiles.view_as(tiles), (part,), (result,), _row(cuts))
+        builder.compute(lambda tiles: tiles.view_as(tiles), (part,), (result,), _split_in_order(cuts))
         return result
     opened, pieces, own_spans = builder.opened(part), [], []
     for image in range(images):
@@ -130,7 +131,7 @@ def _put_in_order(builder: Builder, name: str) -> str:
         chosen = [piece.flatten(0, 1).narrow(0, *own) for piece, own in zip(tiles, own_spans, strict=True) if own[1]]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
-    builder.compute(call, tuple(pieces), (result,), _row(cuts))
+    builder.compute(call, tuple(pieces), (result,), _split_in_order(cuts))
     return result
 
 

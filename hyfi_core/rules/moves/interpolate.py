@@ -51,7 +51,7 @@ def interpolated(find: _Find) -> Rule:
         dims = builder.splits[name].dims
         # Positions and weights in the arithmetic of PyTorch's kernels: float32 for 16-bit maps.
         dtype = torch.promote_types(builder.values[name].dtype, torch.float32)
-        narrow = builder.values[op.first_output].dtype
+        result_dtype = builder.values[op.first_output].dtype
         taps = []
         for dim, factor in zip(dims, factors, strict=True):
             size, outputs = builder.shape(name)[dim], builder.shape(op.first_output)[dim]
@@ -69,7 +69,7 @@ def interpolated(find: _Find) -> Rule:
             result = tensor.to(dtype)
             for dim, taps_of_part in zip(dims, own, strict=True):
                 result = taps_of_part.summed(result, dim)
-            return result.to(narrow)  # autocast returns float32 on GPUs
+            return result.to(result_dtype)  # autocast returns float32 on GPUs
 
         builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 

@@ -125,10 +125,11 @@ def slice_of_space(builder: Builder, op: Operator, dim: int) -> None:
     name = op.args[0].name
     shape, dims = builder.shape(name), builder.splits[name].dims
     start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
-    lines = range(shape[dim])[start:stop:step]
-    tables = [list(lines) if d == dim else list(range(shape[d])) for d in dims]
-    if not len(lines):
+    kept_lines = range(shape[dim])[start:stop:step]
+    if not kept_lines:
         builder.refuse(op, f"gives an empty slice of dim {dim}", "a slice that is not empty")
+    # For y and for x: the row or column of the input that each one of the result is.
+    tables = [list(kept_lines) if axis_dim == dim else list(range(shape[axis_dim])) for axis_dim in dims]
     _by_table(builder, op.outputs[:1], name, tables)
 
 
@@ -201,8 +202,10 @@ def _piece(builder: Builder, name: str, dims: tuple[int, int], need: Boxes) -> s
     if split is not None:
         turned = split.dims != dims
         return builder.moved(name, need.transposed() if turned else need)
+    # A replicated value: this rank has all of it, and what it needs is within it.
     box, result = need[builder.rank], builder.fresh(name)
-    local = cut(Box.of_size(*(builder.shape(name)[d] for d in dims)), box, box, dims, 0.0)
+    whole_box = Box.of_size(*(builder.shape(name)[dim] for dim in dims))
+    local = cut(whole_box, box, box, dims, 0.0)
     builder.compute(local, (name,), (result,))
     return result
 

@@ -61,15 +61,16 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
     name, align = op.args[0].name, bool(op.args[2])
     factors = op.args[3] if len(op.args) > 3 else None
     dims = builder.splits[name].dims
-    double, narrow = builder.values[name].dtype == torch.float64, builder.values[op.first_output].dtype
-    blends = []
+    is_double, result_dtype = builder.values[name].dtype == torch.float64, builder.values[op.first_output].dtype
+    blends = []  # along y and along x: (lower index, upper index, weight of the upper) of every output
     for at, dim in enumerate(dims):
         size, outputs = builder.shape(name)[dim], builder.shape(op.first_output)[dim]
-        blends.append(_blend(size, outputs, align, None if factors is None else factors[at], double))
+        blends.append(_blend(size, outputs, align, None if factors is None else factors[at], is_double))
     axes = tuple(Axis(low.numel(), _between(low.tolist(), high.tolist())) for low, high, _ in blends)
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
-    own = [
+    # Of this rank's outputs alone, with indices that count from the first received input.
+    own_blends = [
         (Selection(low[a:b] - start), Selection(high[a:b] - start), Constant(weight[a:b]))
         for (low, high, weight), a, b, start in zip(
             blends, (part.y0, part.x0), (part.y1, part.x1), (need.y0, need.x0), strict=True
@@ -77,14 +78,14 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
     ]
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the result: along y, then along x, each output is blended from two inputs."""
+        """Return this rank's part: along y, then along x, each output is blended from two inputs."""
         result = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        for dim, (low, high, weight) in zip(dims, own, strict=True):
+        for dim, (low, high, weight) in zip(dims, own_blends, strict=True):
             sides = [1] * tensor.dim()
             sides[dim] = -1
             high_weight = weight.like(result).view(sides)
             result = low.of(result, dim) * (1 - high_weight) + high.of(result, dim) * high_weight
-        return result.to(narrow)  # autocast returns float32 on GPUs
+        return result.to(result_dtype)  # autocast returns float32 on GPUs
 
     builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 

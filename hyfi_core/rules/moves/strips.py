@@ -87,7 +87,8 @@ def _resized(split: Split, dim: int, size: int) -> Split:
 def first_extreme(builder: Builder, op: Operator) -> None:
     """``max`` and ``min`` along height or width, with indices: first of each part, then of the parts' results.
 
-    The first of equal extremes counts: in each part, then among parts in order, so it is the first of the whole row.
+    The results of all parts are a small map with one line for each part, which every rank gathers. The first of equal
+    extremes counts: in each part, then among parts in order, so it is the first of the whole row.
     """
     name = op.args[0].name
     split, shape = builder.splits[name].owned, builder.shape(name)
@@ -105,12 +106,12 @@ def first_extreme(builder: Builder, op: Operator) -> None:
         return values, indices + start
 
     rows, columns = layout.rows, layout.columns
-    heads = Layout(_counted(rows), columns) if dim == split.dims[0] else Layout(rows, _counted(columns))
+    line_per_part = Layout(_counted(rows), columns) if dim == split.dims[0] else Layout(rows, _counted(columns))
     sides = list(shape)
-    sides[split.dims[0]], sides[split.dims[1]] = heads.map.shape
+    sides[split.dims[0]], sides[split.dims[1]] = line_per_part.map.shape
     best = builder.fresh(name, tuple(sides))
     where = builder.fresh(name, tuple(sides), torch.int64)
-    builder.compute(own, (builder.part(name, split),), (best, where), Split(heads, split.dims))
+    builder.compute(own, (builder.part(name, split),), (best, where), Split(line_per_part, split.dims))
 
     def first(values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         top, at = op.target(values, dim, True)

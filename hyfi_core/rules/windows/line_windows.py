@@ -60,13 +60,14 @@ def conv1d(builder: Builder, op: Operator) -> None:
     """Convolution over positions, with stride 1 and as many results: each row receives the ends of its neighbours."""
     _, weight, bias, stride, padding, dilation, groups = arguments(op.args, (None, [1], [0], [1], 1), 2)
     kernel, step = builder.shape(weight.name)[2], _number(dilation)
-    if isinstance(padding, str):
+    if isinstance(padding, str):  # "same" or "valid"
         padding = step * (kernel - 1) // 2 if padding == "same" else 0
-    rows = _rows(builder, op, _Line(kernel, _number(padding), step), _number(stride))
-    if rows is None:  # no row is divided: it has been emitted as it is
+    rows = _rows_with_ends(builder, op, _Line(kernel, _number(padding), step), _number(stride))
+    if rows is None:  # no row is divided, and the operator has been emitted as it is
         return
 
     def call(tensor: torch.Tensor, taps: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        # Each row of (B, C, h, before + w + after) by itself: a kernel of height 1, without further padding.
         result = F.conv2d(tensor, taps.unsqueeze(2), bias[0] if bias else None, 1, 0, (1, step), groups)
         return result.flatten(2)
 
@@ -79,8 +80,8 @@ def max_pool1d(builder: Builder, op: Operator) -> None:
     _, kernel, stride, padding, dilation, _ = arguments(op.args, ([], [0], [1], False), 2)
     fill = least(builder.values[op.args[0].name].dtype)
     line = _Line(_number(kernel), _number(padding), _number(dilation), fill)
-    rows = _rows(builder, op, line, _number(stride or kernel))
-    if rows is None:  # no row is divided: it has been emitted as it is
+    rows = _rows_with_ends(builder, op, line, _number(stride or kernel))
+    if rows is None:  # no row is divided, and the operator has been emitted as it is
         return
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,8 +94,8 @@ def avg_pool1d(builder: Builder, op: Operator) -> None:
     """Average pooling over positions, as a convolution over positions."""
     _, kernel, stride, padding, _, include_pad = arguments(op.args, ([], [0], False, True), 2)
     line, split = _Line(_number(kernel), _number(padding)), builder.splits[op.args[0].name].owned
-    rows = _rows(builder, op, line, _number(stride or kernel))
-    if rows is None:  # no row is divided: it has been emitted as it is
+    rows = _rows_with_ends(builder, op, line, _number(stride or kernel))
+    if rows is None:  # no row is divided, and the operator has been emitted as it is
         return
     factors = Constant(line.kernel / _counts(line, split.layout, builder.rank))
 
@@ -118,7 +119,7 @@ def _number(value: Any) -> int:
     return int(value) if isinstance(value, int) else int(value[0])
 
 
-def _rows(builder: Builder, op: Operator, line: _Line, stride: int) -> str | None:
+def _rows_with_ends(builder: Builder, op: Operator, line: _Line, stride: int) -> str | None:
     """Return the name of the rows ``(B, C, h, before + w + after)`` that the windows of this rank's part read.
 
     If no row is divided (on one rank, or for tiles), the operator is emitted as it is, and None is returned.

@@ -44,12 +44,12 @@ class _WindowParts:
     Attributes:
         split: layout of the output.
         need: the input box of each rank.
-        native: (y, x) padding that is not in ``need``: the native call pads.
+        native_padding: (y, x) padding that is not in ``need``: the native call pads.
     """
 
     split: Split
     need: Boxes
-    native: tuple[int, int]
+    native_padding: tuple[int, int]
 
 
 def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
@@ -104,12 +104,14 @@ def conv2d(builder: Builder, op: Operator) -> None:
     plan = _sliding(builder, op, sliding)
     # Complex numbers: PyTorch convolves their parts, the operator of an overlapped convolution does not.
     is_complex = builder.values[x.name].dtype.is_complex
-    if not is_complex and try_overlapped_convolution(builder, op, sliding.window, plan.split, plan.need, plan.native):
+    if not is_complex and try_overlapped_convolution(
+        builder, op, sliding.window, plan.split, plan.need, plan.native_padding
+    ):
         return
     canvas = builder.moved(x.name, plan.need)
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(tensor, kernel, bias[0] if bias else None, stride, plan.native, dilation, groups)
+        return F.conv2d(tensor, kernel, bias[0] if bias else None, stride, plan.native_padding, dilation, groups)
 
     inputs = (canvas, weight.name) if bias is None else (canvas, weight.name, bias.name)
     builder.compute(call, inputs, op.outputs, plan.split, op)
@@ -132,7 +134,11 @@ def _subsampled_convolution(builder: Builder, op: Operator, stride: tuple[int, i
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
         # Padded before pixels are chosen, since strides begin in the padding.
-        padded = F.pad(tensor, (plan.native[1],) * 2 + (plan.native[0],) * 2) if any(plan.native) else tensor
+        padded = (
+            F.pad(tensor, (plan.native_padding[1],) * 2 + (plan.native_padding[0],) * 2)
+            if any(plan.native_padding)
+            else tensor
+        )
         return F.conv2d(padded[:, :, :: stride[0], :: stride[1]], kernel, bias[0] if bias else None, groups=groups)
 
     inputs = (canvas, weight.name) if bias is None else (canvas, weight.name, bias.name)
@@ -149,13 +155,13 @@ def max_pool2d(builder: Builder, op: Operator) -> None:
     plan = _sliding(builder, op, sliding)
     if try_max_pool_alone(builder, op, sliding.window, plan.split) or _try_whole_map(builder, op):
         return
-    if try_overlapped_max_pool(builder, op, sliding.window, plan.split, plan.need, plan.native):
+    if try_overlapped_max_pool(builder, op, sliding.window, plan.split, plan.need, plan.native_padding):
         return
     canvas = builder.moved(op.args[0].name, plan.need, fill=least(builder.values[op.args[0].name].dtype))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride, dilation = (y.kernel, x.kernel), (y.stride, x.stride), (y.dilation, x.dilation)
-        return F.max_pool2d(tensor, kernel, stride, plan.native, dilation)
+        return F.max_pool2d(tensor, kernel, stride, plan.native_padding, dilation)
 
     builder.compute(call, (canvas,), op.outputs, plan.split, op)
 

@@ -43,7 +43,7 @@ def of_slice(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
     if not split.plain or dim not in split.dims or not lines:
         return None
     # A window that begins later has a negative padding.
-    return _tap({dim: AxisWindow(1, lines.step, -lines.start)}, split.dims, 0.0)
+    return _tap({dim: AxisWindow(kernel=1, stride=lines.step, padding=-lines.start)}, split.dims, 0.0)
 
 
 def of_pad(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
@@ -55,7 +55,7 @@ def of_pad(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
     elsewhere = any(pair != (0, 0) for dim, pair in around.items() if dim not in split.dims)
     if not split.plain or mode != "constant" or elsewhere:
         return None
-    windows = {dim: AxisWindow(1, 1, before) for dim, (before, _) in around.items()}
+    windows = {dim: AxisWindow(kernel=1, stride=1, padding=before) for dim, (before, _) in around.items()}
     return _tap(windows, split.dims, 0.0 if value is None else float(value))
 
 

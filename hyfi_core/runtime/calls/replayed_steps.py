@@ -42,12 +42,12 @@ class ReplayedSteps:
 
     def __init__(self, subject: Subject, ranks: int, mode: GraphMode, counts: Sequence[TrafficCounts]) -> None:
         self._subject, self._counts = subject, counts
-        self._wanted = mode == "auto" and subject.device.type == "cuda" and ranks == 1
+        self._may_record = mode == "auto" and subject.device.type == "cuda" and ranks == 1
         self.allowed = True
-        self._key: Hashable = None
+        self._key: Hashable = None  # of the kind of step that is counted in ``_runs``, or recorded
         # Held: its constants are memory that the graphs read.
         self._lowered: LoweredModel | None = None
-        self._draws = False
+        self._draws_numbers = False
         self._runs = 0
         self._recorded: tuple[StepGraph, list[_Sent]] | None = None
 
@@ -68,8 +68,8 @@ class ReplayedSteps:
         """
         if lowered is not self._lowered:
             self.release()
-            self._lowered, self._draws = lowered, _draws(lowered)
-        key = self._key_of() if self._wanted and self.allowed and repeats and not self._draws else None
+            self._lowered, self._draws_numbers = lowered, _draws(lowered)
+        key = self._key_of() if self._may_record and self.allowed and repeats and not self._draws_numbers else None
         if key is None or key != self._key:
             self.release()
             self._key = key
@@ -94,12 +94,13 @@ class ReplayedSteps:
         """Record and run a step; if it cannot be recorded, run it as it is, and record none from here on."""
         buffers = [(buffer, buffer.clone()) for buffer in self._subject.model.buffers()]
         before = [_sent(counts) for counts in self._counts]
-        tried = self._try_to_record(make, train)
-        if not isinstance(tried, str):
-            graph, steps, events = tried
+        recorded_or_reason = self._try_to_record(make, train)
+        if not isinstance(recorded_or_reason, str):
+            graph, steps, events = recorded_or_reason
+            # What the step has sent: a repeated step adds it to the counts.
             self._recorded = graph, [_difference(_sent(c), was) for c, was in zip(self._counts, before, strict=True)]
             return steps, events
-        self._wanted = False
+        self._may_record = False
         # The part of the step that has run may have changed buffers and counts, and its memory is needed again.
         for buffer, value in buffers:
             buffer.copy_(value)
@@ -113,7 +114,7 @@ class ReplayedSteps:
         events = train(steps)
         # Warned last: if the step also fails as it is, that error is raised instead.
         warnings.warn(
-            f"steps are not recorded as CUDA graphs: {tried}; they run as they are, with the same results",
+            f"steps are not recorded as CUDA graphs: {recorded_or_reason}; they run as they are, with the same results",
             stacklevel=4,
         )
         return steps, events

@@ -164,7 +164,16 @@ class StepGraph:
         return replace(step, part=part, loss=loss)
 
     def _image(self, number: int, step: Step, key: Key, microbatch: int) -> torch.Tensor | None:
-        """End a graph, read the image, and begin the next graph, which reads it from the memory that is returned."""
+        """End a graph, read the image, and begin the next graph, which reads it from the memory that is returned.
+
+        Replays call ``read_next`` between the two graphs: it puts the image of their own step into the same memory.
+
+        Args:
+            number: index of the step among those of this rank's cells.
+            step: the step that is recorded.
+            key: stage and direction that read the image.
+            microbatch: the slice of the batch.
+        """
         self._end()
         recorded = step.part(key, microbatch)
         # A copy: the caller may change or free its memory, and passes other memory in the next step.

@@ -35,7 +35,7 @@ class BatchLoss(StepLoss):
         labels: labels of this replica's batch, on the device.
         plan: micro-batches, directions, replicas and their shares.
         groups: communication groups of this rank or cell.
-        alike: indices of the leaves of the output that are the same for all images; the loss takes them once.
+        common_leaves: indices of the leaves of the output that are the same for all images; the loss takes them once.
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class BatchLoss(StepLoss):
         labels: torch.Tensor,
         plan: ParallelPlan,
         groups: Groups,
-        alike: Set[int] = frozenset(),
+        common_leaves: Set[int] = frozenset(),
     ) -> None:
         super().__init__(labels.device)
         self._function, self._pick, self._labels = function, pick, labels
-        self._plan, self._groups, self._alike = plan, groups, alike
-        self._order = _order(plan)
+        self._plan, self._groups, self._common_leaves = plan, groups, common_leaves
+        self._sample_order = _sample_order(plan)
         self._gradients: LeafCotangents | None = None
-        self.waits = True
+        self.needs_outputs = True
 
     def take(self, outputs: Mapping[int, Leaves]) -> None:
         """Compute the loss from the outputs of all ranks (collective over the ranks that have an output)."""
         # Set before, so that later backwards do not try again if the loss refuses.
-        self.waits = False
+        self.needs_outputs = False
         try:
             # Not inside of ``get``, which only one cell computes: ``_whole`` is collective.
             leaves, labels = self._whole(outputs)
@@ -85,20 +85,22 @@ class BatchLoss(StepLoss):
             return zeros_of(leaves)
         start, stop = self._rows(self._groups.index, microbatch)
         parts = [
-            gradient if gradient is None or at in self._alike else gradient[start:stop]
+            gradient if gradient is None or at in self._common_leaves else gradient[start:stop]
             for at, gradient in enumerate(self._gradients)
         ]
         # A leaf that is the same for all images gets its whole gradient in the first micro-batch.
-        begins = (self._groups.index, microbatch) == self._order[0]
-        counted = [first and (begins or at not in self._alike) for at in range(len(parts))]
-        makes = [torch.clone if counts else torch.zeros_like for counts in counted]  # memory that may be spilled
-        return [None if part is None else make(part) for make, part in zip(makes, parts, strict=True)]
+        is_first = (self._groups.index, microbatch) == self._sample_order[0]
+        counted = [first and (is_first or at not in self._common_leaves) for at in range(len(parts))]
+        # In new memory: it may be spilled.
+        copies = [torch.clone if counts else torch.zeros_like for counts in counted]
+        return [None if part is None else copy(part) for copy, part in zip(copies, parts, strict=True)]
 
     def _whole(self, outputs: Mapping[int, Leaves]) -> tuple[Leaves, torch.Tensor]:
         """Return the leaves of the output for the whole batch, in new memory, and its labels."""
         plan = self._plan
         any_output = next(iter(outputs.values()))
-        joined = {at: leaf.detach().clone() for at, leaf in enumerate(any_output) if at in self._alike}
+        # Leaves by their index ``at`` in the output; parts of them by (replica, micro-batch, ``at``).
+        joined = {at: leaf.detach().clone() for at, leaf in enumerate(any_output) if at in self._common_leaves}
         tensors = [at for at, leaf in enumerate(any_output) if isinstance(leaf, torch.Tensor) and at not in joined]
         size = len(self._labels) // plan.microbatches
         for at in tensors:
@@ -108,7 +110,9 @@ class BatchLoss(StepLoss):
             labels = self._labels
         else:
             parts, labels = self._gathered(outputs, tensors)
-        joined |= {at: torch.cat([parts[replica, m, at].detach() for replica, m in self._order]) for at in tensors}
+        joined |= {
+            at: torch.cat([parts[replica, m, at].detach() for replica, m in self._sample_order]) for at in tensors
+        }
         return [joined.get(at, leaf) for at, leaf in enumerate(any_output)], labels
 
     def _gathered(
@@ -126,11 +130,11 @@ class BatchLoss(StepLoss):
         _compare_shapes(comm, list(samples.values()))
         like = {
             (replica, m, at): tensor.new_empty((self._size(replica), *tensor.shape[1:]), device="meta")
-            for replica, m in self._order
+            for replica, m in self._sample_order
             for at, tensor in samples.items()
         }
         gathered = gather_tensors(comm, like, self._owned(outputs, tensors), self._labels.device)
-        labels = [gathered.pop((replica, m, _LABELS)) for replica, m in self._order]
+        labels = [gathered.pop((replica, m, _LABELS)) for replica, m in self._sample_order]
         return gathered, torch.cat(labels)
 
     def _owned(self, outputs: Mapping[int, Leaves], leaves: list[int]) -> dict[tuple[int, int, int], torch.Tensor]:
@@ -154,7 +158,7 @@ class BatchLoss(StepLoss):
 
     def _rows(self, replica: int, microbatch: int) -> tuple[int, int]:
         """Return (start, stop): the samples of a micro-batch in the whole batch."""
-        before = self._order[: self._order.index((replica, microbatch))]
+        before = self._sample_order[: self._sample_order.index((replica, microbatch))]
         start = sum(self._size(earlier) for earlier, _ in before)
         return start, start + self._size(replica)
 
@@ -167,7 +171,7 @@ class BatchLoss(StepLoss):
         return group is not None and group.rank == self._groups.peers.rank == 0
 
 
-def _order(plan: ParallelPlan) -> list[tuple[int, int]]:
+def _sample_order(plan: ParallelPlan) -> list[tuple[int, int]]:
     """Return (replica, micro-batch) in the order of samples: by replica; with shares, by micro-batch."""
     if plan.shares:
         return [(replica, m) for m in range(plan.microbatches) for replica in range(plan.replicas)]

@@ -21,7 +21,7 @@ def loss_of_step(
     plan: ParallelPlan,
     groups: Groups,
     over_batch: bool,
-    alike: Set[int] = frozenset(),
+    common_leaves: Set[int] = frozenset(),
 ) -> StepLoss:
     """Return the loss of a step (collective over all trainers when the first one is over the whole batch).
 
@@ -32,11 +32,11 @@ def loss_of_step(
         plan: plan of the run, with every cell as a rank.
         groups: communication groups of this rank or cell.
         over_batch: whether the loss is computed once over the whole batch.
-        alike: indices of the leaves of the output that are the same for all images.
+        common_leaves: indices of the leaves of the output that are the same for all images.
     """
     if over_batch:
         groups.prepare_outputs()
-        return BatchLoss(function, pick, labels, plan, groups, alike)
+        return BatchLoss(function, pick, labels, plan, groups, common_leaves)
     count = plan.microbatches
     # With shares replicas count by their samples, and reduced gradients are sums (``plan.mean_over`` is 1).
     weight = float(count / plan.weight(groups.index)) if plan.shares else count

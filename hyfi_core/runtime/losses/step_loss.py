@@ -50,12 +50,12 @@ class StepLoss(ABC):
         value: the replica's loss (or that of the whole batch), float64 on ranks of the last stage, without dims.
         counted: ``value`` on the one rank that counts it in sums over ranks, zero on others.
         refusal: why the loss could not be computed; its cotangents are then zero.
-        waits: whether it needs ``take`` before the first backward.
+        needs_outputs: whether it needs ``take`` before the first backward.
         reached: indices of the leaves on which the loss depends.
         computed: the losses that the cells of a process share.
     """
 
-    waits = False
+    needs_outputs = False
 
     def __init__(self, device: torch.device) -> None:
         self.value = torch.zeros((), dtype=torch.float64, device=device)

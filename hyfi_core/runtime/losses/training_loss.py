@@ -27,9 +27,9 @@ FLOAT16 = (
     "needs autocast=torch.bfloat16, which has the range of float32, or None; float16 is for prediction, without an "
     "optimizer"
 )
-_CHECKED = 4096
+_MOST_CHECKED = 4096
 """Number of checks of labels that are remembered."""
-_TRIED = 4
+_TRIAL_SAMPLES = 4
 """Number of samples on which a loss that should be a mean is tried."""
 
 
@@ -48,12 +48,17 @@ class TrainingLoss:
         self._computed = False
         # Digests of labels and loss that were found to fit: labels of an epoch come again in the next one.
         self._checked: set[bytes] = set()
-        self._tried: dict[KnownMean, bool] = {}
+        self._is_confirmed: dict[KnownMean, bool] = {}
 
     def describe(self, forwards_first: bool) -> list[str]:
         """Return lines of text on forwards that the loss makes run twice; none if they run once."""
         pieces = self._plan.microbatches * self._plan.replicas
-        if pieces == 1 or forwards_first or self._settings.loss_over == "microbatch" or self._known() is not None:
+        if (
+            pieces == 1
+            or forwards_first
+            or self._settings.loss_over == "microbatch"
+            or self._confirmed_mean() is not None
+        ):
             return []
         return [
             f"every forward runs twice: the loss is computed over the whole batch, but schedule {self._plan.schedule} "
@@ -80,7 +85,7 @@ class TrainingLoss:
         if self._settings.loss_over == "microbatch":
             self._check(lowered, labels)
             return False
-        mean, output = self._known(), self._output_shape(lowered)
+        mean, output = self._confirmed_mean(), self._output_shape(lowered)
         if mean is None or output is None or not mean.fits(output, labels):
             return True
         if not mean.by_index(output, labels):
@@ -134,15 +139,18 @@ class TrainingLoss:
         active = active_values(program, tuple(outputs[at] for at in floats if used[at]), trained)
         return lowered.trained - {program.parameters[value] for value in trained & active}
 
-    def _known(self) -> KnownMean | None:
-        """Return the loss as a known mean, if a trial confirms it, else None; its settings may change between steps."""
+    def _confirmed_mean(self) -> KnownMean | None:
+        """Return the known mean that the user's loss is, if a trial confirms this; else None.
+
+        Asked in every step, as the settings of a loss may change between steps.
+        """
         mean = known_mean(self._settings.loss) if self._settings.loss_over == "auto" else None
-        if mean is not None and mean not in self._tried:
-            labels, like = mean.trial_labels(_TRIED), torch.empty((1, mean.classes), device="meta")
-            loss, parts = self._settings.loss, (2, _TRIED)
-            reason = why_not_mean(loss, lambda leaves: leaves[0], [like], labels, 1, self._subject.device, parts)
-            self._tried[mean] = reason is None
-        return mean if mean is not None and self._tried[mean] else None
+        if mean is not None and mean not in self._is_confirmed:
+            labels, like = mean.trial_labels(_TRIAL_SAMPLES), torch.empty((1, mean.classes), device="meta")
+            loss, divisions = self._settings.loss, (2, _TRIAL_SAMPLES)  # into halves, and into single samples
+            reason = why_not_mean(loss, lambda leaves: leaves[0], [like], labels, 1, self._subject.device, divisions)
+            self._is_confirmed[mean] = reason is None
+        return mean if mean is not None and self._is_confirmed[mean] else None
 
     def _output_shape(self, lowered: LoweredModel) -> tuple[int, ...] | None:
         """Return the shape of the loss's first argument for a micro-batch; None if it is not a tensor."""
@@ -183,7 +191,7 @@ class TrainingLoss:
                 f'loss_over="batch", or "auto"'
             )
         # A forgotten digest only costs another check.
-        if len(self._checked) == _CHECKED:
+        if len(self._checked) == _MOST_CHECKED:
             self._checked.clear()
         self._checked.add(digest.digest())
 

@@ -260,7 +260,7 @@ def test_what_the_kernel_of_cuda_takes_gives_the_same_cotangent(
 
     expected = run_ranks(3, body)
     monkeypatch.setattr(torch, "batch_norm_backward_elemt", batch_norm_backward_elemt)
-    monkeypatch.setattr(BatchNorm, "_has_kernel", lambda self, own: True)
+    monkeypatch.setattr(BatchNorm, "_uses_kernel", lambda self, own: True)
     monkeypatch.setattr(batch_norm, "_MOST_PIXELS", 32)  # three numbers for 70 pixels
     for ours, theirs in zip(run_ranks(3, body), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -283,7 +283,7 @@ def test_the_kernel_of_cuda_takes_no_map_with_gaps(monkeypatch: Any, x: torch.Te
     assert not x.is_contiguous()
     expected = back()
     monkeypatch.setattr(torch, "batch_norm_backward_elemt", batch_norm_backward_elemt)
-    monkeypatch.setattr(BatchNorm, "_has_kernel", lambda self, own: True)
+    monkeypatch.setattr(BatchNorm, "_uses_kernel", lambda self, own: True)
     torch.testing.assert_close(back(), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -299,7 +299,7 @@ def test_the_kernel_of_cuda_takes_volumes_in_one_format(monkeypatch: Any) -> Non
 
     expected = back(orders[0], orders[0])
     monkeypatch.setattr(torch, "batch_norm_backward_elemt", batch_norm_backward_elemt)
-    monkeypatch.setattr(BatchNorm, "_has_kernel", lambda self, own: True)
+    monkeypatch.setattr(BatchNorm, "_uses_kernel", lambda self, own: True)
     for formats in product(orders, orders):
         torch.testing.assert_close(back(*formats), expected, rtol=1e-12, atol=1e-12)
 

@@ -63,4 +63,4 @@ class NormOfFeatures(nn.Module):
 def test_a_frozen_norm_of_features_needs_no_other_replica() -> None:
     """In training mode it would: its statistics are over the images of all replicas, see `test_refused`."""
     program = captured_once(NormOfFeatures().eval(), SHAPE, torch.float32)
-    lower(program, Target((2, 2), 0, gather_bytes=0, replicas=2))
+    lower(program, Target((2, 2), 0, gather_bytes=0, norm_replicas=2))

@@ -329,7 +329,7 @@ def test_synchronised_statistics_of_features_are_refused() -> None:
     program = captured_once(NormOfFeatures().train(), SHAPE, torch.float32)
     lower(program, Target((2, 2), 0, gather_bytes=0))
     with pytest.raises(RequestError) as caught:
-        lower(program, Target((2, 2), 0, gather_bytes=0, replicas=2))
+        lower(program, Target((2, 2), 0, gather_bytes=0, norm_replicas=2))
     assert str(caught.value) == (
         "aten._native_batch_norm_legit_functional.default in module 'norm' normalises features that have no height and "
         "width, which plan.sync_batch_norm does not support; what works: sync_batch_norm=False"

@@ -396,6 +396,6 @@ def test_steps_whose_times_are_asked_for_run_as_they_are() -> None:
 
 def test_off() -> None:
     engine = engine_of(copy.deepcopy(model_of()), {}, cuda_graphs="off")
-    assert not engine._replayed._wanted
+    assert not engine._replayed._may_record
     with pytest.raises(hyfi_core.RequestError, match="cuda_graphs is 'on'; pass 'auto' or 'off'"):
         engine_of(model_of(), {}, cuda_graphs="on")

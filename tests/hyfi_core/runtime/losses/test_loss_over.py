@@ -361,7 +361,7 @@ def test_maps_may_be_spilled_between_both_forwards(
 @pytest.mark.parametrize("kind", [*known_means._MODULES, *known_means._FUNCTIONS], ids=lambda kind: kind.__name__)
 def test_losses_that_are_known_means_are_seen_to_be_on_random_logits(kind: Any) -> None:
     state = torch.get_rng_state()
-    assert _auto(kind() if isinstance(kind, type) else kind)._known() is not None
+    assert _auto(kind() if isinstance(kind, type) else kind)._confirmed_mean() is not None
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -369,7 +369,7 @@ def test_losses_that_are_known_means_are_seen_to_be_on_random_logits(kind: Any) 
     "loss", [nn.CrossEntropyLoss(ignore_index=0), nn.BCEWithLogitsLoss(pos_weight=torch.arange(1.0, 6.0))]
 )
 def test_settings_do_not_disturb_the_trial(loss: nn.Module) -> None:
-    assert _auto(loss)._known() is not None
+    assert _auto(loss)._confirmed_mean() is not None
 
 
 @pytest.mark.parametrize("place", [(nn.CrossEntropyLoss, "forward"), (F, "cross_entropy")], ids=["class", "function"])
@@ -383,7 +383,7 @@ def test_a_known_mean_that_somebody_has_patched_is_computed_over_the_batch(
         return plain(logits - logits.mean(0), labels)
 
     monkeypatch.setattr(*place, of_batch)
-    assert _auto(nn.CrossEntropyLoss())._known() is None
+    assert _auto(nn.CrossEntropyLoss())._confirmed_mean() is None
     images, labels = torch.randn(4, 3, *SIZE_PX, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
     torch.manual_seed(0)
     model = Net().double()
