@@ -178,7 +178,7 @@ class BoundaryTransfer:
         received, result = _unpacked(self, self.incoming(target), messages, only_read=True), {}
         for value in self.values:
             box, parts = self.origin(value, target, at_source=False), received.get(value.name, [])
-            full = self._only(value, box, parts)
+            full = self._from_one_piece(value, box, parts)
             if full is None:
                 full = self._canvas(value, box)
                 # Pieces of different owners do not overlap, so each is copied.
@@ -195,7 +195,7 @@ class BoundaryTransfer:
             # A rank that did not send a replicated value to any rank has no share of its cotangent.
             if not value.gradient or (box is None and not parts):
                 continue
-            full = self._only(value, box, parts)
+            full = self._from_one_piece(value, box, parts)
             if full is None:
                 full = self._canvas(value, box).zero_()
                 for part in parts:
@@ -204,7 +204,9 @@ class BoundaryTransfer:
             result[value.name] = value.closed(full)
         return result
 
-    def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_ReceivedPiece]) -> torch.Tensor | None:
+    def _from_one_piece(
+        self, value: BoundaryValue, box: Box | None, parts: Sequence[_ReceivedPiece]
+    ) -> torch.Tensor | None:
         """Return a value that has arrived as one piece, in this stage's memory format; None if it has several pieces.
 
         The result is a copy unless the piece's memory may be kept.

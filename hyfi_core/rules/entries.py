@@ -32,10 +32,11 @@ def index(builder: Builder, op: Operator) -> None:
     indices = [item for item in op.args[1] if item is not None]
     if any(item.name in builder.splits for item in indices):
         _refuse_map_of_indices(builder, op)
-    at = builder.splits[name].dims[0]
+    dim = builder.splits[name].dims[0]  # of the positions, if the map is flat
+    is_indexed = dim < len(op.args[1]) and op.args[1][dim] is not None
     # Not with a mask: the size of its result depends on its values.
     by_numbers = not any(_is_mask(builder, item.name) for item in indices)
-    if by_numbers and at < len(op.args[1]) and op.args[1][at] is not None and positions.over_positions(builder, op, at):
+    if by_numbers and is_indexed and positions.over_positions(builder, op, dim):
         positions.index(builder, op)
         return
     input_split = builder.same_pixels(op, name)

@@ -276,7 +276,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     """
     split = builder.splits[name].owned
     part, ranks, rank = builder.part(name, split), len(split.layout.parts), builder.rank
-    apart = ranks <= MOST_ROWS
+    separate_rows = ranks <= MOST_ROWS
 
     def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[0], groups, math.prod(shape[1:]) // groups) if groups else shape
@@ -286,11 +286,12 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
 
     own_shape, count = folded(split.local_shape(builder.shape(name), rank)), counted(builder.shape(name))
     own_count = math.prod(own_shape[dim] for dim in dims)
-    counts = [counted(split.local_shape(builder.shape(name), rank)) for rank in range(ranks)] if apart else []
-    shares = Constant(torch.tensor(counts, dtype=torch.float64).div_(count))
+    counts = [counted(split.local_shape(builder.shape(name), rank)) for rank in range(ranks)] if separate_rows else []
+    # Of each rank, its fraction of the values; used with separate rows only.
+    fractions = Constant(torch.tensor(counts, dtype=torch.float64).div_(count))
 
     def moments(tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's term of the sum over ranks: its sums or, if ``apart``, its row among rows of zeros."""
+        """Return this rank's term of the sum over ranks: its sums, or its row among rows of zeros."""
         tensor = tensor.to(accumulator(tensor))
         # Empty sums, 0, connect the result to the input, so that all ranks have the same backward.
         if not own_count:
@@ -299,19 +300,19 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
         else:
             variance, mean = torch.var_mean(tensor.reshape(own_shape), dims, correction=0, keepdim=keepdim)
             variance, mean = variance.double(), mean.double()  # for the sum over ranks
-            row = torch.stack([mean, variance if apart else variance + mean * mean])
-            row = row if apart else row * own_count
-        if not apart:
+            row = torch.stack([mean, variance if separate_rows else variance + mean * mean])
+            row = row if separate_rows else row * own_count
+        if not separate_rows:
             return row
         before, behind = row.new_zeros((rank, *row.shape)), row.new_zeros((ranks - 1 - rank, *row.shape))
         return torch.cat([before, row[None], behind])
 
     def moments_of_all(rows: torch.Tensor) -> torch.Tensor:
         """Return (mean, biased variance) of the whole map, from what all ranks have sent."""
-        if not apart:
+        if not separate_rows:
             mean = rows[0] / count
             return torch.stack([mean, (rows[1] / count - mean * mean).clamp(min=0.0)])  # may round below 0
-        weights = shares.like(rows).view(-1, *[1] * (rows.dim() - 2))
+        weights = fractions.like(rows).view(-1, *[1] * (rows.dim() - 2))
         means, variances = rows.unbind(1)
         first = means[0]  # means are averaged as differences from one of them
         mean = first + ((means - first) * weights).sum(0)

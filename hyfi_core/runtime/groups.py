@@ -24,8 +24,8 @@ class Groups:
         plane: the ranks of this rank's plane, which hold the model once; used between stages.
         stages: (stage, direction) -> the ranks of the stage, in the order of its parts, for all stages of this rank.
         placement: which ranks of a plane hold which stage.
-        copies: the groups of ``stages``, but with the ranks of all replicas if batch norms are synchronised.
-        peers: the ranks of this replica with the same position in all planes, in the order of planes.
+        all_replicas: the groups of ``stages``, but with the ranks of all replicas if batch norms are synchronised.
+        between_planes: the ranks of this replica with the same position in all planes, in the order of planes.
     """
 
     def __init__(self, comm: Communicator, plan: ParallelPlan, placement: Placement) -> None:
@@ -45,14 +45,14 @@ class Groups:
             plane = with_pair_channels(plane)
         self.plane = CountedCommunicator(plane)
         self.replica = CountedCommunicator(replica) if plan.branches > 1 else self.plane
-        peers = (
+        between_planes = (
             _subgroup(comm, range(replica_first + position, replica_first + branches * size, size))
             if branches > 1
             else None
         )
-        self.peers = CountedCommunicator(AloneCommunicator() if peers is None else peers)
+        self.between_planes = CountedCommunicator(AloneCommunicator() if between_planes is None else between_planes)
         self.stages: dict[tuple[int, int], CountedCommunicator] = {}
-        self.copies: dict[tuple[int, int], CountedCommunicator] = {}
+        self.all_replicas: dict[tuple[int, int], CountedCommunicator] = {}
         self._reductions: dict[frozenset[int], CountedCommunicator | None] = {}
         self._outputs: CountedCommunicator | None = None
         self._nodes: list[str] = comm.broadcast_object(comm.gather_objects(node_name()))
@@ -62,15 +62,15 @@ class Groups:
             grid = next(g for g in range(grids) if position in placement.group(g, direction))
             # In the order of parts, in both directions: the group's rank is the position in the stage's grid.
             ranks = placement.group(grid, direction)
-            copies = group = CountedCommunicator(_subgroup(comm, [plane_first + rank for rank in ranks]))
+            synchronised = group = CountedCommunicator(_subgroup(comm, [plane_first + rank for rank in ranks]))
             if plan.sync_batch_norm:
                 # First ranks of the planes with this plane's branches, one of each replica.
                 firsts = range(plane_number % branches * size, comm.size, branches * size)
                 members = [first + rank for first in firsts for rank in sorted(ranks)]
-                copies = CountedCommunicator(_subgroup(comm, members))
+                synchronised = CountedCommunicator(_subgroup(comm, members))
             for stage in range(grid, placement.stages, grids):
                 self.stages[stage, direction] = group
-                self.copies[stage, direction] = copies
+                self.all_replicas[stage, direction] = synchronised
 
     def holders(self, stages: Iterable[int]) -> frozenset[int]:
         """Return the ranks of a plane that reduce the gradients of parameters used in these stages."""
@@ -133,7 +133,14 @@ class Groups:
 
     def counted(self) -> list[CountedCommunicator]:
         """Return all counting communicators, without duplicates."""
-        every = [self.all, self.replica, self.plane, self.peers, *self.stages.values(), *self.copies.values()]
+        every = [
+            self.all,
+            self.replica,
+            self.plane,
+            self.between_planes,
+            *self.stages.values(),
+            *self.all_replicas.values(),
+        ]
         every += [] if self._outputs is None else [self._outputs]
         every += [comm for comm in self._reductions.values() if comm is not None]
         return list({id(comm): comm for comm in every}.values())

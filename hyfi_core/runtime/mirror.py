@@ -182,13 +182,13 @@ class Mirrors:
     """
 
     def __init__(self, model: nn.Module, groups: Groups, used: bool) -> None:
-        self._model, self._groups, self._used = model, groups, used
+        self._model, self._groups, self._is_in_use = model, groups, used
         self._known: dict[frozenset[str], Mirror] = {}
         self.current: Mirror | None = None
 
     def choose(self, lowered: LoweredModel, settle: Callable[[], None]) -> None:
         """Choose the mirror for the currently trained parameters; first ``settle`` waits for weights in transit."""
-        if not self._used:
+        if not self._is_in_use:
             return
         if lowered.trained not in self._known:
             stages = _trained_by_stage(self._model, lowered)

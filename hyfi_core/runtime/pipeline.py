@@ -113,8 +113,8 @@ class Pipeline:
     Args:
         lowered: the stages that this rank holds.
         groups: (stage, direction) -> its ranks.
-        copies: (stage, direction) -> its ranks in all replicas, for synchronised norms.
-        peers: the ranks with the same position in all planes.
+        all_replicas: (stage, direction) -> its ranks in all replicas, for synchronised norms.
+        between_planes: the ranks with the same position in all planes.
         exchange: sends and receives values and cotangents between stages.
         statistics: storage of buffers; None for prediction.
         gradients: reduction of gradients; None for prediction, whose schedule has only forwards.
@@ -128,8 +128,8 @@ class Pipeline:
         self,
         lowered: LoweredModel,
         groups: Mapping[Key, CountedCommunicator],
-        copies: Mapping[Key, CountedCommunicator],
-        peers: CountedCommunicator,
+        all_replicas: Mapping[Key, CountedCommunicator],
+        between_planes: CountedCommunicator,
         exchange: StageExchange,
         statistics: Statistics | None,
         gradients: Gradients | None,
@@ -140,8 +140,8 @@ class Pipeline:
     ) -> None:
         self._lowered = lowered
         self._groups = groups
-        self._copies = copies
-        self._peers = peers
+        self._all_replicas = all_replicas
+        self._between_planes = between_planes
         self._exchange = exchange
         self._statistics = statistics
         self._gradients = gradients
@@ -247,15 +247,15 @@ class Pipeline:
         if trains and recomputes:
             # Messages are not sent again: what is received now is recorded, and replayed in backward.
             log: Log = []
-            real = self._groups[key], self._copies[key], self._peers
-            recorder, copies, peers = (RecordingCommunicator(c, log, self._spills) for c in real)
+            real = self._groups[key], self._all_replicas[key], self._between_planes
+            recorder, all_replicas, between_planes = (RecordingCommunicator(c, log, self._spills) for c in real)
             # A copy: the forward removes values from its own dict as soon as no step needs them.
             buffers = _changing(stage, values)
             flight.memory.stay(buffers)
             left_out = stage.ranked.program.image if step.reads_again else None
             flight.again = ({name: value for name, value in values.items() if name != left_out} | buffers, log)
             first = recording(log, self._spills)
-            executor = Executor(stage.tape, recorder, copies, flight.memory, peers, first)
+            executor = Executor(stage.tape, recorder, all_replicas, flight.memory, between_planes, first)
         tape = executor.forward(values, record=trains and not recomputes)
         flight.records = yield from self._driver.within(self._autocasting, tape)
         if self._statistics is not None:
@@ -309,10 +309,10 @@ class Pipeline:
             values[stage.ranked.program.image] = part
             del part  # only ``values`` may hold it: the forward frees it by removing it from there
         # Received messages are replayed: other ranks do not compute their forward again at the same time.
-        real = self._groups[key], self._copies[key], self._peers
-        comm, copies, peers = (ReplayingCommunicator(log, c.rank, c.size) for c in real)
+        real = self._groups[key], self._all_replicas[key], self._between_planes
+        comm, all_replicas, between_planes = (ReplayingCommunicator(log, c.rank, c.size) for c in real)
         # Random operators draw the same numbers: their key is a value, not a generator's state.
-        executor = Executor(stage.tape, comm, copies, flight.memory, peers, replaying(log))
+        executor = Executor(stage.tape, comm, all_replicas, flight.memory, between_planes, replaying(log))
         tape = executor.forward(values, record=True)
         flight.records = yield from self._driver.within(self._autocasting, tape)
         flight.again = None
@@ -332,14 +332,14 @@ class Pipeline:
 
     def _executor(self, stage: HostedStage, key: Key, flight: _MicroBatch) -> Executor:
         """Return an executor that sends messages; a recomputed forward has one that replays them."""
-        return Executor(stage.tape, self._groups[key], self._copies[key], flight.memory, self._peers)
+        return Executor(stage.tape, self._groups[key], self._all_replicas[key], flight.memory, self._between_planes)
 
     def _from_loss(self, key: Key, flight: _MicroBatch, microbatch: int, step: Step) -> LocalValues:
         """Add a micro-batch's loss; return name -> cotangent of the output, empty unless this is the last stage."""
         if not self._is_last(key):
             return {}
         # The output is replicated, its cotangent a sum over ranks: zero on all ranks but one.
-        first = self._groups[key].rank == self._peers.rank == 0
+        first = self._groups[key].rank == self._between_planes.rank == 0
         cotangents = step.loss.cotangents(microbatch, flight.leaves, first)
         # Freed now: outputs may be whole maps, and the flight stays until its cotangents have been sent.
         flight.leaves = []

@@ -278,8 +278,8 @@ class StageRunner:
         return Pipeline(
             lowered,
             groups=self.groups.stages,
-            copies=self.groups.copies,
-            peers=self.groups.peers,
+            all_replicas=self.groups.all_replicas,
+            between_planes=self.groups.between_planes,
             exchange=StageExchange(lowered.boundaries, self._placement, comm, device, moves=pages is not None),
             statistics=statistics,
             gradients=gradients,

@@ -60,16 +60,18 @@ def _to_cut(program: Program, evaluated: Program | None, output: Output | None) 
     program = _computed(program, output)
     if evaluated is None:
         return program
-    ends, alive = module_ends(program), _computed(evaluated, output)
+    evaluated = _computed(evaluated, output)
+    # Module -> number of operators up to its end, in either program.
+    ends, evaluated_ends = module_ends(program), module_ends(evaluated)
     # A cut after the last operator would leave nothing to the last stage.
-    ends_there = {name: end for name, end in module_ends(alive).items() if end < len(alive.operators)}
+    names = [name for name in ends if name in evaluated_ends and evaluated_ends[name] < len(evaluated.operators)]
     allowed: list[str] = []
     last = (0, 0)
-    for place, name in sorted(((ends[name], ends_there[name]), name) for name in ends_there.keys() & ends.keys()):
-        # In the same order in both, with operators in between; modules that end together may have one place.
-        if place == last or (place[0] > last[0] and place[1] > last[1]):
+    for cut, name in sorted(((ends[name], evaluated_ends[name]), name) for name in names):
+        # In the same order in both, with operators in between; modules that end together have one cut.
+        if cut == last or (cut[0] > last[0] and cut[1] > last[1]):
             allowed.append(name)
-            last = place
+            last = cut
     return replace(program, ends=frozenset(allowed))
 
 

@@ -168,7 +168,7 @@ class BatchLoss(StepLoss):
     def _leads(self, direction: int) -> bool:
         """Whether this is the first rank of the replica's last stage in a direction."""
         group = self._groups.stages.get((self._plan.stages - 1, direction))
-        return group is not None and group.rank == self._groups.peers.rank == 0
+        return group is not None and group.rank == self._groups.between_planes.rank == 0
 
 
 def _sample_order(plan: ParallelPlan) -> list[tuple[int, int]]:

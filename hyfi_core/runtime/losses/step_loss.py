@@ -129,16 +129,16 @@ class MicrobatchLoss(StepLoss):
         def compute() -> tuple[Leaves, torch.Tensor]:
             with torch.enable_grad():
                 # The tape has detached them: the loss has a graph of its own, and its backward ends at these leaves.
-                given = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
-                return given, self._function(self._pick(given), self._labels[microbatch]) / self._weight
+                inputs = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
+                return inputs, self._function(self._pick(inputs), self._labels[microbatch]) / self._weight
 
         try:
-            used, loss = self.computed.get(microbatch, compute)
+            inputs, loss = self.computed.get(microbatch, compute)
         except RequestError as refusal:
             self.refusal = refusal
             return zeros_of(leaves)
         seed = torch.ones_like(loss) if first else torch.zeros_like(loss)
-        gradients = self._differentiated(used, loss, seed, counts=first)
+        gradients = self._differentiated(inputs, loss, seed, counts=first)
         value = loss.detach().double().reshape(())
         self.value = self.value + value
         if first:
