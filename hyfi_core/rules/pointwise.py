@@ -156,12 +156,12 @@ def _reaches_space(shape: Sequence[int], full: Sequence[int], split: Split) -> b
     return any(dim >= missing and shape[dim - missing] > 1 for dim in split.dims)
 
 
-def _own_part(builder: Builder, name: str, split: Split, rank_dims: int) -> str:
+def _own_part(builder: Builder, name: str, split: Split, dim_count: int) -> str:
     """Return the name of this rank's part of a replicated map, such as a positional embedding.
 
-    ``split``: of the result, which has ``rank_dims`` dims.
+    ``split``: of the operator's result, which has ``dim_count`` dims; the map may have fewer, aligned at the end.
     """
-    missing = rank_dims - len(builder.shape(name))
+    missing = dim_count - len(builder.shape(name))
     dims = (split.dims[0] - missing, split.dims[1] - missing)
     result = builder.fresh(name)
     builder.compute(cut_of_whole(replace(split, dims=dims), builder.rank, builder.shape(name)), (name,), (result,))

@@ -150,8 +150,8 @@ def permutation(builder: Builder, op: Operator) -> None:
     def call(key: torch.Tensor) -> torch.Tensor:
         # Without the sample: a permutation, such as one of channels, is shared by all images of a step.
         seed, step, _ = (int(word) for word in key)
-        where = draws.positions(shape, None, (0, 0, 0, 0), device, 0)
-        return draws.permutation(draws.mixed(seed, step, operator), where, dtype)
+        every_position = draws.positions(shape, dims=None, box=(0, 0, 0, 0), device=device, first=0)
+        return draws.permutation(draws.mixed(seed, step, operator), every_position, dtype)
 
     builder.compute(call, (KEY,), op.outputs)
 

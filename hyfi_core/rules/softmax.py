@@ -32,7 +32,7 @@ def softmax(builder: Builder, op: Operator) -> None:
     """``softmax`` and ``log_softmax`` over the pixels of a flat map."""
     name = op.args[0].name
     split = builder.splits[name].owned
-    part = _as_asked(builder, op, builder.part(name, split), split)
+    part = _in_requested_dtype(builder, op, builder.part(name, split), split)
     output = op.first_output
     largest, total = _exponentials(builder, part, (split.dims[0],))
     logarithm = "log_softmax" in op.text
@@ -47,7 +47,7 @@ def softmax(builder: Builder, op: Operator) -> None:
     builder.compute(finish, (part, largest, total), op.outputs[:1], split)
 
 
-def _as_asked(builder: Builder, op: Operator, part: str, split: Split) -> str:
+def _in_requested_dtype(builder: Builder, op: Operator, part: str, split: Split) -> str:
     """Return the name of the part in the softmax's ``dtype``, to which PyTorch converts the map first, too."""
     dtype = op.args[2] if len(op.args) > 2 else op.kwargs.get("dtype")
     current = builder.values[part].dtype
@@ -86,7 +86,7 @@ def logsumexp(builder: Builder, op: Operator) -> None:
 
 
 def _exponentials(builder: Builder, part: str, dims: tuple[int, ...]) -> tuple[str, str]:
-    """Return the names of m and s (see the module), both replicated, with ``dims`` kept as size 1."""
+    """Return the names of the maximum m over ``dims`` and ranks, and of Σ exp(x - m); ``dims`` are kept as size 1."""
     largest = largest_over_ranks(builder, part, dims)
     wide = torch.promote_types(builder.values[part].dtype, torch.float32)
     partial, total = builder.fresh(part, dtype=wide), builder.fresh(part, dtype=wide)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes
-from hyfi_core.runtime.calls.replayed_steps import AS_THEY_ARE
+from hyfi_core.runtime.calls.replayed_steps import UNRECORDED_STEPS
 
 Row = dict[str, Any]
 StepBody = Callable[[], object]
-UNTIMED_STEPS = AS_THEY_ARE + 1
+UNTIMED_STEPS = UNRECORDED_STEPS + 1
 """Steps that `step_s` takes before the timed ones: they compile, allocate, and record a CUDA graph."""
 
 

@@ -39,6 +39,8 @@ def windows_first(
 ) -> int | None:
     """Return which of two pairs of factors, each of one of y and one of x, counts windows.
 
+    The factors are followed through the views and permutations after ``op``; the last shape decides.
+
     Args:
         program: the model.
         op: the view that divides height and width into factors.
@@ -53,26 +55,27 @@ def windows_first(
     value = op.first_output
     # Without assertions, which compute no values.
     computing = [op for op in program.operators if any(name in program.values for name in op.outputs)]
-    for after in computing:
-        if value not in after.inputs:
+    for user in computing:
+        if value not in user.inputs:
             continue
-        groups_now = groups if _is_pointwise(program, after, value) else _after(program, after, groups, sizes)
+        groups_after = groups if _is_pointwise(program, user, value) else _after(program, user, groups, sizes)
         # With several users, the shapes that follow may contradict each other.
-        users = sum(value in user.inputs for user in computing)
-        if groups_now is None or users != 1:
+        user_count = sum(value in each.inputs for each in computing)
+        if groups_after is None or user_count != 1:
             break
-        groups, value = groups_now, after.first_output
+        groups, value = groups_after, user.first_output
     # A pair in one dim with the batch counts windows; one with channels counts the pixels of a window.
-    beside = [_beside(groups, pair, pairs[1 - at], batch) for at, pair in enumerate(pairs)]
-    if beside[0] != beside[1]:
-        return 0 if beside[0] > beside[1] else 1
-    dims = [_place(groups, pair) for pair in pairs]
+    shared_with = [_shared_with(groups, pair, pairs[1 - at], batch) for at, pair in enumerate(pairs)]
+    if shared_with[0] != shared_with[1]:
+        return 0 if shared_with[0] > shared_with[1] else 1
+    # In a shape with neither, windows come before their pixels.
+    dims = [_first_dim(groups, pair) for pair in pairs]
     if dims[0] is None or dims[1] is None or dims[0] == dims[1]:
         return None
     return 0 if dims[0] < dims[1] else 1
 
 
-def _beside(groups: FactorGroups, pair: Sequence[int], other: Sequence[int], batch: Collection[int]) -> int:
+def _shared_with(groups: FactorGroups, pair: Sequence[int], other: Sequence[int], batch: Collection[int]) -> int:
     """Return 1 if a pair shares a dim with factors of the batch, -1 if with factors of channels, else 0."""
     together = [factor for group in groups if set(group) & set(pair) for factor in group if factor not in pair]
     if not together or set(together) & set(other):
@@ -80,7 +83,7 @@ def _beside(groups: FactorGroups, pair: Sequence[int], other: Sequence[int], bat
     return 1 if set(together) <= set(batch) else -1
 
 
-def _place(groups: FactorGroups, pair: Sequence[int]) -> int | None:
+def _first_dim(groups: FactorGroups, pair: Sequence[int]) -> int | None:
     """Return the dim of a pair's factors, the first if they are in two adjacent dims; None if these are apart."""
     y, x = (next(at for at, group in enumerate(groups) if factor in group) for factor in pair)
     return min(y, x) if abs(y - x) <= 1 else None

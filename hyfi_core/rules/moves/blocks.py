@@ -71,9 +71,9 @@ def try_view_of_blocks(builder: Builder, op: Operator) -> bool:
         for axis in (axis for axis in (0, 1) if second_is_shared[axis]):
             value = _gridded(builder, value, axis, factors[carriers[axis]].size)
     value_split = builder.splits[value]
-    laid = Layout.even(*value_split.layout.map.shape, builder.grid) if any(second_is_shared) else value_split.layout
+    layout = Layout.even(*value_split.layout.map.shape, builder.grid) if any(second_is_shared) else value_split.layout
     # Blocks must not be divided: cuts move to the nearest border of a block.
-    rows, columns = _aligned(laid.rows, blocks[0]), _aligned(laid.columns, blocks[1])
+    rows, columns = _aligned(layout.rows, blocks[0]), _aligned(layout.columns, blocks[1])
     coarse = Layout(tuple(cut // blocks[0] for cut in rows), tuple(cut // blocks[1] for cut in columns))
     split = _folded(coarse, factors, (carriers[0], carriers[1]))
     if split is None:
@@ -174,8 +174,8 @@ def _ungridded(builder: Builder, name: str, output: str) -> None:
         dims = tuple(at - (at >= dim) for at in value_split.dims)
         value = _reshaped(builder, strip, (*shape[: dim - 1], size, *shape[dim + 1 :]), cuts, dims)
     assert builder.shape(value) == sizes
-    laid = Split(Layout.even(*split.sides, builder.grid), split.dims)
-    builder.compute(lambda tensor: tensor, (builder.part(value, laid),), (output,), laid)
+    even_split = Split(Layout.even(*split.sides, builder.grid), split.dims)
+    builder.compute(lambda tensor: tensor, (builder.part(value, even_split),), (output,), even_split)
 
 
 def _reshaped(

@@ -18,7 +18,7 @@ from hyfi_core.rules.instructions import Split
 
 
 def try_overlapped_convolution(
-    builder: Builder, op: Operator, window: Window, split: Split, need: Boxes, native: tuple[int, int]
+    builder: Builder, op: Operator, window: Window, split: Split, need: Boxes, native_padding: tuple[int, int]
 ) -> bool:
     """Emit a convolution that overlaps its own halo exchange; return False if it has none.
 
@@ -31,27 +31,27 @@ def try_overlapped_convolution(
         window: its window.
         split: layout of its output.
         need: the box of the input that each rank needs.
-        native: (y, x) padding that is not in ``need``: the native call pads.
+        native_padding: (y, x) padding that is not in ``need``: the native call pads.
     """
     x, weight, bias, *_, groups = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     halo = _own_halo(builder, x.name, split, need)
     if halo is None:
         return False
-    collective = Convolution(halo, window, split.layout.parts[builder.rank], native, groups)
+    collective = Convolution(halo, window, split.layout.parts[builder.rank], native_padding, groups)
     inputs = (x.name, weight.name, None if bias is None else bias.name)
     builder.communicate(collective, inputs, op.outputs, "halo", split)
     return True
 
 
 def try_overlapped_max_pool(
-    builder: Builder, op: Operator, window: Window, split: Split, need: Boxes, native: tuple[int, int]
+    builder: Builder, op: Operator, window: Window, split: Split, need: Boxes, native_padding: tuple[int, int]
 ) -> bool:
     """Emit a max pool that overlaps its halo exchange; see ``try_overlapped_convolution``."""
     name = op.args[0].name
     halo = _own_halo(builder, name, split, need, least(builder.values[name].dtype))
     if halo is None:
         return False
-    pool = MaxPool(halo, window, split.layout.parts[builder.rank], native)
+    pool = MaxPool(halo, window, split.layout.parts[builder.rank], native_padding)
     builder.communicate(pool, (name,), op.outputs, "halo", split)
     return True
 

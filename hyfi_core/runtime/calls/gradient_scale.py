@@ -32,32 +32,38 @@ class GradientScale:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = sorted(parameters, key=lambda parameter: -parameter.numel())
-        self._noted: nn.Parameter | None = None
-        self._gradient: TensorWeakRef | None = None  # a gradient is in memory no longer than the parameter has it
-        self._version = 0
-        self._values = torch.empty(0)
+        self._sample: nn.Parameter | None = None  # the parameter whose gradient is compared
+        # That gradient, by a weak reference: it is in memory no longer than the parameter has it.
+        self._noted_gradient: TensorWeakRef | None = None
+        self._noted_version = 0
+        self._noted_values = torch.empty(0)
 
     def note(self) -> None:
         """Remember the gradients as they are now."""
-        self._noted = next((p for p in self._parameters if p.grad is not None and p.numel()), None)
-        if self._noted is not None and self._noted.grad is not None:
-            gradient = self._noted.grad
-            self._gradient = TensorWeakRef(gradient)
-            self._version, self._values = gradient._version, _few(gradient).clone()
+        self._sample = next((p for p in self._parameters if p.grad is not None and p.numel()), None)
+        if self._sample is not None and self._sample.grad is not None:
+            gradient = self._sample.grad
+            self._noted_gradient = TensorWeakRef(gradient)
+            self._noted_version, self._noted_values = gradient._version, _few(gradient).clone()
 
     def factor(self) -> float | None:
-        """Return the factor since ``note``; None if there are no gradients, or they were not multiplied by one number.
+        """Return the number by which gradients were multiplied since ``note``; None without any, or if it is not one.
 
         On a GPU the host waits for the values if they were changed.
         """
-        gradient = None if self._noted is None else self._noted.grad
+        gradient = None if self._sample is None else self._sample.grad
         if gradient is None:
             return None
-        if self._gradient is not None and self._gradient() is gradient and gradient._version == self._version:
+        # The same tensor, which nothing has written to since.
+        if (
+            self._noted_gradient is not None
+            and self._noted_gradient() is gradient
+            and gradient._version == self._noted_version
+        ):
             return 1.0
         # Zeros, as in gradients of dead units, have no ratio.
-        used = self._values != 0
-        ratios = (_few(gradient)[used] / self._values[used]).double()
+        has_ratio = self._noted_values != 0
+        ratios = (_few(gradient)[has_ratio] / self._noted_values[has_ratio]).double()
         if not len(ratios):
             return None
         middle = ratios.median()

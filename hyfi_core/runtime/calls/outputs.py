@@ -14,7 +14,7 @@ from hyfi_core.runtime.lowered_model import LoweredModel
 
 
 def described(leaves: list[Any]) -> list[Any]:
-    """Return each leaf of an output for receivers: a tensor as ``[shape, dtype]``, other leaves as they are."""
+    """Return each leaf of an output for receivers: a tensor as ``[shape, name of its dtype]``, others as they are."""
     return [
         [list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
@@ -31,10 +31,13 @@ def undescribed(descriptions: list[Any], leaves: list[Any] | None, device: torch
     """
     if leaves is not None:
         return [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return [
-        torch.empty(item[0], dtype=getattr(torch, item[1]), device=device) if isinstance(item, list) else item
-        for item in descriptions
-    ]
+    received = []
+    for item in descriptions:
+        if isinstance(item, list):
+            shape, dtype_name = item
+            item = torch.empty(shape, dtype=getattr(torch, dtype_name), device=device)
+        received.append(item)
+    return received
 
 
 def output_of_batch(lowered: LoweredModel, outputs: Sequence[list[Any]]) -> Any:

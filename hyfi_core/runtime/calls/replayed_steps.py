@@ -18,7 +18,7 @@ from hyfi_core.runtime.settings import GraphMode
 from hyfi_core.runtime.subject import Subject
 
 Train = Callable[[list[Step]], list[Event]]
-AS_THEY_ARE = 2
+UNRECORDED_STEPS = 2
 """Steps of a kind that run unrecorded before one is recorded: they allocate and load what graphs only use."""
 _SENT = ("halo", "stage", "reduce")
 """Traffic that a repeated step does not count by itself."""
@@ -81,7 +81,7 @@ class ReplayedSteps:
                 _add(counts, sent_by_kind)
             return steps, []
         self._runs += key is not None
-        if self._runs <= AS_THEY_ARE:
+        if self._runs <= UNRECORDED_STEPS:
             steps = make()
             return steps, train(steps)
         return self._record(make, train)
