@@ -28,14 +28,14 @@ class Segment:
         drops: after each call, the values that are no longer used.
         inputs: values from outside of the segment.
         outputs: values used outside of the segment.
-        sums: inputs whose cotangent is added to an existing one -> which of the two may be overwritten.
+        sum_overwrites: inputs whose cotangent is added to an existing one -> which of the two the sum may overwrite.
     """
 
     calls: tuple[LocalCall, ...]
     drops: tuple[tuple[str, ...], ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    sums: Mapping[str, Over] = field(default_factory=dict)
+    sum_overwrites: Mapping[str, Over] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class OperatorStep:
     Attributes:
         call: the instruction.
         drops: values that are not used after it.
-        sums: see ``Segment``.
+        sum_overwrites: see ``Segment``.
     """
 
     call: CustomCall | CollectiveCall
     drops: tuple[str, ...]
-    sums: Mapping[str, Over] = field(default_factory=dict)
+    sum_overwrites: Mapping[str, Over] = field(default_factory=dict)
 
 
 Step = Segment | OperatorStep
@@ -122,10 +122,10 @@ def _writing_over(ranked: RankProgram, steps: list[Step], active: set[str], in_t
     # In the order of backward, which decides who holds a cotangent when another one arrives.
     for step in reversed(steps):
         if isinstance(step, Segment):
-            new_steps.append(replace(step, sums=memory.segment(step.calls, step.inputs, step.outputs)))
+            new_steps.append(replace(step, sum_overwrites=memory.segment(step.calls, step.inputs, step.outputs)))
         else:
             may_overwrite, sums = memory.operator(step.call)
-            new_steps.append(replace(step, call=writing_over(step.call, may_overwrite, computed), sums=sums))
+            new_steps.append(replace(step, call=writing_over(step.call, may_overwrite, computed), sum_overwrites=sums))
     return tuple(reversed(new_steps))
 
 

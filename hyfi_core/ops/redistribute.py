@@ -129,10 +129,10 @@ class Redistribute:
         The caller owns the received strips until it passes them to ``give_back``.
         """
         transfer = self.transfer
-        leaving = [(s.peer, self._view(own, s.box, transfer.have)) for s in transfer.sends]
+        outgoing = [(s.peer, self._view(own, s.box, transfer.have)) for s in transfer.sends]
         # Messages are contiguous: memory formats may differ between neighbours.
-        landing = [Message(s.peer, self._landing(own, s.box), moves=self.in_turn) for s in transfer.receives]
-        return (yield from self._start(comm, leaving, landing))
+        receives = [Message(s.peer, self._memory_for(own, s.box), moves=self.in_turn) for s in transfer.receives]
+        return (yield from self._start(comm, outgoing, receives))
 
     def start_back(
         self, comm: Communicator, like: torch.Tensor, strips: Sequence[torch.Tensor]
@@ -145,9 +145,9 @@ class Redistribute:
             strips: received strips in the order of ``transfer.receives``.
         """
         transfer = self.transfer
-        leaving = [(s.peer, back) for s, back in zip(transfer.receives, strips, strict=True)]
-        landing = [Message(s.peer, self._landing(like, s.box), moves=self.in_turn) for s in transfer.sends]
-        return (yield from self._start(comm, leaving, landing))
+        outgoing = [(s.peer, back) for s, back in zip(transfer.receives, strips, strict=True)]
+        receives = [Message(s.peer, self._memory_for(like, s.box), moves=self.in_turn) for s in transfer.sends]
+        return (yield from self._start(comm, outgoing, receives))
 
     def give_back(self, strips: Iterable[torch.Tensor]) -> None:
         """Release the memory of received strips that are no longer read."""
@@ -169,19 +169,19 @@ class Redistribute:
         return Buffers()
 
     def _start(
-        self, comm: Communicator, leaving: Sequence[tuple[int, torch.Tensor]], receives: Sequence[Message]
+        self, comm: Communicator, outgoing: Sequence[tuple[int, torch.Tensor]], receives: Sequence[Message]
     ) -> Waits[PendingStrips]:
         """Start the messages of strips.
 
         Args:
             comm: the ranks.
-            leaving: (peer, view of the strip to send).
+            outgoing: (peer, view of the strip to send).
             receives: messages with memory for the strips to receive.
         """
-        sends = [Message(peer, self._buffers.dense(view)) for peer, view in leaving]
+        sends = [Message(peer, self._buffers.dense(view)) for peer, view in outgoing]
         pending = comm.exchange(sends, receives) if sends or receives else None
         # Copies only: a strip that was contiguous is a view of the caller's tensor and must not be given back.
-        staged = [sent.tensor for sent, (_, view) in zip(sends, leaving, strict=True) if sent.tensor is not view]
+        staged = [sent.tensor for sent, (_, view) in zip(sends, outgoing, strict=True) if sent.tensor is not view]
         strips = tuple(message.tensor for message in receives)
         # Ranks of one thread compute one after another: there is nothing to hide a message behind.
         if pending is not None and self.in_turn:
@@ -189,7 +189,8 @@ class Redistribute:
             pending = None
         return PendingStrips(pending, strips, lambda: self._buffers.give_back(staged))
 
-    def _landing(self, like: torch.Tensor, box: Box) -> torch.Tensor:
+    def _memory_for(self, like: torch.Tensor, box: Box) -> torch.Tensor:
+        """Return memory for a strip; ``like``: a tensor with its batch, channels, dtype and device."""
         return self._buffers.take(self._sized(like.shape, box), like.dtype, like.device)
 
     def _own_cotangent(self, cotangent: torch.Tensor, shape: torch.Size) -> torch.Tensor:

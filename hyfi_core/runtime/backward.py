@@ -190,13 +190,13 @@ class BackwardPass:
     def _run_segment(self, record: SegmentRecord, names: Sequence[str]) -> None:
         """Run a local segment backward; report the gradients of the parameters ``names`` when they are complete."""
         if not self._reports or len(record.segment.calls) <= _SHORT_SEGMENT:
-            self._add(_differentiated(record, self._cotangents, self._keep), record.segment.sums)
+            self._add(_differentiated(record, self._cotangents, self._keep), record.segment.sum_overwrites)
             self._complete(names)
             return
         # In a long segment, each is reported once autograd has it: its reduction starts while autograd goes on.
         with _completing_early(names, self._parameters, self._complete) as unreported:
             cotangents = _differentiated(record, self._cotangents, self._keep)
-        self._add(cotangents, record.segment.sums)
+        self._add(cotangents, record.segment.sum_overwrites)
         self._complete(unreported)
 
     def _run_operator(self, record: OperatorRecord, names: Sequence[str], before: Sequence[Record]) -> Waits[None]:
@@ -215,7 +215,7 @@ class BackwardPass:
                 results, deferred = yield from (within(torch.no_grad, steps) if torch.is_grad_enabled() else steps)
             # The last reference: the results that are added next can take this memory.
             del cotangents
-            self._add(self._named(call, results), record.step.sums)
+            self._add(self._named(call, results), record.step.sum_overwrites)
             if deferred is not None:
                 self._deferred.append(_DeferredGradients(record, deferred, names))
                 return
@@ -292,15 +292,15 @@ class BackwardPass:
             if name is not None and result is not None and name in self._tape.active
         ]
 
-    def _add(self, cotangents: Arrived, sums: Mapping[str, Over]) -> None:
-        """Add (name, cotangent) of a step to existing ones, and empty the list; ``sums``: which may be overwritten."""
+    def _add(self, cotangents: Arrived, sum_overwrites: Mapping[str, Over]) -> None:
+        """Add (name, cotangent) of a step to existing ones, which sums may overwrite as said; empty the list."""
         while cotangents:
             # Popped, so that the list keeps no cotangent alive while the following ones are added.
             name, cotangent = cotangents.pop(0)
             if name in self._parameters:
                 _accumulate(self._parameters[name], cotangent)
             elif name in self._cotangents:
-                self._cotangents[name] = _sum(self._cotangents[name], cotangent, sums.get(name))
+                self._cotangents[name] = _sum(self._cotangents[name], cotangent, sum_overwrites.get(name))
             else:
                 self._cotangents[name] = cotangent
 

@@ -98,7 +98,7 @@ class Engine(EngineState, EngineFacts):
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, plan.share_of(self._groups.index)
         self.events: list[tuple[Action, float, float]] = []
-        self._trained = PagedCall(shapes.micro, trains=True)
+        self._training_call = PagedCall(shapes.micro, trains=True)
         self._runners = Runners(self._subject, plan, comm, self._groups)
         self._paging = self._runners.paging
         counts = [comm.counts for each in (self._groups, *self._runners.groups) for comm in each.counted()]
@@ -303,7 +303,7 @@ class Engine(EngineState, EngineFacts):
         lines = self._loss.describe(self._runners[0].forwards_first(self._lowered()))
         lines += [f"gathered on every rank: {line}" for line in self._lowered().gathered]  # in the model's current mode
         if self._paging is not None:
-            call = self._trained
+            call = self._training_call
             lines += call.described(self._paging, self._forecasts(call), self._subject, self.plan, machine)
         return "\n".join([self.plan.describe().rstrip("\n"), *lines])
 
@@ -319,7 +319,7 @@ class Engine(EngineState, EngineFacts):
             return None
         self._runners[0].observe()
         call = PagedCall(micro or self._shapes.micro, trains, pixels)
-        self._trained = call if trains else self._trained
+        self._training_call = call if trains else self._training_call
         return self._paging.begin(call, lambda: self._forecasts(call), call.new_bytes(self._model, self._optimizer))
 
     def _use_new_segments(self) -> None:

@@ -41,9 +41,10 @@ class ParameterOwnership:
         self._holders = {name: groups.holders(stages) for name, stages in self._stages.items()}
         rank = groups.plane.rank
         mine = [p for name, p in model.named_parameters() if rank in self._holders[name]]
-        untrained = any(p.requires_grad for p in model.parameters()) and not any(p.requires_grad for p in mine)
-        self._optimized = [*mine, self._placeholder()] if untrained or not mine else mine
-        self._writers = self._dealt()
+        trains_nothing = any(p.requires_grad for p in model.parameters()) and not any(p.requires_grad for p in mine)
+        # Optimizers refuse empty lists, and the user's function may leave out frozen parameters.
+        self._optimized = [*mine, self._placeholder()] if trains_nothing or not mine else mine
+        self._writers = self._writer_of_each()
 
     def optimized(self) -> list[nn.Parameter]:
         """Return the parameters that this rank's optimizer updates, in the model's order.
@@ -154,7 +155,7 @@ class ParameterOwnership:
         own = {n: tensor.detach().clone() for n, tensor in mine.items() if self.owner(n) == 0}
         return {n: received[n] if n in received else own[n] for n in order if n in received or n in own}
 
-    def _dealt(self) -> dict[str, int]:
+    def _writer_of_each(self) -> dict[str, int]:
         """Return name of a parameter -> the rank that writes it to checkpoints; tied names have the same rank."""
         sizes: dict[frozenset[int], dict[str, int]] = {}
         first_names = {}
@@ -177,6 +178,7 @@ class ParameterOwnership:
         return torch.empty(like.shape, dtype=like.dtype, device=self._device if like.is_meta else like.device)
 
     def _placeholder(self) -> nn.Parameter:
+        """Return an empty parameter for the optimizer of a rank that trains none."""
         return nn.Parameter(torch.zeros(0, device=self._device))
 
 

@@ -58,7 +58,8 @@ def interpolated(find: _Find) -> Rule:
             taps.append(find(size, outputs, align, _scale(size, outputs, align, factor).to(dtype)))
         plan = reach(builder, name, (taps[0].axis(), taps[1].axis()))
         part, need = plan.part, plan.need
-        own = [
+        # Of this rank's outputs alone, with places that count from the first received input.
+        own_taps = [
             _WeightedTaps(along.places[start:stop] - origin, along.weights[start:stop])
             for along, start, stop, origin in zip(
                 taps, (part.y0, part.x0), (part.y1, part.x1), (need.y0, need.x0), strict=True
@@ -67,7 +68,7 @@ def interpolated(find: _Find) -> Rule:
 
         def call(tensor: torch.Tensor) -> torch.Tensor:
             result = tensor.to(dtype)
-            for dim, taps_of_part in zip(dims, own, strict=True):
+            for dim, taps_of_part in zip(dims, own_taps, strict=True):
                 result = taps_of_part.summed(result, dim)
             return result.to(result_dtype)  # autocast returns float32 on GPUs
 

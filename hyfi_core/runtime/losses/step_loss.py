@@ -70,14 +70,15 @@ class StepLoss(ABC):
     def _differentiated(self, leaves: Leaves, loss: torch.Tensor, seed: torch.Tensor, counts: bool) -> LeafCotangents:
         """Return the gradient of a loss for each leaf; ``counts``: also add those of parameters that the loss reads."""
         floats = [leaf for leaf in leaves if is_float(leaf)]
-        again = self.computed.cells > 1
+        keep_graph = self.computed.cells > 1  # other cells differentiate the same loss
         if counts:
-            loss.backward(seed, retain_graph=again)
-            found = iter([leaf.grad for leaf in floats])
+            loss.backward(seed, retain_graph=keep_graph)
+            of_floats = iter([leaf.grad for leaf in floats])
+        elif floats:
+            of_floats = iter(torch.autograd.grad(loss, floats, seed, retain_graph=keep_graph, allow_unused=True))
         else:
-            grads = torch.autograd.grad(loss, floats, seed, retain_graph=again, allow_unused=True) if floats else ()
-            found = iter(grads)
-        gradients = [next(found) if is_float(leaf) else None for leaf in leaves]
+            of_floats = iter(())
+        gradients = [next(of_floats) if is_float(leaf) else None for leaf in leaves]
         self.reached.update(at for at, gradient in enumerate(gradients) if gradient is not None)
         return gradients
 
