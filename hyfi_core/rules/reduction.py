@@ -287,8 +287,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     own_shape, count = folded(split.local_shape(builder.shape(name), rank)), counted(builder.shape(name))
     own_count = math.prod(own_shape[dim] for dim in dims)
     counts = [counted(split.local_shape(builder.shape(name), rank)) for rank in range(ranks)] if separate_rows else []
-    # Of each rank, its fraction of the values; used with separate rows only.
-    fractions = Constant(torch.tensor(counts, dtype=torch.float64).div_(count))
+    rank_fractions = Constant(torch.tensor(counts, dtype=torch.float64).div_(count))
 
     def moments(tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's term of the sum over ranks: its sums, or its row among rows of zeros."""
@@ -312,7 +311,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
         if not separate_rows:
             mean = rows[0] / count
             return torch.stack([mean, (rows[1] / count - mean * mean).clamp(min=0.0)])  # may round below 0
-        weights = fractions.like(rows).view(-1, *[1] * (rows.dim() - 2))
+        weights = rank_fractions.like(rows).view(-1, *[1] * (rows.dim() - 2))
         means, variances = rows.unbind(1)
         first = means[0]  # means are averaged as differences from one of them
         mean = first + ((means - first) * weights).sum(0)
