@@ -39,7 +39,7 @@ def _emit_tap(builder: Builder, op: Operator, tap: Tap) -> None:
     name, (output,) = op.args[0].name, op.outputs
     input_split, sizes = builder.splits[name], builder.shape(str(output))
     height, width = (sizes[dim] for dim in input_split.dims)
-    split = builder.computed(op, Split(input_split.layout.through(tap.window, height, width), input_split.dims))
+    split = builder.with_margins(op, Split(input_split.layout.through(tap.window, height, width), input_split.dims))
     canvas = builder.moved(name, tap.window.input_boxes(split.held), fill=tap.fill)
     steps = {input_split.dims[0]: tap.window.y.stride, input_split.dims[1]: tap.window.x.stride}
 

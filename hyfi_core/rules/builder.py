@@ -123,7 +123,7 @@ class Builder:
         """Return how an argument is split, None for a replicated value or a constant."""
         return self.splits.get(argument.name) if isinstance(argument, Ref) else None
 
-    def computed(self, op: Operator, split: Split) -> Split:
+    def with_margins(self, op: Operator, split: Split) -> Split:
         """Return ``split`` with the boxes that ranks compute of an operator's results: in a fused run, with margins.
 
         Only values whose height and width are separate dims can be part of fused runs.
@@ -135,8 +135,8 @@ class Builder:
         return split if boxes is split.boxes else replace(split, boxes=boxes)
 
     def same_pixels(self, op: Operator, name: str) -> Split:
-        """Return the layout of results that have the same pixels as the map ``name``; see ``computed``."""
-        return self.computed(op, self.splits[name])
+        """Return the layout of results that have the same pixels as the map ``name``; see ``with_margins``."""
+        return self.with_margins(op, self.splits[name])
 
     def refuse(self, op: Operator, problem: str, alternative: str, kind: type[RequestError] = RequestError) -> NoReturn:
         """Refuse an operator by name.

@@ -100,11 +100,11 @@ def prelu(builder: Builder, op: Operator) -> None:
     _per_pixel(builder, op, split)
 
 
-def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: Rule | None = None) -> Rule:
+def along(dim_at: int, keepdim_at: int | None, default: int | None = -1, positions: Rule | None = None) -> Rule:
     """Return the rule of an operator that works along one dim.
 
     Args:
-        at: index of its argument ``dim``.
+        dim_at: index of its argument ``dim``.
         keepdim_at: index of its argument ``keepdim``; None if it does not reduce.
         default: default of ``dim``; None: by default it works on the flattened tensor, which is refused.
         positions: rule along the positions of a flat map, if there is one.
@@ -113,7 +113,7 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1, positions: 
     def rule(builder: Builder, op: Operator) -> None:
         """An operator along one dim; along height or width, it is computed on whole rows or columns."""
         split, dims = _split_outside_space(builder, op), len(builder.shape(op.args[0].name))
-        dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", default)
+        dim = op.args[dim_at] if len(op.args) > dim_at else op.kwargs.get("dim", default)
         if not isinstance(dim, int):
             builder.refuse(op, "works on the flattened tensor, across all dims", "an explicit dim")
         reduced = None if keepdim_at is None else _keeps(op, keepdim_at)
@@ -141,7 +141,7 @@ def extreme(builder: Builder, op: Operator) -> None:
     elif op.args[1] % len(builder.shape(name)) in builder.splits[name].dims:
         first_extreme(builder, op)
     else:
-        along(at=1, keepdim_at=2)(builder, op)
+        along(dim_at=1, keepdim_at=2)(builder, op)
 
 
 def _reduced(split: Split, dim: int, keep: bool) -> Split:
@@ -172,11 +172,11 @@ def cosine_similarity(builder: Builder, op: Operator) -> None:
     emit(builder, op, names, _reduced(split, dim, keep=False))
 
 
-def channelwise(at: int, over_space: AlongSpace) -> Rule:
+def channelwise(dim_at: int, over_space: AlongSpace) -> Rule:
     """Return the rule of an operator that is pointwise, unless its dim is height or width.
 
     Args:
-        at: index of its argument ``dim``, 0 by default.
+        dim_at: index of its argument ``dim``, 0 by default.
         over_space: lowers the operator along height or width.
     """
 
@@ -184,7 +184,7 @@ def channelwise(at: int, over_space: AlongSpace) -> Rule:
         """An operator along one dim (cat, split, slice, softmax): pointwise, unless that dim is height or width."""
         name = next(name for name in op.inputs if name in builder.splits)
         dims, dim_count = builder.splits[name].dims, len(builder.shape(name))
-        dim = (op.args[at] if len(op.args) > at else op.kwargs.get("dim", 0)) % dim_count
+        dim = (op.args[dim_at] if len(op.args) > dim_at else op.kwargs.get("dim", 0)) % dim_count
         if dim in dims:
             over_space(builder, op, dim)
         else:

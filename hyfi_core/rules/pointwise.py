@@ -79,7 +79,7 @@ def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[i
     first = maps[0]
     # The usual case: all maps have the same pixels. In a fused run, the result may be computed with margins.
     if all(split is first or _same_pixels(split, first) for split in maps) and _fits(first, sizes):
-        return builder.computed(op, first)
+        return builder.with_margins(op, first)
     y, x = first.dims
     of_result_size = next((split for split in maps if _fits(split, sizes)), None)
     elsewhere = next(

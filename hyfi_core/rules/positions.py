@@ -72,7 +72,7 @@ def gather(builder: Builder, op: Operator) -> None:
     split, select = builder.splits[name].owned, op.text.startswith("aten.index_select")
     dim %= len(builder.shape(name))
 
-    def own(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def of_part(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the values at the positions that this rank has, 0 at others."""
         # Checked first: for a bad index, a rank without pixels raises as the others do, and does not wait for them.
         local, inside = _places(split, builder.rank, positions, op.text)
@@ -86,7 +86,7 @@ def gather(builder: Builder, op: Operator) -> None:
             entries = tensor.gather(dim, local)
         return torch.where(inside, entries, 0.0)
 
-    sum_of_parts(builder, own, (builder.part(name, split), index), op.first_output)
+    sum_of_parts(builder, of_part, (builder.part(name, split), index), op.first_output)
 
 
 def index(builder: Builder, op: Operator) -> None:
@@ -100,7 +100,7 @@ def index(builder: Builder, op: Operator) -> None:
     first_of_result = indexed_dims[0] if are_adjacent else 0
     of_positions = indexed_dims.index(split.dims[0])
 
-    def own(tensor: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+    def of_part(tensor: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
         """Return the entries at the positions that this rank has, 0 for others.
 
         Args:
@@ -121,7 +121,7 @@ def index(builder: Builder, op: Operator) -> None:
     inputs = (builder.part(name, split), *indices)
     if len(set(inputs)) < len(inputs):
         builder.refuse(op, "uses one tensor as index of two dims", "a tensor for each")
-    sum_of_parts(builder, own, inputs, op.first_output)
+    sum_of_parts(builder, of_part, inputs, op.first_output)
 
 
 def extreme(builder: Builder, op: Operator) -> None:
@@ -139,7 +139,7 @@ def extreme(builder: Builder, op: Operator) -> None:
     map_shape = (math.prod(leading), 1, box.height, box.width)
     result_shape = (*shape[:dim], 1, *shape[dim + 1 :]) if keepdim else leading
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
+    def of_part(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.movedim(dim, -1).reshape(map_shape)
         # The smallest value is the largest of the negatives. Else a copy: the reshaped view has the map's memory.
         return -tensor if is_min else tensor.clone()
@@ -152,7 +152,7 @@ def extreme(builder: Builder, op: Operator) -> None:
 
     maps, top = builder.fresh(name, map_shape), builder.fresh(name, (map_shape[0], 1, 1, 1))
     where = builder.fresh(name, (map_shape[0], 1, 1, 1), torch.int64)
-    builder.compute(own, (builder.part(name, split),), (maps,))
+    builder.compute(of_part, (builder.part(name, split),), (maps,))
     builder.communicate(FirstMaximum(box, split.layout.map.width, last_nan=False), (maps,), (top, where), "reduce")
     builder.compute(finish, (top, where), op.outputs)
 
@@ -185,7 +185,7 @@ def topk(builder: Builder, op: Operator) -> None:
         )
         return torch.cat([rows[0], tensor[None], rows[1]])
 
-    def own(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_part(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tensor = tensor.movedim(dim, -1).to(wide)
         values, local = tensor.topk(min(count, box.area), -1, largest)
         # Divisors of at least 1: a rank without pixels has a box of no width.
@@ -206,7 +206,7 @@ def topk(builder: Builder, op: Operator) -> None:
         builder.fresh(name, gathered_shape, torch.int64),
         builder.fresh(name, gathered_shape, torch.int64),
     )
-    builder.compute(own, (builder.part(name, split),), (rows, places))
+    builder.compute(of_part, (builder.part(name, split),), (rows, places))
     builder.communicate(SumOverRanks(), (rows,), (all_rows,), "reduce")
     builder.communicate(SumOverRanks(), (places,), (all_places,), "reduce")
     builder.compute(finish, (all_rows, all_places), op.outputs)

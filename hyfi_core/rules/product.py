@@ -154,7 +154,7 @@ def sum_of_parts(builder: Builder, function: Any, inputs: Sequence[str], output:
     """Emit the sum over ranks of ``function(*inputs)``; floats are summed in float32 or wider, integers as they are."""
     partial, summed = builder.fresh(output), builder.fresh(output)
 
-    def own(*tensors: torch.Tensor) -> torch.Tensor:
+    def of_part(*tensors: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = function(*tensors)
         if not result.is_floating_point():
             return result
@@ -163,7 +163,7 @@ def sum_of_parts(builder: Builder, function: Any, inputs: Sequence[str], output:
 
     dtype = builder.values[output].dtype
     rounded_to = dtype if dtype in (torch.bfloat16, torch.float16) else None
-    builder.compute(own, tuple(inputs), (partial,))
+    builder.compute(of_part, tuple(inputs), (partial,))
     builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
     builder.compute(lambda total: total.clone() if rounded_to is None else total.to(rounded_to), (summed,), (output,))
 

@@ -91,10 +91,10 @@ def _exponentials(builder: Builder, part: str, dims: tuple[int, ...]) -> tuple[s
     wide = torch.promote_types(builder.values[part].dtype, torch.float32)
     partial, total = builder.fresh(part, dtype=wide), builder.fresh(part, dtype=wide)
 
-    def own(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def of_part(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         return (x.to(shift.dtype) - shift).exp().sum(dims, keepdim=True)
 
-    builder.compute(own, (part, largest), (partial,))
+    builder.compute(of_part, (part, largest), (partial,))
     builder.communicate(SumOverRanks(), (partial,), (total,), "reduce")
     return largest, total
 
@@ -104,14 +104,14 @@ def largest_over_ranks(builder: Builder, part: str, dims: tuple[int, ...]) -> st
     wide = torch.promote_types(builder.values[part].dtype, torch.float32)
     local, largest = builder.fresh(part, dtype=wide), builder.fresh(part, dtype=wide)
 
-    def own(x: torch.Tensor) -> torch.Tensor:
+    def of_part(x: torch.Tensor) -> torch.Tensor:
         # Detached: the shift does not change the result, so it has no gradient.
         x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         if x.numel():
             return x.amax(dims, keepdim=True)
         return x.new_full([1 if dim in dims else side for dim, side in enumerate(x.shape)], -math.inf)
 
-    builder.compute(own, (part,), (local,))
+    builder.compute(of_part, (part,), (local,))
     builder.communicate(LargestOverRanks(), (local,), (largest,), "reduce")
     return largest
 
@@ -204,7 +204,7 @@ def _over_all_pixels(builder: Builder, op: Operator, names: tuple[str, str, str]
     largest = largest_over_ranks(builder, scores, (last,))
     partial, total = builder.fresh(output, dtype=wide), builder.fresh(output, dtype=wide)
 
-    def own(x: torch.Tensor, shift: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def of_part(x: torch.Tensor, shift: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         weights = (x.to(shift.dtype) - shift).exp()
         # Autocast would make the product of the exponentials narrow again.
         with torch.autocast(v.device.type, enabled=False):
@@ -212,7 +212,7 @@ def _over_all_pixels(builder: Builder, op: Operator, names: tuple[str, str, str]
             products, sums = weights @ v.to(weights.dtype), weights.sum(-1, keepdim=True)
             return torch.cat([products, sums.expand(*products.shape[:-1], 1)], -1)
 
-    builder.compute(own, (scores, largest, value), (partial,))
+    builder.compute(of_part, (scores, largest, value), (partial,))
     builder.communicate(SumOverRanks(), (partial,), (total,), "reduce")
     result_dtype = builder.values[output].dtype
     builder.compute(lambda sums: (sums[..., :-1] / sums[..., -1:]).to(result_dtype), (total,), (output,))

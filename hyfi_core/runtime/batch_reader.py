@@ -109,10 +109,10 @@ def _uses_of_weights(program: Program) -> float:
     for op in program.operators:
         if not facts_of(op).kind.endswith("convolution"):
             continue
-        image, weight, output = (program.values[name].shape for name in (*op.inputs[:2], op.first_output))
-        if weight[1] == image[1] and prod(weight[2:]) > 1:
-            weights += prod(weight)
-            uses += prod(weight) * output[0] * prod(output[2:])
+        x_shape, kernel_shape, y_shape = (program.values[name].shape for name in (*op.inputs[:2], op.first_output))
+        if kernel_shape[1] == x_shape[1] and prod(kernel_shape[2:]) > 1:  # dense, without groups
+            weights += prod(kernel_shape)
+            uses += prod(kernel_shape) * y_shape[0] * prod(y_shape[2:])
     return uses / max(weights, 1)
 
 
@@ -315,7 +315,7 @@ class Reader:
         for part in parts.values():
             if part not in boxes:
                 local = read_part(images, part, self._shape[1], self._dtype)
-                self._groups.all.counts.count("input", 0, 0 if part in counted else local.nbytes)
+                self._groups.all.counts.count("input", 0, sent_bytes=0 if part in counted else local.nbytes)
                 boxes[part] = uploaded(local, self._device).to(dtype=self._dtype, memory_format=self._order)
         return {key: boxes[part] for key, part in parts.items()}
 
@@ -330,7 +330,7 @@ class Reader:
                 f"images.pixels({part.box}, {part.first}, {part.stop}) returned {description}; images say "
                 f"that their pixel_dtype is {images.pixel_dtype}"
             )
-        self._groups.all.counts.count("input", 0, pixels.nbytes)
+        self._groups.all.counts.count("input", messages=0, sent_bytes=pixels.nbytes)
 
         def prepare(pixels: torch.Tensor) -> torch.Tensor:
             local = _checked_part(images.prepare(pixels), "images.prepare", part, self._shape[1], self._dtype)

@@ -119,10 +119,10 @@ class Engine(EngineState, EngineFacts):
         self._watch = WeightWatch(model, self._mirrors.arriving, plan.stages > 1)
         weights = SameWeights(self._watch, self._ownership.held(), self.settle, self._resend)
         changes, replica = self._runners[0].changes, self._groups.replica
-        judges = any(stage == plan.stages - 1 for stage, _ in self._groups.stages)
-        unmixed = self.device.type if settings.autocast is None else None
+        has_loss = any(stage == plan.stages - 1 for stage, _ in self._groups.stages)
+        unmixed = self.device.type if settings.autocast is None else None  # where the caller must not use autocast
         self._consensus = CallConsensus(
-            model, comm, replica, changes, weights, settings.loss, bool(plan.shares), plan.stages, unmixed, judges
+            model, comm, replica, changes, weights, settings.loss, bool(plan.shares), plan.stages, unmixed, has_loss
         )
         self._scale = GradientScale(self._ownership.optimized() if plan.stages > 1 else ())
         self._mirrors.choose(lowered, self.settle)

@@ -96,7 +96,7 @@ class StepGradients:
 
     def stage_done(self) -> None:
         """Called after all backwards of a stage on this rank: make progress on reductions."""
-        self._land(wait=False)
+        self._add_arrived(wait=False)
         for group in self._groups:
             group.poll()
 
@@ -118,21 +118,21 @@ class StepGradients:
             unreached: names of parameters on which no used output depends. If the loss does not read them either, their
                 gradient is None.
         """
-        self._land(wait=True)
+        self._add_arrived(wait=True)
         for group in self._groups:
             group.finish()
         for parameter in map(self._named.__getitem__, unreached):
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
         # Hooks change the new gradients alone: earlier ones have been through the hooks in their own call.
-        hooks.change()
+        hooks.run_on_new_gradients()
         self._earlier.add()
-        hooks.end()
+        hooks.run_after_accumulation()
 
-    def _land(self, wait: bool) -> None:
+    def _add_arrived(self, wait: bool) -> None:
         """Add the gradients that have arrived from direction 1; ``wait``: first wait until all have arrived."""
         if self._mirror is not None:
-            for parameter in self._mirror.land_gradients(wait):
+            for parameter in self._mirror.add_arrived_gradients(wait):
                 self._contributed(parameter)
 
     def _wait_for(self, parameter: nn.Parameter) -> None:
@@ -338,7 +338,7 @@ class ReductionGroup:
         """Make progress on pending reductions: MPI makes none outside of calls."""
         for bucket in self._buckets[: self._next_bucket]:
             if bucket.pending is not None and bucket.pending.test():
-                self._land(bucket)
+                self._store_sum(bucket)
 
     def finish(self) -> None:
         """Start the remaining reductions and wait for all."""
@@ -348,14 +348,14 @@ class ReductionGroup:
         for bucket in self._buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
-                self._land(bucket)
+                self._store_sum(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.message = bucket.flat if self._dtype is None else bucket.flat.to(self._dtype)
         # Reduced in place: without ``_dtype`` the parameters' own gradients are the message.
         bucket.pending = self._comm.start_all_reduce(bucket.message)
 
-    def _land(self, bucket: _Bucket) -> None:
+    def _store_sum(self, bucket: _Bucket) -> None:
         """Copy a bucket's received sum to its gradients, and divide it."""
         bucket.pending = None
         if bucket.message is not None and bucket.message is not bucket.flat:

@@ -112,13 +112,13 @@ class Mirror:
                 self._exchange(stage, self._mirror_of[stage], _room(self._parameters[stage]), sends=False)
             )
 
-    def land_gradients(self, wait: bool) -> list[nn.Parameter]:
+    def add_arrived_gradients(self, wait: bool) -> list[nn.Parameter]:
         """Add the received gradients; return their parameters.
 
         Args:
             wait: whether to wait for all receives and sends; sent gradients are then cleared.
         """
-        landed: list[nn.Parameter] = []
+        arrived: list[nn.Parameter] = []
         # In the order in which they were posted; the copy allows removing while iterating.
         for transit in list(self._gradients):
             if wait or transit.pending.test():
@@ -127,7 +127,7 @@ class Mirror:
                 for parameter, piece in _pieces(self._parameters[transit.stage], transit.flats):
                     # A copy, because a view would keep the whole message in memory.
                     parameter.grad = piece.clone() if parameter.grad is None else parameter.grad.add_(piece)
-                    landed.append(parameter)
+                    arrived.append(parameter)
         if wait:
             for transit in self._leaving:
                 transit.finish()
@@ -135,7 +135,7 @@ class Mirror:
                     # The owner has added it to its sum; the next step of this direction starts from zero.
                     parameter.grad = None
             self._leaving.clear()
-        return landed
+        return arrived
 
     def send_weights(self) -> None:
         """Start sending the new weights to direction 1, and receiving them there; ``settle`` waits."""

@@ -67,6 +67,6 @@ class TileGradients:
         if self._group is not None:
             self._group.finish()
         # Hooks see the sum over all ranks, as in one process, and only this call's gradients.
-        hooks.change()
+        hooks.run_on_new_gradients()
         self._earlier.add()
-        hooks.end()
+        hooks.run_after_accumulation()

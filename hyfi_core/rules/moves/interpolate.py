@@ -56,8 +56,8 @@ def interpolated(find: _Find) -> Rule:
         for dim, factor in zip(dims, factors, strict=True):
             size, outputs = builder.shape(name)[dim], builder.shape(op.first_output)[dim]
             taps.append(find(size, outputs, align, _scale(size, outputs, align, factor).to(dtype)))
-        plan = reach(builder, name, (taps[0].axis(), taps[1].axis()))
-        part, need = plan.part, plan.need
+        reached = reach(builder, name, (taps[0].axis(), taps[1].axis()))
+        part, need = reached.part, reached.need
         # Of this rank's outputs alone, with places that count from the first received input.
         own_taps = [
             _WeightedTaps(along.places[start:stop] - origin, along.weights[start:stop])
@@ -72,7 +72,7 @@ def interpolated(find: _Find) -> Rule:
                 result = taps_of_part.summed(result, dim)
             return result.to(result_dtype)  # autocast returns float32 on GPUs
 
-        builder.compute(call, (plan.canvas,), op.outputs, plan.split)
+        builder.compute(call, (reached.canvas,), op.outputs, reached.split)
 
     return rule
 

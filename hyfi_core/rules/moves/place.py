@@ -81,7 +81,7 @@ def _pad_constant(
     output = op.first_output
     sizes = builder.shape(output)
     axes = tuple(Axis.shifted(sizes[dim], -before) for dim, (before, _) in zip(dims, space, strict=True))
-    plan = reach(builder, name, axes, fill=value)  # type: ignore[arg-type]
+    reached = reach(builder, name, axes, fill=value)  # type: ignore[arg-type]
     # Channels and batch are padded locally; F.pad takes the last dim first.
     amounts = [around.get(dim, (0, 0)) for dim in reversed(range(len(sizes)))]
     widths = [width for pair in amounts for width in pair]
@@ -89,7 +89,7 @@ def _pad_constant(
     def call(tensor: torch.Tensor) -> torch.Tensor:
         return F.pad(tensor, widths, value=value) if any(widths) else tensor
 
-    builder.compute(call, (plan.canvas,), op.outputs, plan.split)
+    builder.compute(call, (reached.canvas,), op.outputs, reached.split)
 
 
 def _reflected(index: int, size: int) -> int:
@@ -106,8 +106,8 @@ def _replicated(index: int, size: int) -> int:
 
 def _by_table(builder: Builder, outputs: tuple[str | None, ...], name: str, tables: list[list[int]]) -> None:
     """Emit the operator whose output pixel (y, x) is input pixel (tables[0][y], tables[1][x])."""
-    plan = reach(builder, name, (Axis.of_table(tables[0]), Axis.of_table(tables[1])))
-    part, need, dims = plan.part, plan.need, plan.split.dims
+    reached = reach(builder, name, (Axis.of_table(tables[0]), Axis.of_table(tables[1])))
+    part, need, dims = reached.part, reached.need, reached.split.dims
     rows = Selection(torch.tensor(tables[0][part.y0 : part.y1], dtype=torch.int64) - need.y0)
     columns = Selection(torch.tensor(tables[1][part.x0 : part.x1], dtype=torch.int64) - need.x0)
 
@@ -117,7 +117,7 @@ def _by_table(builder: Builder, outputs: tuple[str | None, ...], name: str, tabl
     def call(tensor: torch.Tensor) -> torch.Tensor:
         return columns.of(rows.of(tensor, dims[0]), dims[1]).to(dtype)
 
-    builder.compute(call, (plan.canvas,), outputs, plan.split)
+    builder.compute(call, (reached.canvas,), outputs, reached.split)
 
 
 def slice_of_space(builder: Builder, op: Operator, dim: int) -> None:
@@ -240,15 +240,15 @@ def pixel_shuffle(builder: Builder, op: Operator) -> None:
         Axis(size * factor, lambda start, stop: (start // factor, -(-stop // factor)))
         for size in (layout.height, layout.width)
     )
-    plan = reach(builder, name, axes)  # type: ignore[arg-type]
+    reached = reach(builder, name, axes)  # type: ignore[arg-type]
     # The part in coordinates of the local result, which begins with the block of the first needed input.
-    part = plan.part.shift(-plan.need.y0 * factor, -plan.need.x0 * factor)
+    part = reached.part.shift(-reached.need.y0 * factor, -reached.need.x0 * factor)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         shuffled = F.pixel_shuffle(tensor, factor)
         return shuffled[..., part.y0 : part.y1, part.x0 : part.x1]
 
-    builder.compute(call, (plan.canvas,), op.outputs, plan.split)
+    builder.compute(call, (reached.canvas,), op.outputs, reached.split)
 
 
 def pixel_unshuffle(builder: Builder, op: Operator) -> None:
@@ -259,8 +259,8 @@ def pixel_unshuffle(builder: Builder, op: Operator) -> None:
         Axis(size // factor, lambda start, stop: (start * factor, stop * factor))
         for size in (layout.height, layout.width)
     )
-    plan = reach(builder, name, axes)  # type: ignore[arg-type]
-    builder.compute(lambda tensor: F.pixel_unshuffle(tensor, factor), (plan.canvas,), op.outputs, plan.split)
+    reached = reach(builder, name, axes)  # type: ignore[arg-type]
+    builder.compute(lambda tensor: F.pixel_unshuffle(tensor, factor), (reached.canvas,), op.outputs, reached.split)
 
 
 FACTS = {

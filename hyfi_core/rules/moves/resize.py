@@ -67,8 +67,8 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
         size, outputs = builder.shape(name)[dim], builder.shape(op.first_output)[dim]
         blends.append(_blend(size, outputs, align, None if factors is None else factors[at], is_double))
     axes = tuple(Axis(low.numel(), _between(low.tolist(), high.tolist())) for low, high, _ in blends)
-    plan = reach(builder, name, axes)  # type: ignore[arg-type]
-    part, need = plan.part, plan.need
+    reached = reach(builder, name, axes)  # type: ignore[arg-type]
+    part, need = reached.part, reached.need
     # Of this rank's outputs alone, with indices that count from the first received input.
     own_blends = [
         (Selection(low[a:b] - start), Selection(high[a:b] - start), Constant(weight[a:b]))
@@ -87,7 +87,7 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
             result = low.of(result, dim) * (1 - high_weight) + high.of(result, dim) * high_weight
         return result.to(result_dtype)  # autocast returns float32 on GPUs
 
-    builder.compute(call, (plan.canvas,), op.outputs, plan.split)
+    builder.compute(call, (reached.canvas,), op.outputs, reached.split)
 
 
 def _between(low: list[int], high: list[int]) -> Any:
@@ -131,8 +131,8 @@ def adaptive_avg_pool2d(builder: Builder, op: Operator) -> None:
         builder.compute(lambda tensor: tensor.clone(), (builder.part(name, split),), op.outputs, split)
         return
     axes = tuple(_adaptive(size, count) for size, count in zip(sizes, outputs, strict=True))
-    plan = reach(builder, name, axes)  # type: ignore[arg-type]
-    part, need = plan.part, plan.need
+    reached = reach(builder, name, axes)  # type: ignore[arg-type]
+    part, need = reached.part, reached.need
     rows = Constant(_means(axes[0], part.y0, part.y1, need.y0, need.y1))
     columns = Constant(_means(axes[1], part.x0, part.x1, need.x0, need.x1))
 
@@ -143,7 +143,7 @@ def adaptive_avg_pool2d(builder: Builder, op: Operator) -> None:
             means = torch.matmul(rows.on(tensor.device, dtype), tensor.to(dtype))
             return torch.matmul(means, columns.like(means).T).to(tensor.dtype)
 
-    builder.compute(call, (plan.canvas,), op.outputs, plan.split)
+    builder.compute(call, (reached.canvas,), op.outputs, reached.split)
 
 
 def _adaptive(size: int, count: int) -> Axis:
@@ -175,12 +175,12 @@ def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
         builder.communicate(first, (builder.part(name, split),), op.outputs, "reduce")
         return
     axes = tuple(_adaptive(size, count) for size, count in zip(sizes, outputs, strict=True))
-    plan = reach(builder, name, axes)  # type: ignore[arg-type]
-    part, need = plan.part, plan.need
+    reached = reach(builder, name, axes)  # type: ignore[arg-type]
+    part, need = reached.part, reached.need
     # Equal windows without overlap need one call. Others need one call for each output.
     even = all(size % count == 0 for size, count in zip(sizes, outputs, strict=True))
     outputs_at_once = (part,) if even else tuple(_pixels(part))
-    reached = [
+    read_boxes = [
         Box(*axes[0].interval(c.y0, c.y1), *axes[1].interval(c.x0, c.x1)).relative_to(need) for c in outputs_at_once
     ]
 
@@ -192,13 +192,13 @@ def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
         return top, rows * sizes[1] + columns
 
     def call(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pieces = [pooled(tensor, box, inputs) for box, inputs in zip(outputs_at_once, reached, strict=True)]
+        pieces = [pooled(tensor, box, inputs) for box, inputs in zip(outputs_at_once, read_boxes, strict=True)]
         if even:
             return pieces[0]
         shape = (*tensor.shape[:2], *part.shape)
         return tuple(torch.cat(item, -1).reshape(shape) for item in zip(*pieces, strict=True))
 
-    builder.compute(call, (plan.canvas,), op.outputs, plan.split)
+    builder.compute(call, (reached.canvas,), op.outputs, reached.split)
 
 
 FACTS = {

@@ -101,7 +101,7 @@ def first_extreme(builder: Builder, op: Operator) -> None:
     layout, box = split.layout, split.layout.parts[builder.rank]
     start = box.y0 if dim == split.dims[0] else box.x0
 
-    def own(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_part(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, indices = op.target(tensor, dim, True)
         return values, indices + start
 
@@ -111,7 +111,7 @@ def first_extreme(builder: Builder, op: Operator) -> None:
     sides[split.dims[0]], sides[split.dims[1]] = line_per_part.map.shape
     best = builder.fresh(name, tuple(sides))
     where = builder.fresh(name, tuple(sides), torch.int64)
-    builder.compute(own, (builder.part(name, split),), (best, where), Split(line_per_part, split.dims))
+    builder.compute(of_part, (builder.part(name, split),), (best, where), Split(line_per_part, split.dims))
 
     def first(values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         top, at = op.target(values, dim, True)

@@ -29,10 +29,10 @@ def unfold(builder: Builder, op: Operator) -> None:
     sizes = builder.shape(name)[2:]
     counts = _windows(sizes, kernel, dilation, padding, stride)
     axes = tuple(_covered(*settings) for settings in zip(counts, kernel, dilation, padding, stride, strict=True))
-    plan = reach(builder, name, (axes[0], axes[1]))
+    reached = reach(builder, name, (axes[0], axes[1]))
     # Windows are positions: their grid is flattened into one dim.
-    split = Split(plan.split.layout, (2, 2))
-    builder.compute(lambda tensor: F.unfold(tensor, kernel, dilation, 0, stride), (plan.canvas,), op.outputs, split)
+    split = Split(reached.split.layout, (2, 2))
+    builder.compute(lambda tensor: F.unfold(tensor, kernel, dilation, 0, stride), (reached.canvas,), op.outputs, split)
 
 
 def _windows(
@@ -68,8 +68,8 @@ def fold(builder: Builder, op: Operator) -> None:
         )
     spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     axes = tuple(scattered(*settings) for settings in zip(sizes, stride, padding, spans, strict=True))
-    plan = reach(builder, builder.opened(builder.part(name, split)), (axes[0], axes[1]))
-    part, need = plan.part, plan.need
+    reached = reach(builder, builder.opened(builder.part(name, split)), (axes[0], axes[1]))
+    part, need = reached.part, reached.need
     # The local result covers more than the owned part: by how much before it, and after it.
     before = [part.y0 - (need.y0 * stride[0] - padding[0]), part.x0 - (need.x0 * stride[1] - padding[1])]
     covered = tuple((n - 1) * s + span + 1 for n, s, span in zip(need.shape, stride, spans, strict=True))
@@ -79,7 +79,7 @@ def fold(builder: Builder, op: Operator) -> None:
     def call(tensor: torch.Tensor) -> torch.Tensor:
         return F.pad(F.fold(tensor.flatten(2), covered, kernel, dilation, 0, stride), edges)
 
-    builder.compute(call, (plan.canvas,), op.outputs, plan.split)
+    builder.compute(call, (reached.canvas,), op.outputs, reached.split)
 
 
 def unfold_along(builder: Builder, op: Operator) -> None:
@@ -104,8 +104,8 @@ def unfold_along(builder: Builder, op: Operator) -> None:
         else Axis.shifted(output[at], 0)  # along the other axis, each pixel stays where it is
         for at in input_split.dims
     ]
-    plan = reach(builder, name, (axes[0], axes[1]))
-    builder.compute(lambda tensor: tensor.unfold(dim, kernel, stride), (plan.canvas,), op.outputs, plan.split)
+    reached = reach(builder, name, (axes[0], axes[1]))
+    builder.compute(lambda tensor: tensor.unfold(dim, kernel, stride), (reached.canvas,), op.outputs, reached.split)
 
 
 FACTS = {

@@ -65,7 +65,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
     output = op.outputs[0]
     assert output is not None
     height, width = builder.shape(output)[2:]
-    split = builder.computed(op, Split(layout.through(window, height, width)))
+    split = builder.with_margins(op, Split(layout.through(window, height, width)))
     # One rank along an axis has both ends of the map, which the native call can pad if the padding is the same at both.
     # A layout lists its borders: two around one row, or one column, of ranks.
     native_y = len(layout.rows) == 2 and symmetric[0]
@@ -101,20 +101,20 @@ def conv2d(builder: Builder, op: Operator) -> None:
     if _try_whole_map(builder, op):
         return
     sliding = windows.conv2d(op, builder.shape)
-    plan = _sliding(builder, op, sliding)
+    parts = _sliding(builder, op, sliding)
     # Complex numbers: PyTorch convolves their parts, the operator of an overlapped convolution does not.
     is_complex = builder.values[x.name].dtype.is_complex
     if not is_complex and try_overlapped_convolution(
-        builder, op, sliding.window, plan.split, plan.need, plan.native_padding
+        builder, op, sliding.window, parts.split, parts.need, parts.native_padding
     ):
         return
-    canvas = builder.moved(x.name, plan.need)
+    canvas = builder.moved(x.name, parts.need)
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(tensor, kernel, bias[0] if bias else None, stride, plan.native_padding, dilation, groups)
+        return F.conv2d(tensor, kernel, bias[0] if bias else None, stride, parts.native_padding, dilation, groups)
 
     inputs = (canvas, weight.name) if bias is None else (canvas, weight.name, bias.name)
-    builder.compute(call, inputs, op.outputs, plan.split, op)
+    builder.compute(call, inputs, op.outputs, parts.split, op)
 
 
 def _needs_subsampling(weight: tuple[int, ...], stride: tuple[int, int]) -> bool:
@@ -129,20 +129,20 @@ def _needs_subsampling(weight: tuple[int, ...], stride: tuple[int, int]) -> bool
 def _subsampled_convolution(builder: Builder, op: Operator, stride: tuple[int, int]) -> None:
     """Emit a strided 1 x 1 convolution as one with stride 1 on every stride-th pixel: the same results."""
     x, weight, bias, _, _, _, groups = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
-    plan = _sliding(builder, op, windows.conv2d(op, builder.shape))
-    canvas = builder.moved(x.name, plan.need)
+    parts = _sliding(builder, op, windows.conv2d(op, builder.shape))
+    canvas = builder.moved(x.name, parts.need)
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
         # Padded before pixels are chosen, since strides begin in the padding.
         padded = (
-            F.pad(tensor, (plan.native_padding[1],) * 2 + (plan.native_padding[0],) * 2)
-            if any(plan.native_padding)
+            F.pad(tensor, (parts.native_padding[1],) * 2 + (parts.native_padding[0],) * 2)
+            if any(parts.native_padding)
             else tensor
         )
         return F.conv2d(padded[:, :, :: stride[0], :: stride[1]], kernel, bias[0] if bias else None, groups=groups)
 
     inputs = (canvas, weight.name) if bias is None else (canvas, weight.name, bias.name)
-    builder.compute(call, inputs, op.outputs, plan.split, op)
+    builder.compute(call, inputs, op.outputs, parts.split, op)
 
 
 def max_pool2d(builder: Builder, op: Operator) -> None:
@@ -152,18 +152,18 @@ def max_pool2d(builder: Builder, op: Operator) -> None:
     if windows.misses_map(op, sliding.window, builder.shape):
         # PyTorch's backward then writes beyond its memory (torch 2.13 on CPU: heap corruption).
         builder.refuse(op, "has windows whose taps are all in the padding", "a dilation of at most the map's size")
-    plan = _sliding(builder, op, sliding)
-    if try_max_pool_alone(builder, op, sliding.window, plan.split) or _try_whole_map(builder, op):
+    parts = _sliding(builder, op, sliding)
+    if try_max_pool_alone(builder, op, sliding.window, parts.split) or _try_whole_map(builder, op):
         return
-    if try_overlapped_max_pool(builder, op, sliding.window, plan.split, plan.need, plan.native_padding):
+    if try_overlapped_max_pool(builder, op, sliding.window, parts.split, parts.need, parts.native_padding):
         return
-    canvas = builder.moved(op.args[0].name, plan.need, fill=least(builder.values[op.args[0].name].dtype))
+    canvas = builder.moved(op.args[0].name, parts.need, fill=least(builder.values[op.args[0].name].dtype))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride, dilation = (y.kernel, x.kernel), (y.stride, x.stride), (y.dilation, x.dilation)
-        return F.max_pool2d(tensor, kernel, stride, plan.native_padding, dilation)
+        return F.max_pool2d(tensor, kernel, stride, parts.native_padding, dilation)
 
-    builder.compute(call, (canvas,), op.outputs, plan.split, op)
+    builder.compute(call, (canvas,), op.outputs, parts.split, op)
 
 
 def avg_pool2d(builder: Builder, op: Operator) -> None:
@@ -178,11 +178,11 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
         # A single window, which may extend beyond the map.
         mean_over_space(builder, op.args[0].name, op.outputs[0], keepdim=True)
         return
-    plan = _sliding(builder, op, sliding)
-    if try_overlapped_avg_pool(builder, op, sliding.window, plan.split, plan.need, include_pad, divisor):
+    parts = _sliding(builder, op, sliding)
+    if try_overlapped_avg_pool(builder, op, sliding.window, parts.split, parts.need, include_pad, divisor):
         return
-    canvas = builder.moved(op.args[0].name, plan.need)
-    counts = WindowCounts.of(sliding.window, plan.split.held[builder.rank], map_box, include_pad)
+    canvas = builder.moved(op.args[0].name, parts.need)
+    counts = WindowCounts.of(sliding.window, parts.split.held[builder.rank], map_box, include_pad)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride = (y.kernel, x.kernel), (y.stride, x.stride)
@@ -191,7 +191,7 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
         factors = None if divisor else counts.factors(tensor)
         return pooled if factors is None else pooled * factors
 
-    builder.compute(call, (canvas,), op.outputs, plan.split, op)
+    builder.compute(call, (canvas,), op.outputs, parts.split, op)
 
 
 _CONVOLUTION = OperatorFacts(on_maps(conv2d), "convolution", gradient="new", fresh=True, window=windows.conv2d)

@@ -62,7 +62,7 @@ class ParameterHooks:
         for suspended in (*self._before, *self._after):
             suspended.live.update(suspended.hooks)
 
-    def change(self) -> None:
+    def run_on_new_gradients(self) -> None:
         """Run hooks that change a gradient: once it is reduced, before it is added to those of earlier calls."""
         for suspended in self._before:
             gradient = suspended.parameter.grad
@@ -74,7 +74,7 @@ class ParameterHooks:
                     # Into the same memory: it may be a view of a bucket.
                     gradient.copy_(changed)
 
-    def end(self) -> None:
+    def run_after_accumulation(self) -> None:
         """Run post-accumulate hooks."""
         for suspended in self._after:
             for _, hook in suspended.hooks:

@@ -90,7 +90,8 @@ class StepGraph:
 
     def __init__(self, new_graph: Callable[[], Graph], parameters: Sequence[nn.Parameter]) -> None:
         self._new_graph, self._parameters = new_graph, parameters
-        self._parts: list[Callable[[Sequence[Step]], None]] = []
+        # What a replay runs, in order: graphs, and between them the reading of images and the computing of losses.
+        self._replayed: list[Callable[[Sequence[Step]], None]] = []
         self._graph: Graph | None = None
         self.gradients: list[torch.Tensor | None] = []
 
@@ -119,8 +120,8 @@ class StepGraph:
         Args:
             steps: as in ``record``; parameters have no gradients before, and afterwards those of this step.
         """
-        for part in self._parts:
-            part(steps)
+        for run in self._replayed:
+            run(steps)
         for parameter, gradient in zip(self._parameters, self.gradients, strict=True):
             if gradient is not None:
                 # ``grad`` is set if the loss itself now uses the parameter, as it did not when the step was recorded.
@@ -136,7 +137,7 @@ class StepGraph:
         graph, self._graph = self._graph, None
         graph.end()
         graph.replay()
-        self._parts.append(lambda steps: graph.replay())
+        self._replayed.append(lambda steps: graph.replay())
 
     def _abandon(self) -> None:
         """End a recording in which something has failed."""
@@ -186,7 +187,7 @@ class StepGraph:
                 assert part is not None
                 memory.copy_(part)
 
-            self._parts.append(read_next)
+            self._replayed.append(read_next)
         self._begin()
         return image
 
@@ -205,7 +206,7 @@ class StepGraph:
             for memory, cotangent in zip(cotangents, computed, strict=True):
                 _put(memory, cotangent)
 
-        self._parts.append(compute_next)
+        self._replayed.append(compute_next)
         self._begin()
         return cotangents
 

@@ -158,8 +158,9 @@ class TrainingLoss:
         if known_shape != ():
             return known_shape
         try:
+            # ``pick``: the user's function that selects the loss's argument from the output.
             picked = lowered.pick(output_leaves(lowered))
-        except Exception:  # the user's function cannot compute without values
+        except Exception:  # it cannot compute without values
             picked = None
         shape = tuple(picked.shape) if isinstance(picked, torch.Tensor) else None
         self._shapes = [*self._shapes[1 - CAPTURES_KEPT :], (lowered, shape)]
