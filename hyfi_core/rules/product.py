@@ -41,7 +41,10 @@ class Letters:
 
 
 def matmul(builder: Builder, op: Operator) -> None:
-    """``matmul``, ``bmm`` and ``mm``, as the einsum of (…, y, k) and (…, k, z) to (…, y, z); vectors have k alone."""
+    """``matmul``, ``bmm`` and ``mm``.
+
+    As the einsum of (batch…, y, k) and (batch…, k, z) to (batch…, y, z); a vector has k alone.
+    """
     first, second = op.args[0].name, op.args[1].name
     dims = len(builder.shape(first)), len(builder.shape(second))
     batch = _LETTERS[: max(0, max(dims) - 2)]
