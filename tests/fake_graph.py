@@ -126,7 +126,7 @@ def fake_graphs(engine: Engine) -> Iterator[list[FakeGraph]]:
 
     replayed, before = engine._replayed, runners.as_in_this_thread
     replayed._recording = recording  # type: ignore[method-assign]
-    replayed._wanted = True
+    replayed._may_record = True
     runners.as_in_this_thread = lambda device: lambda: _Follower().__enter__()  # type: ignore[func-returns-value]
     try:
         with _Follower():
