@@ -231,8 +231,8 @@ def _step_s(link_s: float, overlapped: bool) -> float:
         """Return the seconds of the second step of this replica; the first lowers the program."""
         torch.manual_seed(0)
         model = SleepingNetwork(BLOCKS, BLOCK_S, SIZE_PX, CHANNELS)
-        total = sum(p.numel() * 4 for p in model.parameters())
-        slow: Any = SlowLinkCommunicator(comm, link_s / total)
+        gradient_bytes = sum(p.nbytes for p in model.parameters())
+        slow: Any = SlowLinkCommunicator(comm, seconds_per_byte=link_s / gradient_bytes)
         engine = hyfi_core.parallelize(model, (1, 3, SIZE_PX, SIZE_PX), ParallelPlan(((1, 1),), replicas=2), slow)
         images, labels = torch.zeros(1, 3, SIZE_PX, SIZE_PX), torch.zeros(1, dtype=torch.long)
         engine.accumulate(images, labels)

@@ -159,7 +159,7 @@ def train_in(world: Communicator, config: Config, resumption: Resumption, as_jso
         _say_slides(job)
     inputs = inputs_of(job)
     coverage = agree(world, lambda: inputs.check() if world.rank == 0 else None)
-    roles = Roles.of(world, config, inputs.outputs_to_place)
+    roles = Roles.of(world, config, inputs.outputs_to_place)  # roles.world: the same ranks, trainers first
     saved = agree(world, lambda: SavedRun.load(job, start, roles.trainers) if roles.trainers is not None else None)
     tables = agree(
         world, lambda: _slide_tables(job, saved, resumption, coverage) if roles.world.rank == 0 else SlideTables()

@@ -286,7 +286,7 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
         raise RequestError("--id-column: give the table with this column, too: --labels CSV")
     task = task_of(model)
     task = task if request.target is None else task.with_target(request.target)
-    labels = task.read_again(label_source, rows, merge, missing)
+    labels = task.read_again(label_source, rows, merge, missing)  # with the classes of training, in their order
     rows = with_cases(rows, labels, str(label_source))
     column = request.split_column or model.get("split_column", "split")
     if split == ALL:

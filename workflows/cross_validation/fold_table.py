@@ -60,7 +60,7 @@ class FoldTable:
         """
         table = read_table(path, "splits")
         table.require(column, "--folds; `hyfi split LABELS.csv --folds 5 --out folds.csv` writes it, for data.splits")
-        if column != COLUMN:
+        if column != COLUMN:  # copied to the name that all else reads
             rows_of_column = tuple({**row, COLUMN: row[column]} for row in table.rows)
             table = replace(table, columns=tuple(dict.fromkeys((*table.columns, COLUMN))), rows=rows_of_column)
         table = without_missing(NamedTable(table), COLUMN, tuple(missing)).table

@@ -41,7 +41,7 @@ def import_timm() -> ModuleType:
 def timm_module(
     name: str, options: Mapping[str, Any], with_weights: bool, allow_download: bool
 ) -> tuple[nn.Module, str]:
-    """Return a module of timm without its head, and the source of its weights as text; empty: they are random.
+    """Return (a module of timm without its head, the source of its weights as text; empty if they are random).
 
     Args:
         name: A name of timm's, or a folder with ``config.json`` and weights.
@@ -54,11 +54,11 @@ def timm_module(
     """
     timm = import_timm()
     folder = Path(name)
-    # In each branch: what `create_model` is given, whether it loads weights, and their source for the user.
+    # In each branch: the argument of `create_model`, whether it loads weights, and their source as text.
     if folder.is_dir():
         stored = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
-        source, loaded = f"local-dir:{folder}", bool(stored) and with_weights
-        weights = str(folder) if loaded else ""
+        timm_name, pretrained = f"local-dir:{folder}", bool(stored) and with_weights
+        source = str(folder) if pretrained else ""
     elif ":" not in name and ("/" in name or "\\" in name):  # names of timm's have none
         raise RequestError(
             f"encoder timm:{name}: there is no such folder; timm builds the network from its config.json, also for a "
@@ -70,19 +70,19 @@ def timm_module(
             f"of timm's and a file of weights"
         )
     else:
-        source, loaded = name, with_weights and allow_download
-        weights = f"downloaded by timm as {name}" if loaded else ""
+        timm_name, pretrained = name, with_weights and allow_download
+        source = f"downloaded by timm as {name}" if pretrained else ""
         if ":" not in name and not timm.is_model(name):
             alike = timm.list_models(f"*{name.split('.')[0]}*")[:5] or timm.list_models("vit_*")[:5]
             raise RequestError(
                 f"encoder timm:{name}: timm {timm.__version__} has no such model; it has {listed(alike)}"
             )
     try:
-        module = timm.create_model(source, pretrained=loaded, **({"num_classes": 0} | dict(options)))
+        module = timm.create_model(timm_name, pretrained=pretrained, **({"num_classes": 0} | dict(options)))
     except (TypeError, ValueError, RuntimeError, KeyError, AssertionError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RequestError(f"encoder timm:{name} cannot be built with {dict(options)}: {reason}") from error
-    return module, weights
+    return module, source
 
 
 def normalisation_of(module: nn.Module) -> Normalisation | None:

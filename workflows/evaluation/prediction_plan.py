@@ -74,7 +74,7 @@ class EvaluatedModel:
                 raise RequestError(f"{override}: use one or two whole numbers, as in {_SIZE}16384 or [8192, 16384]")
         precision = str(model.get("precision", "float32"))
         tf32 = bool(model.get("tf32", False))
-        return cls(checkpoint, model["model"], (size[0], size[1]), precision, tf32, checkpoint)
+        return cls(checkpoint, model["model"], (size[0], size[1]), precision, tf32, checkpoint=checkpoint)
 
     def rounds_to_tf32(self, command: str) -> bool:
         """Whether GPUs round the operands of float32 to TF32 in ``predict`` or ``validate``.

@@ -19,7 +19,7 @@ def drawn() -> list[tuple[bool, Anatomy, Anatomy]]:
 
 
 def test_the_class_is_in_one_tile_of_positive_slides(drawn: list[tuple[bool, Anatomy, Anatomy]]) -> None:
-    task = PositionsTask(2, 1632, 96, 1.0, one=True)
+    task = PositionsTask(2, 1632, 96, 1.0, one_tile=True)
     assert {positive for positive, _, _ in drawn} == {False, True}
     assert any((task.tiles_with_class(all_foci) > 0).sum() > 1 for _, all_foci, _ in drawn)
     for positive, all_foci, in_one_tile in drawn:
@@ -31,6 +31,6 @@ def test_the_class_is_in_one_tile_of_positive_slides(drawn: list[tuple[bool, Ana
 
 
 def test_slides_of_other_settings_are_in_another_folder() -> None:
-    task = PositionsTask(2, 1632, 96, 1.0, one=True)
-    others = [{"count": 4}, {"size_px": 2208}, {"tile_px": 48}, {"one": False}]
+    task = PositionsTask(2, 1632, 96, 1.0, one_tile=True)
+    others = [{"count": 4}, {"size_px": 2208}, {"tile_px": 48}, {"one_tile": False}]
     assert len({task.name, *(replace(task, **other).name for other in others)}) == 5

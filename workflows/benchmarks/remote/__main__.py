@@ -55,11 +55,12 @@ def main() -> None:
                 "network disk": dataset(folder / "store", slides, args.image, SlowOpener(args.latency_ms / 1e3)),
             }
             far_at_a_time = sides["object storage"].reads_at_a_time
+            # Megapixels per second of each round: in a first pass over all slides, and in a second one.
             rates: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
             for _ in range(args.rounds):
                 for side, samples in sides.items():
                     # A loader reads several images at a time from a store that is far away.
-                    rates[side].append(passes(samples, 1 if side == "folder" else far_at_a_time))
+                    rates[side].append(rates_of_passes(samples, 1 if side == "folder" else far_at_a_time))
     report(rates, args.latency_ms)
 
 
@@ -119,7 +120,7 @@ def running_server(folder: Path, latency_ms: float) -> Iterator[str]:
         process.communicate()
 
 
-def passes(samples: SlideDataset, at_a_time: int) -> tuple[float, float]:
+def rates_of_passes(samples: SlideDataset, at_a_time: int) -> tuple[float, float]:
     """Return the (cold, open) rates: megapixels per second when a worker prepares all images first, and again."""
     height, width = samples.size_px
     # The first image is not counted.

@@ -168,7 +168,7 @@ def planned(model: nn.Module, program: Program, plan: ParallelPlan, rank: int) -
     # Transfers are planned when they are first asked for: ask for all that this rank sends or receives.
     for (source, target), boundary in lowered_model.boundaries.items():
         for (stage, _direction), hosted in lowered_model.hosted.items():
-            for back in (False, True):
+            for back in (False, True):  # activations; gradients, which go the other way
                 if stage == source:
                     boundary.outgoing(hosted.position, back)
                 if stage == target:
@@ -179,7 +179,8 @@ def planned(model: nn.Module, program: Program, plan: ParallelPlan, rank: int) -
     validate(schedule, placement, edges, mirror=plan.mirror)
     ended = time.process_time()
     calls = sum(len(hosted.ranked.instructions) for hosted in lowered_model.hosted.values())
-    return Planned(lowered - begun, ended - lowered, (peak_bytes() - before) / 1e6, calls)
+    growth_mb = (peak_bytes() - before) / 1e6
+    return Planned(lowering_s=lowered - begun, schedule_s=ended - lowered, growth_mb=growth_mb, instructions=calls)
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,13 @@ def step_ms() -> StepCost:
         optimizer.step()
 
     times = run_ranks(STEP_RANKS, train)
-    own, process_s = [of_thread for of_thread, _ in times], times[0][1] / STEP_RANKS
-    return StepCost(statistics.median(own), max(own), process_s, _timed_ms(plain, AloneCommunicator())[0])
+    rank_ms, all_ranks_ms = [of_rank for of_rank, _ in times], times[0][1]
+    return StepCost(
+        rank_ms=statistics.median(rank_ms),
+        largest_ms=max(rank_ms),
+        process_ms=all_ranks_ms / STEP_RANKS,
+        plain_ms=_timed_ms(plain, AloneCommunicator())[0],
+    )
 
 
 def _almost_nothing() -> nn.Module:

@@ -55,20 +55,20 @@ class PositionsTask:
         size_px: Height and width of a slide, at 0.5 µm a pixel.
         tile_px: Height and width of a tile in pixels of the slide.
         mpp: Microns per pixel of the tiles that the encoder sees.
-        one: Whether the class of a slide is in one tile only, the one with most coarse nuclei; otherwise it is in all
-            foci.
+        one_tile: Whether the class of a slide is in one tile only, the one with most coarse nuclei; otherwise it is in
+            all foci.
     """
 
     count: int
     size_px: int
     tile_px: int
     mpp: float
-    one: bool
+    one_tile: bool
 
     @property
     def name(self) -> str:
         """Name of the folder of the drawn slides, different for other settings."""
-        where = "one" if self.one else "foci"
+        where = "one" if self.one_tile else "foci"
         return f"{self.count}-slides-{self.size_px}-px-tiles-{self.tile_px}-px-{where}"
 
     @cached_property
@@ -77,9 +77,9 @@ class PositionsTask:
         return lay_out_archive(self.count, self.size_px)
 
     def anatomy(self, slide: ArchiveSlide) -> Anatomy:
-        """Return the tissue and nuclei of a slide; with ``one``, with coarse nuclei in one tile only."""
+        """Return the tissue and nuclei of a slide; with ``one_tile``, with coarse nuclei in one tile only."""
         anatomy = make_anatomy(slide.spec)
-        if not self.one:
+        if not self.one_tile:
             return anatomy
         nuclei, with_class = anatomy.nuclei.copy(), self.tiles_with_class(anatomy)
         best = np.array(np.unravel_index(np.argmax(with_class), with_class.shape))
@@ -184,7 +184,7 @@ def judge(task: PositionsTask, out: Path) -> dict[str, Any]:
         values = {name: np.where(seen[name], of[measure], -np.inf) for name, of in maps.items()}
         hits = [bool(truth[name].flat[int(np.argmax(value))]) for name, value in values.items()]
         areas = [auroc(value[seen[name]], truth[name][seen[name]].astype(int)) for name, value in values.items()]
-        kind = measure.split()[0]
+        kind = measure.split()[0]  # "score" of "score CLASS", for the keys of the result
         result |= {f"{kind}_hits": sum(hits), f"{kind}_auroc": round(float(np.mean(areas)), 3)}
     return result
 
@@ -214,8 +214,9 @@ def main() -> None:
     parser.add_argument("--ways", default="gated_attention,max,frozen")
     parser.add_argument("--folder", type=Path, help="keep slides, store and runs there; default: nothing is kept")
     args = parser.parse_args()
-    trained = PositionsTask(args.slides, args.size, args.tile, args.mpp, args.train_on == "one")
-    one = PositionsTask(args.slides, args.one_size, args.tile, args.mpp, one=True)
+    trained = PositionsTask(args.slides, args.size, args.tile, args.mpp, one_tile=args.train_on == "one")
+    # Every model is tested on these slides, too, whose class is in one tile only.
+    one = PositionsTask(args.slides, args.one_size, args.tile, args.mpp, one_tile=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder: Path = args.folder or Path(temporary)
         tested = {args.train_on: (trained, folder / trained.name), "one tile": (one, folder / f"{one.name}-test")}

@@ -114,6 +114,7 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     gpus = torch.cuda.device_count()
     device = made_current(f"cuda:{local_ranks.index(comm.rank)}" if gpus else "cpu")
     bench = OperatorBench(device)
+    # How many ranks compute at the same time: on GPUs all do.
     cores = comm.size if gpus else max(1, usable_cores() // torch.get_num_threads())
     layers = LayerBench(device)
     # The others wait at the barrier: caches and memory belong to one rank.

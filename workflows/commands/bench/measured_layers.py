@@ -293,11 +293,11 @@ class LayerBench:
         """
         case = replace(LAYERS["convolution"][0], side_px=TURN_PX)
         one_each = comm.split(0 if comm.rank < cores else None)
-        alone_s = 0.0 if one_each is None else self._both_s(case, one_each)
+        alone_s = 0.0 if one_each is None else self._forward_and_backward_s(case, one_each)
         comm.barrier()
-        return max(1e-9, (self._both_s(case, comm) - alone_s * comm.size / cores) / 2)
+        return max(1e-9, (self._forward_and_backward_s(case, comm) - alone_s * comm.size / cores) / 2)
 
-    def _both_s(self, case: LayerCase, comm: Communicator) -> float:
+    def _forward_and_backward_s(self, case: LayerCase, comm: Communicator) -> float:
         """Return the typical seconds of a layer's forward and backward together, on each of several ranks."""
         few, many = (self._chain(case, length, comm=comm, typical=True) for length in LENGTHS)
         difference = many.less(few).divided(LENGTHS[1] - LENGTHS[0])
