@@ -72,7 +72,8 @@ def _rank(args: argparse.Namespace) -> None:
             service.serve()
         else:
             world.barrier()
-            print(json.dumps(measure(engine, ValidationClient(world, 1, policy), policy, args)), flush=True)
+            client = ValidationClient(world, leader=1, policy=policy)
+            print(json.dumps(measure(engine, client, policy, args)), flush=True)
 
 
 def _trainer(args: argparse.Namespace, group: Communicator) -> tuple[Engine, float]:

@@ -129,6 +129,7 @@ def _fetch(pid: int, addresses: Sequence[str]) -> Served:
 
 def draw(folder: Path, side_px: int) -> Path:
     """Write a pyramidal TIFF of ``side_px`` × ``side_px`` that repeats one encoded tile, and return its path."""
+    # 32 × 32 random colours, each a block of 8 × 8 pixels.
     grain = np.random.default_rng(0).integers(110, 230, (32, 32, 3), np.uint8).repeat(8, 0).repeat(8, 1)
     tile = simplejpeg.encode_jpeg(np.ascontiguousarray(grain), quality=80, colorspace="RGB", colorsubsampling="420")
     path, side = folder / "gigapixel.tiff", side_px

@@ -178,7 +178,7 @@ def _planned(request: Request, arguments: IngestArguments) -> IngestWork:
             console.warn(f"note: {note}")
     # Only of slides finished before: the report has the same note on the slides of this run.
     mpp_of = {} if request.options.force_mpp else {name: record.source_mpp for name, record in work.finished.items()}
-    if note := not_used_note(request.options.slide_mpp, mpp_of):
+    if note := not_used_note(request.options.slide_mpp, mpp_of):  # slides that state their mpp keep it
         console.warn(note)
     if not arguments.dry_run:
         _refuse_too_little_room(work, request)
@@ -321,7 +321,7 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
         for note in record.file_notes:
             console.warn(f"note: {record.slide_id}: {note}")
     mpp_of = {} if request.options.force_mpp else {record.slide_id: record.source_mpp for record in report.done}
-    if note := not_used_note(request.options.slide_mpp, mpp_of):
+    if note := not_used_note(request.options.slide_mpp, mpp_of):  # slides that state their mpp keep it
         console.warn(note)
     for same in _same_content(report, out):
         console.warn(f"note: {same.text}: {', '.join(same.slides)}")

@@ -154,6 +154,7 @@ def _plan_predictions(
         machine=machine_model,
         memory_bytes=machine_model.memory_bytes if memory is None else bytes_of(memory),
         held_bytes=PROCESS_BYTES,
+        # `hyfi predict` computes in float32, whatever the training did.
         dtype="bfloat16" if purpose == "validate" and model.precision == "bfloat16" else None,
     )
     search = prediction_plans(model.program(), needs)
@@ -284,9 +285,9 @@ def bytes_of(text: str) -> int:
     from pathology.memory import parse_bytes
 
     try:
-        amount = parse_bytes(text)  # the amounts of all other commands
+        amount = parse_bytes(text)  # takes what the options of all other commands take
     except RequestError:
-        amount = 0
+        amount = 0  # refused below, with the name of this option
     if amount < 1:
         raise RequestError(f"--memory {text!r}: not an amount; write it like 16GB, 800MB or 16000000000")
     return amount

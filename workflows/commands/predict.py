@@ -304,7 +304,7 @@ def load_member(checkpoint: Path) -> Member:
     from workflows.tasks.by_name import readout_of
 
     config = read_model_json(checkpoint)
-    module = bag_module_of(config) if is_bag_model(config) else None
+    module = bag_module_of(config) if is_bag_model(config) else None  # None: `Member` builds it itself
     member = Member.load(checkpoint, module, readout_of=readout_of)
     if member.averaged and own_rank() == 0:
         console.say(f"{checkpoint}: predicting with the average of the weights")
@@ -364,7 +364,7 @@ def _report(report: PredictionReport, request: PredictionRequest, page: Path, re
         shown = f", flags: {', '.join(flags)}" if flags else ""
         console.say(f"{slide.slide_id}: {slide.prediction} ({verdict}){shown}  {out / slide.slide_id / 'report.html'}")
     mpp_of = {} if request.options.force_mpp else {slide.slide_id: slide.source_mpp for slide in predicted_slides}
-    if note := not_used_note(request.options.slide_mpp, mpp_of):
+    if note := not_used_note(request.options.slide_mpp, mpp_of):  # slides that state their mpp keep it
         console.warn(note)
     trained = [slide.slide_id for slide in predicted_slides if "trained_on" in slide.flags]
     if trained:

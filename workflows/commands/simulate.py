@@ -193,8 +193,8 @@ def needed_bytes(forecast: StepForecast) -> list[int]:
 
 
 def forecast_json(forecast: StepForecast, batch: int) -> dict[str, Any]:
-    """Return the forecast as one JSON object."""
-    rank_bytes = needed_bytes(forecast)
+    """Return the forecast of a step as one JSON object; ``busy`` and ``bubble`` are fractions, see `StepForecast`."""
+    rank_bytes = needed_bytes(forecast)  # of each rank
     return {
         "plan": forecast.plan.to_json(),
         "step_s": forecast.step_s,

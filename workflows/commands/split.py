@@ -124,7 +124,7 @@ def run(
     strata = strata_of(table, balanced) if balanced else [""] * len(table.rows)
     # A class that cannot be in every part is an error only if the user asked for balance by this column alone.
     strict = stratify is not None and len(balanced) == 1 and not is_numbers([row[balanced[0]] for row in table.rows])
-    fixed = fixed_groups(table, groups, options.fixed_test, merge=merge_alike)
+    fixed = fixed_groups(table, groups, options.fixed_test, merge=merge_alike)  # of the test set, not divided below
     divided = [(name, stratum) for name, stratum in zip(groups, strata, strict=True) if name not in fixed]
     try:
         parts = [_drawn(divided, shares, seed + repeat, strict) for repeat in range(options.repeats)]

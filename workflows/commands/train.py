@@ -366,7 +366,10 @@ def _loader(
     stop: StopFlag,
     device: str,
 ) -> RankBody:
-    """Build the loader service with at most ``most`` decoding processes; return the function that runs it."""
+    """Build the loader service with at most ``most`` decoding processes; return the function that runs it.
+
+    ``saved``, ``slides`` and ``device`` are for trainers: all roles get the same arguments.
+    """
     from workflows.training.feeding import make_loader
 
     watch = partial(stop.forward, roles.world)
@@ -377,7 +380,10 @@ def _loader(
 def _validator(
     inputs: RunInputs, roles: Roles, saved: SavedRun | None, slides: SlideTables, stop: StopFlag, device: str
 ) -> RankBody:
-    """Start the validation service and return the function that runs it."""
+    """Start the validation service and return the function that runs it.
+
+    ``saved`` and ``slides`` are for trainers: all roles get the same arguments.
+    """
     from workflows.evaluation.validation_child import start_child, validation_plan
     from workflows.evaluation.validator import ValidationService
 

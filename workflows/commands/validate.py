@@ -102,7 +102,7 @@ def run(request: EvaluationRequest) -> int:
     if request.image not in ("whole", "trained"):
         raise RequestError(f"--image {request.image}: expected whole or trained")
     require_local(request.checkpoint, "checkpoint")
-    device_request(request.device)
+    device_request(request.device)  # raises if it names no device
     if request.calibrate and request.split != "val":
         raise RequestError(
             f"--calibrate --split {request.split}: slides used to fit the temperature cannot be used to evaluate it; "

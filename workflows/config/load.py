@@ -253,7 +253,7 @@ def _check(tree: Mapping[str, Any], source: str) -> Config:
 
 
 def _describe(fault: Any, tree: Mapping[str, Any]) -> str:
-    """Return one line: the key, what was given, what is allowed."""
+    """Return one line on a fault of pydantic's `ValidationError.errors`: the key, what was given, what is allowed."""
     model, names = _locate(fault["loc"])
     key = ".".join(names)
     if fault["type"] == "extra_forbidden":

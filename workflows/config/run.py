@@ -180,6 +180,7 @@ class Config(Section):
         """Refuse keys of other kinds of input, and fill in the defaults of this kind."""
         _check_kind(self)
         if self.data.kind != "images":  # resolved here, so that RUN/config.yaml has these keys
+            # `object.__setattr__`, as pydantic refuses an assignment to a frozen section.
             if self.plan.tiles is None:
                 object.__setattr__(self, "plan", self.plan.model_copy(update={"tiles": 1}))
             if self.model.aggregator is None:

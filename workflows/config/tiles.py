@@ -201,6 +201,7 @@ def without_meaning(kind: str, roles: RolesConfig) -> dict[str, str]:
         roles: The roles of its ranks.
     """
     instead = {"images": {}, "tiles": INSTEAD, "features": INSTEAD_OF_FEATURES}[kind]
+    # Keys of `instead` that mean something with these roles: of loaders and validators, which such runs may have.
     with_meaning = {"roles.design"} if roles.design != "offload_naive" else set()
     with_meaning |= {"data.prefetch", "data.workers"} if roles.loaders else set()
     with_meaning |= {"validation.policy"} if roles.validators else set()

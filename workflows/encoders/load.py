@@ -66,7 +66,8 @@ def load_encoder(
         module, source, untrained = transformers_module(encoder_name, options or {}, weights is None, allow_download)
         output = pooled
     else:
-        module, source = construct("encoder", name, name, {}, options or {}), "as its factory returns them"
+        module = construct("encoder", name, path=name, needed={}, options=options or {})
+        source = "as its factory returns them"
     if weights is not None:
         source, untrained = _load(name, module, weights)
     elif not source:

@@ -96,7 +96,15 @@ def predicted_slides(
 def _predicted_slide(
     out: Path, row: Mapping[str, str], task: Task, names: Sequence[str], label: str | None
 ) -> CohortSlide:
-    """Return a slide of the page from its row of predictions, and the files in its folder."""
+    """Return a slide of the page from its row of predictions, and the files in its folder.
+
+    Args:
+        out: The folder of all predictions.
+        row: The slide's row of ``predictions.csv``.
+        task: What is predicted.
+        names: Columns of the row with the predicted numbers.
+        label: The slide's label as text; None: the one that its files have.
+    """
     folder = out / row["slide_id"]
     try:
         details: dict[str, Any] = json.loads((folder / PREDICTION_FILE).read_text(encoding="utf-8"))

@@ -102,6 +102,7 @@ def bags_of(model: Mapping[str, Any], dataset: SlideDataset, features: Path | No
         RequestError: A slide has no tile with enough tissue, features cannot be used or are not needed, or slides of
             a case that is one bag have different labels.
     """
+    # The samples: slides, or cases with the slides of each.
     samples = Grouping.of(dataset.samples, model.get("bag", "slide"))
     if is_feature_model(model):
         return grouped(feature_bags_of(model, dataset, features), samples)

@@ -48,7 +48,7 @@ def write_validation(
         RequestError: ``out`` cannot be written.
     """
     slide_logits = logits
-    if isinstance(bags, CaseBags):
+    if isinstance(bags, CaseBags):  # each slide of a case has the outputs of its case
         slide_logits = dict(enumerate(bags.cases.to_slides([logits[index] for index in range(len(bags))])))
         bags = bags.slides
     task = evaluator.evaluation_set.task

@@ -106,7 +106,7 @@ class ValidationService:
 
     def serve(self) -> bool:
         """Serve until trainer 0 ends the service; return whether the run was stopped before its end."""
-        ACTIVITY.action = "validating snapshots"
+        ACTIVITY.action = "validating snapshots"  # for the other ranks' messages if this one hangs
         try:
             if not self._is_leader:
                 return self._run_follower()
@@ -268,6 +268,7 @@ class ValidationService:
         if message["kind"] == "died":
             self._kill()
             notice = {"rank": self._group.rank, "how": message["how"], "round": self._round}
+            # Messages that have left need not be kept.
             self._sending = [pending for pending in self._sending if not pending.test()]
             self._sending.append(self._group.send_object(notice, 0, DEATH_TAG))
         elif message["kind"] != "ready":

@@ -39,7 +39,7 @@ class ExportSource:
             RequestError: It is damaged, or does not say how to build its model.
         """
         config = read_model_json(checkpoint)
-        module = bag_module_of(config) if is_bag_model(config) else None
+        module = bag_module_of(config) if is_bag_model(config) else None  # None: `Member` builds it itself
         member = Member.load(checkpoint, module, readout_of=readout_of)
         is_multiclass = member.config.get("task", "multiclass") == "multiclass"
         normalisation = Normalisation.from_json(member.config["normalisation"])

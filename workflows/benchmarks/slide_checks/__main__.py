@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _check(path: Path) -> float:
-    """Run the checks on an open slide once more; return their seconds of processor."""
+    """Repeat the checks that opening a slide and its ingest make; return their seconds of processor."""
     with closing(open_source(path)) as slide, tifffile.TiffFile(path) as tiff:
         page = tiff.pages[0].aspage()
         start = time.process_time()

@@ -32,7 +32,16 @@ def main() -> None:
         for count in counts:
             room_bytes = args.room_mb * 1_000_000
             # As many chunks of tiles keep their activations as fit into the room; the others are computed again.
-            run = TilesRun("recomputed", count, args.width, args.depth, args.side, 0, room_bytes, args.chunk)
+            run = TilesRun(
+                "recomputed",
+                count,
+                args.width,
+                args.depth,
+                args.side,
+                rounds=0,
+                room_bytes=room_bytes,
+                chunk=args.chunk,
+            )
             cost = measured(run)
             costs_of[count].append(cost)
             print(

@@ -173,7 +173,7 @@ def judge(task: PositionsTask, out: Path) -> dict[str, Any]:
     positive = [slide for slide in tested if slide.spec.positive]
     maps = {slide.slide_id: _maps(out / slide.slide_id / "heatmap.tiff") for slide in positive}
     truth = {slide.slide_id: task.tiles_with_class(task.anatomy(slide)) > 0 for slide in positive}
-    seen = {name: np.isfinite(of["attention"]) for name, of in maps.items()}
+    seen = {name: np.isfinite(layers["attention"]) for name, layers in maps.items()}
     result |= {
         "positive_slides": len(positive),
         "tiles": round(float(np.mean([mask.sum() for mask in seen.values()]))),
@@ -181,7 +181,7 @@ def judge(task: PositionsTask, out: Path) -> dict[str, Any]:
     }
     for measure in _MEASURES:
         # Tiles that were not shown have no value, and are never the highest.
-        values = {name: np.where(seen[name], of[measure], -np.inf) for name, of in maps.items()}
+        values = {name: np.where(seen[name], layers[measure], -np.inf) for name, layers in maps.items()}
         hits = [bool(truth[name].flat[int(np.argmax(value))]) for name, value in values.items()]
         areas = [auroc(value[seen[name]], truth[name][seen[name]].astype(int)) for name, value in values.items()]
         kind = measure.split()[0]  # "score" of "score CLASS", for the keys of the result

@@ -71,7 +71,7 @@ def measure(
     for mpp in mpps:
         store = folder / "store"
         options = IngestOptions(mpp=mpp, slide_mpp=slide_mpp, tissue=TissueParameters(pen="mask"))
-        record = ingest_slide(path, store, options, {}, "slide")
+        record = ingest_slide(path, store, options, slide_id="slide")
         if record.status == "done":
             level = SlideStore.open(store / "slide.zarr").levels[0]
             slide_mm2 = level.height_px * level.width_px * level.mpp[0] * level.mpp[1] / 1e6
@@ -120,7 +120,7 @@ def _drawn(sizes: list[int], slides: int, folder: Path) -> Iterator[tuple[str, P
 
     for size in sizes:
         for pen in (True, False):
-            for planned in lay_out_archive(slides, size, 0, pen=pen):
+            for planned in lay_out_archive(slides, size, seed=0, pen=pen):
                 path = write_archive_slide(planned, folder)
                 # Slides are drawn at 0.5 µm: a pixel of the mask at 8 µm has 16 × 16 of theirs.
                 ink = Artefacts(planned.spec).inked(MASK_UM, planned.spec.mpp_um, size // 16) if pen else None

@@ -130,7 +130,7 @@ def _loader(size_px: int, store: Path) -> None:
 
     def step() -> None:
         for number in range(4):
-            variation = augment.draw(0, number, "square", (side, side))
+            variation = augment.draw(seed=0, epoch=number, slide_id="square", size_px=(side, side))
             variation.apply(slide.read(variation.source(Box(0, side, 0, side))))
 
     serve(step)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RANKS = 2
 _CHANNELS = 64
-_ROW_PX = 2**12
+_ROW_PX, _SHORT_ROW_PX = 2**12, 16
 _ROUNDS = 103
 _LATENCY_S = 1e-6  # latency of shared memory; the cost in software is a separate parameter
 _DISK_BYTES = 128 << 20
@@ -75,7 +75,7 @@ def measure_rank(target: Path, as_json: bool) -> int:
     from workflows.launch.peer_watch import join
 
     comm = join()
-    keep_what_is_freed()
+    keep_what_is_freed()  # else short measurements include the time in which the system maps the same memory again
     machine, notes = measure(comm, target.parent)
     if comm.rank == 0:
         head = "".join(f"# {line}\n" for line in notes)
@@ -198,9 +198,9 @@ def _machine(
         weight_bytes_per_s={kind: _rounded_pair(pair) for kind, pair in alone.weight_bytes_per_s.items()},
         half_channels={kind: _rounded_pair(pair) for kind, pair in alone.half_channels.items()},
         update=UpdateCost(
-            _rounded(alone.tensor_update_s),
-            _rounded(1 / alone.update_s_per_byte),
-            _rounded((together.block or alone.block).rest_s / WEIGHTS_OF_BLOCK),
+            tensor_s=_rounded(alone.tensor_update_s),
+            bytes_per_s=_rounded(1 / alone.update_s_per_byte),
+            watch_s=_rounded((together.block or alone.block).rest_s / WEIGHTS_OF_BLOCK),
         ),
         host_bytes_per_s=None if host_bytes_per_s is None else _rounded(host_bytes_per_s),
     )
@@ -241,9 +241,9 @@ def _links(comm: Communicator, device: torch.device, hosts: list[str], same: boo
     pair = comm.split(0 if comm.rank in pair_ranks else None)
     link = None
     if pair is not None:
-        short_s, long_s = _exchange_s(pair, device, 16), _exchange_s(pair, device, _ROW_PX)
+        short_s, long_s = _exchange_s(pair, device, _SHORT_ROW_PX), _exchange_s(pair, device, _ROW_PX)
         # Bytes that the long message has more, in float32.
-        more_bytes = (_ROW_PX - 16) * _CHANNELS * 4
+        more_bytes = (_ROW_PX - _SHORT_ROW_PX) * _CHANNELS * 4
         bytes_per_s = _rounded(more_bytes / max(1e-9, long_s - short_s))
         link = max(1e-7, short_s - _LATENCY_S), DeviceLink(_LATENCY_S, bytes_per_s)
     comm.barrier()
@@ -259,6 +259,7 @@ def _exchange_s(comm: Communicator, device: torch.device, width_px: int) -> floa
     from hyfi_core.plan.box import Box
     from hyfi_core.plan.transfer import plan_transfer
 
+    # Each rank has two of four rows, and needs one of the other's.
     have = (Box(0, 2, 0, width_px), Box(2, 4, 0, width_px))
     need = (Box(0, 3, 0, width_px), Box(1, 4, 0, width_px))
     op = Redistribute(plan_transfer(have, need, Box(0, 4, 0, width_px), comm.rank))

@@ -336,10 +336,17 @@ class LayerBench:
         comm: Communicator | None = None,
         typical: bool = False,
     ) -> LayerTimes:
-        """Return the times of a chain; with several ranks, each of them has a map of the case's size.
+        """Return the times of a chain of ``length`` equal layers in the engine.
 
         The shortest times count, because other processes only add time. Chains that wait for other ranks need medians
         of forward and backward (``typical``), because waiting is part of what they measure.
+
+        Args:
+            case: The layer.
+            length: Number of layers.
+            tiny: Use few channels and small maps, so that overhead dominates.
+            comm: Ranks that share the map, each with a part of the case's size; None: this rank alone.
+            typical: Use medians instead of the shortest times.
         """
         torch.manual_seed(0)
         case = replace(case, channels=TINY_CHANNELS, side_px=TINY_PX) if tiny else case
