@@ -121,6 +121,7 @@ class Claim:
         # Before any file is removed: the thread must not touch a file that another process has created again.
         self._beat.join()
         folder, (name, number) = self._path.parent, _parts(self._path)
+        # A file of a lower number is a stale claim, which was replaced by creating the file of the next number.
         if _token(self._path) == self._token:
             for older in _numbers(folder, name):
                 if older <= number:

@@ -144,7 +144,8 @@ def _stale_version(path: ObjectPath) -> str | None:
 
 
 def _server_time_s(path: ObjectPath) -> float:
-    """Return the time of the server's clock, by which claims age: clocks of hosts differ. It dates an empty object."""
+    """Return the time by the server's clock, which dates all claims; the clocks of hosts differ."""
+    # The server dates each object that is written: write an empty one, and read its date.
     probe = path.with_name(f".now-{secrets.token_hex(8)}")
     try:
         probe.write_bytes(b"")

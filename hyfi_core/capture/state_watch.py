@@ -95,7 +95,7 @@ class StateWatch:
         model: the user's module.
 
     Attributes:
-        taken: the state of the present call; None before the first.
+        observed: the state of the present call; None before the first.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -108,13 +108,13 @@ class StateWatch:
         self._cached: list[
             tuple[torch.Tensor, int]
         ] = []  # tensors passed to `compare`, and their versions at that time
-        self.taken: ModuleState | None = None
+        self.observed: ModuleState | None = None
 
-    def take(self) -> ModuleState:
+    def observe(self) -> ModuleState:
         """Observe the state, which counts for the next call, and return it."""
         with PATCHING:  # another thread may be running a forward
-            self.taken = self.state()
-        return self.taken
+            self.observed = self.state()
+        return self.observed
 
     def settled(self, capture: Callable[[], Program]) -> Program:
         """Capture the model until a capture leaves its state unchanged; observe that state and return the program.
@@ -128,9 +128,9 @@ class StateWatch:
             RequestError: the forward changes something outside of the model, and computes otherwise afterwards.
         """
         with PATCHING:
-            before, program = self.take(), capture()
+            before, program = self.observe(), capture()
             for _ in range(_MOST_CHANGES):
-                after = self.take()
+                after = self.observe()
                 if after == before:
                     break
                 # The state has changed, perhaps only by a warning that is given once. A second capture shows whether
@@ -138,7 +138,7 @@ class StateWatch:
                 if not capture().equals(program):
                     raise RequestError(_changes(before, after))
                 before = after
-            self.take()
+            self.observe()
         return program
 
     def state(self) -> ModuleState:

@@ -64,39 +64,39 @@ class StageRunner:
         pager: Pager | None = None,
         updates: bool = True,
     ) -> None:
-        self._subject, self._cell, self._pager = subject, lockstep is not None, pager
+        self._subject, self._is_cell, self._pager = subject, lockstep is not None, pager
         self._updates = updates
         self._driver = OwnThread() if lockstep is None else lockstep
-        self._orders: dict[HostedStage, UseOrder] = {}
+        self._use_orders: dict[HostedStage, UseOrder] = {}  # in which stages use values, for the pager
         cells = plan.cell_grid
-        self._cells = 1 if cells is None else cells[0] * cells[1]
-        placement = Placement.of(plan)
-        # Before ``by_cells``, after which every cell counts as a rank.
-        self._alone = plan.ranks == 1
-        self._placement = placement if cells is None else placement.by_cells(cells)
+        self._cell_count = 1 if cells is None else cells[0] * cells[1]
+        self._one_rank = plan.ranks == 1  # before ``by_cells``, after which every cell counts as a rank
+        self._placement = Placement.of(plan) if cells is None else Placement.of(plan).by_cells(cells)
         self._plan = plan = plan.by_cells()
         self.groups = Groups(comm, plan, self._placement) if groups is None else groups
-        whole = subject.shapes.whole
-        self.reader = Reader(plan, whole, self.groups, subject.device, subject.dtype, subject.channels_last)
-        self._cache: dict[Any, LoweredModel] = {}
-        self._used: Hashable = None  # the state of the model that the last call observed
+        whole, device, dtype = subject.shapes.whole, subject.device, subject.dtype
+        self.reader = Reader(plan, whole, self.groups, device, dtype, subject.channels_last)
+        self._cache: dict[Any, LoweredModel] = {}  # by (shape of micro-batches, state of the model)
+        self._last_state: Hashable = None  # the state of the model that the last call observed
         self._may_be_replaced = True  # whether the model's tensors may have been, since the last call
-        self._checked_state: Hashable = None  # the state of the last check; it identifies all tensors of the model
+        self._checked_state: Hashable = None  # the state of the last check
         self._schedules = PlanSchedules(plan, self._placement)
-        self._trained: FollowingStatistics | FoldedStatistics | None = None
+        self._trained: FollowingStatistics | FoldedStatistics | None = None  # running statistics of the last step
 
     def lowered(self, shape: Shape) -> LoweredModel:
         """Return the lowered model for micro-batches of ``shape``, in the module's state as last observed."""
         subject = self._subject
-        if self._may_be_replaced and (self._checked_state is None or self._checked_state is not subject.watch.taken):
+        # While the state is the one that was checked, no tensor was replaced: it identifies all of them.
+        is_checked = self._checked_state is not None and self._checked_state is subject.watch.observed
+        if self._may_be_replaced and not is_checked:
             subject.bindings.refuse_replaced()
-            self._checked_state = subject.watch.taken
+            self._checked_state = subject.watch.observed
         self._may_be_replaced = False
         is_known = self._known_program(shape)
-        self._used = subject.watch.taken
-        key = (shape, self._used)
+        self._last_state = subject.watch.observed
+        key = (shape, self._last_state)
         if not is_known:
-            # Each rank drops its oldest: lowering is collective, so all must lower again for the same calls.
+            # The oldest, as on each rank: lowering is collective, so all must lower again in the same calls.
             while len(self._cache) >= CAPTURES_KEPT:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[key] = lower_model(
@@ -105,8 +105,8 @@ class StageRunner:
                 self._plan,
                 self._placement,
                 self.groups.replica,
-                cells=self._cells,
-                in_turn=self._cell,
+                cells=self._cell_count,
+                in_turn=self._is_cell,
                 spills=self._pager is not None,
                 updates=self._updates,
             )
@@ -116,7 +116,7 @@ class StageRunner:
     def observe(self) -> Hashable:
         """Read the model's Python state, which all runners of the process use until the next call; return it."""
         self._may_be_replaced = True
-        return self._subject.watch.take()
+        return self._subject.watch.observe()
 
     def known(self, shape: Shape) -> str:
         """Return the digest of the lowered program for a shape; "" for a new shape, "new" for a new module state."""
@@ -125,15 +125,15 @@ class StageRunner:
             return ""
         with contextlib.suppress(RequestError):  # raised again when all ranks lower it, or compare states
             if self._known_program(shape):
-                return self._cache[shape, self._subject.watch.taken].digest
+                return self._cache[shape, self._subject.watch.observed].digest
         return "new"
 
     def _known_program(self, shape: Shape) -> bool:
         """Whether the program for a shape, in the state as last observed, is in the cache; captures it if necessary."""
-        if (shape, self._subject.watch.taken) in self._cache:
+        if (shape, self._subject.watch.observed) in self._cache:
             return True
         program = self._subject.program(shape)  # a capture observes the state again
-        current = (shape, self._subject.watch.taken)
+        current = (shape, self._subject.watch.observed)
         former = next(
             (key for key, lowered in self._cache.items() if key[0] == shape and lowered.program is program), current
         )
@@ -143,7 +143,7 @@ class StageRunner:
 
     def changes(self) -> dict[tuple[str, str], str]:
         """Return the attributes that have changed since the last call: (module, attribute) -> current value."""
-        model, places = self._subject.model, changed_since(self._used, self._subject.watch.taken)
+        model, places = self._subject.model, changed_since(self._last_state, self._subject.watch.observed)
         return {path: describe_value(model, *path) for path in places}
 
     def schedule(self, lowered: LoweredModel) -> Schedule:
@@ -164,7 +164,7 @@ class StageRunner:
 
     def _read(self, batch: ImageBatch, parts: dict[Key, InputPart]) -> LocalInput:
         # A cell reads its box when it computes: the boxes of all cells are as large as the image.
-        return LocalInput(batch, parts, {} if self._cell else self.reader.read(batch.images, parts))
+        return LocalInput(batch, parts, {} if self._is_cell else self.reader.read(batch.images, parts))
 
     def step(self, inputs: LocalInput, labels: torch.Tensor, arrived: Callable[[int], None], over_batch: bool) -> Step:
         """Return the inputs of a training step (collective over all trainers at the first loss over the whole batch).
@@ -203,16 +203,16 @@ class StageRunner:
         subject, plan = self._subject, self._plan
         here = (name for stage, _ in lowered.hosted for name in lowered.names[stage])
         trained, elsewhere = subject.bindings.divided(here, plan.stages > 1)
-        function = LossFunction(subject.settings.loss, self._autocasting, self._alone, trained, elsewhere)
+        function = LossFunction(subject.settings.loss, self._autocasting, self._one_rank, trained, elsewhere)
         targets = uploaded(labels, subject.device)
         return loss_of_step(function, lowered.pick, targets, plan, self.groups, over_batch, lowered.common_leaves)
 
     def _take_outputs(self, lowered: LoweredModel, step: Step) -> list[Event]:
-        """Run all forwards without graph, and give the loss the output; buffers and generators stay as they are."""
+        """Run all forwards without graph, only to give the loss the batch's output; no buffer or generator changes."""
         devices = [self._subject.device] if self._subject.device.type == "cuda" else []
-        drawn = any(stage.ranked.drawn for stage in lowered.hosted.values())
-        # The forwards that follow must draw the same numbers as these.
-        with torch.no_grad(), torch.random.fork_rng(devices, enabled=drawn):
+        draws = any(stage.ranked.drawn for stage in lowered.hosted.values())
+        # The forwards with graph, which follow, must draw the same numbers as these.
+        with torch.no_grad(), torch.random.fork_rng(devices, enabled=draws):
             pipeline = self._pipeline(lowered, self._statistics(lowered, apart=True), None)
             actions = self._schedules.outputs(lowered.boundaries).actions[self.groups.plane.rank]
             pipeline.run(actions, replace(step, loss=NoLoss(self._subject.device), parameters={}))
@@ -226,7 +226,7 @@ class StageRunner:
         self._trained.publish()
 
     def predict(self, batch: ImageBatch) -> Any:
-        """Return the output for a batch, the same in every runner; the model is in evaluation mode."""
+        """Return the whole output for a batch, equal in every runner of the plan; the model is in evaluation mode."""
         with torch.no_grad():
             lowered, inputs = self._begin_evaluation(batch)
             pipeline = self._pipeline(lowered, None, None)
@@ -293,17 +293,17 @@ class StageRunner:
         """Return this rank's forwards of a training step that are computed again in backward."""
         if not self._plan.recompute:
             return frozenset()
-        in_turn = self._cells > 1 or self._pager is not None  # then each forward waits while other cells run
+        in_turn = self._cell_count > 1 or self._pager is not None  # then each forward waits while other cells run
         return self._schedules.recomputed(lowered.boundaries, self.groups.plane.rank, in_turn)
 
     def _memory(self, stage: HostedStage, stays: LocalValues, recomputes: bool) -> StepMemory:
         """Return the paging callbacks of a micro-batch; the tensors ``stays`` except the image stay in memory."""
         assert self._pager is not None
-        if stage not in self._orders:
-            self._orders[stage] = UseOrder(stage.tape)
+        if stage not in self._use_orders:
+            self._use_orders[stage] = UseOrder(stage.tape)
         image = stage.ranked.program.image
         self._pager.fix(tensor for name, tensor in stays.items() if name != image)
-        return PagedSteps(self._pager, self._orders[stage], self._autocasting, recomputes)
+        return PagedSteps(self._pager, self._use_orders[stage], self._autocasting, recomputes)
 
     def _memory_of(self, stage: HostedStage, values: LocalValues) -> Callable[[Tape], StepMemory]:
         """Return what creates the paging callbacks of a tape in evaluation; all ``values`` but the image stay."""
@@ -321,19 +321,20 @@ class StageRunner:
         loss: StepLoss,
         arrived: Callable[[int], None] = lambda direction: None,
     ) -> Step:
-        """Return the inputs of one run of the pipeline: values of micro-batches, the loss, parameters of stages."""
+        """Return the inputs of one run of the pipeline; ``arrived`` waits for the weights of a direction's stages."""
         plan, subject, trains = self._plan, self._subject, not isinstance(loss, NoLoss)
 
         def part(key: Key, microbatch: int) -> torch.Tensor | None:
-            """Return the image's part of a stage; waits for the stage's weights, which a forward needs next."""
-            arrived(key[1])
+            """Return a stage's part of the image, None if it reads none; wait for its weights, needed next."""
+            arrived(direction := key[1])
             if key not in inputs.parts:
                 return None
             # Direction 1 has the second half of the micro-batches; its local samples begin with the first of these.
-            first = key[1] * plan.microbatches // plan.directions if trains else 0
+            first = direction * plan.microbatches // plan.directions if trains else 0
             return self._part(inputs, key, microbatch - first, trains)
 
         def begin(key: Key, microbatch: int, part: torch.Tensor | None) -> LocalValues:
+            """Return the values with which a stage's forward begins: its part of the image, weights and buffers."""
             return subject.bindings.begin(lowered.hosted[key], part, microbatch)
 
         parameters = {key: subject.bindings.parameters(stage) for key, stage in lowered.hosted.items()}
@@ -364,7 +365,7 @@ class StageRunner:
         """Return the buffers that a step changes; ``apart``: copies, so that the module's own stay as they are."""
         # Copies only where something changes them: most cells leave buffers as they are.
         changes = any(stage.ranked.program.mutations for stage in lowered.hosted.values())
-        apart = (apart or self._cell) and changes
+        apart = (apart or self._is_cell) and changes
         model, rank = self._subject.model, self.groups.plane.rank
         if self._plan.directions == 1:
             return FollowingStatistics(self._subject.bindings.buffers, apart)

@@ -73,10 +73,10 @@ class StageExchange:
         self._placement = placement
         self._comm = comm.of("stage")
         self.device = device
-        self._moves = moves
-        self._arrivals: dict[_MessageKey, _Arrival] = {}
-        self._local: dict[tuple[_MessageKey, int], HandedOver] = {}
-        self._leaving: list[_Departure] = []
+        self._moves = moves  # whether values are copied before they are handed over on this rank
+        self._arrivals: dict[_MessageKey, _Arrival] = {}  # posted receives
+        self._local: dict[tuple[_MessageKey, int], HandedOver] = {}  # between two stages of this rank
+        self._leaving: list[_Departure] = []  # sends that have not ended
 
     def send(self, edge: Edge, direction: int, microbatch: int, values: Mapping[str, torch.Tensor], back: bool) -> None:
         """Start sending this rank's parts of the values (or with ``back``, of their cotangents)."""

@@ -84,13 +84,13 @@ class FoldedStatistics:
     ) -> None:
         self._model = model
         self._own: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
-        self._buffers = _copies(self._own) if apart else self._own
+        self._buffers = _copies(self._own) if apart else self._own  # those that `finish` changes
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._hosted = hosted
         self._peers = peers
         self._comm = comm
         self._microbatches = microbatches
-        self._added: dict[tuple[str, int], torch.Tensor] = {}
+        self._added: dict[tuple[str, int], torch.Tensor] = {}  # (buffer, micro-batch) -> its contribution
         self._calls: dict[str, int] = {}  # buffer -> how often a forward changes it
         for stage in hosted.values():
             self._calls |= _calls(stage.ranked.program, self._modules)

@@ -290,9 +290,9 @@ class Subject:
         Raises:
             RequestError: they differ.
         """
-        with own_use():  # of another engine's model, too
+        with own_use():  # if another engine has the same model, its hooks must not refuse these calls
             facts = (self.model, self.shapes.micro, self.dtype, self.settings.output)
-            unseen = verify_capture(*facts)
+            not_compared = verify_capture(*facts)  # why, if the comparison was not possible
             mixes = self.shapes.micro[0] < self.shapes.whole[0] and mixes_images(*facts)
         if mixes:
             warnings.warn(
@@ -301,9 +301,9 @@ class Subject:
                 f"that of the whole batch; it is with plan.microbatches=1",
                 stacklevel=2,
             )
-        if unseen is not None:
+        if not_compared is not None:
             name = type(self.model).__name__
-            warnings.warn(f"{name} could not be compared with its capture: {unseen}", stacklevel=2)
+            warnings.warn(f"{name} could not be compared with its capture: {not_compared}", stacklevel=2)
 
     @cached_property
     def watch(self) -> StateWatch:
@@ -315,16 +315,17 @@ class Subject:
 
         With autocast, its values have the dtypes that autocast gives them.
         """
-        state = self.watch.taken or self.watch.take()
+        state = self.watch.observed or self.watch.observe()
         if (shape, state) not in self.programs:
-            # Each rank drops its oldest: all captured in the same order, and must capture again at the same calls.
+            # Drop the oldest: ranks have captured in the same order, so all drop, and capture again, the same program.
             while len(self.programs) >= CAPTURES_KEPT:
                 self.programs.pop(next(iter(self.programs)))
                 self.runs.clear()  # they are keyed by the identity of programs
             # A capture may change the state, such as by filling a cache; the program belongs to the state after it.
             program = self.watch.settled(lambda: self._captured(shape))
-            state = self.watch.taken or state  # the state after the capture
+            state = self.watch.observed or state  # the state after the capture
             if (shape, state) not in self.programs:
+                # Rather an earlier program that computes the same: ranks must agree, and the cause may be local.
                 self.programs[shape, state] = self._earlier_equal(shape, program)
         return self.programs[shape, state]
 
@@ -334,10 +335,10 @@ class Subject:
             return None
         program = None
         with evaluating(self.model, self.device):
-            self.watch.take()
+            self.watch.observe()
             with suppress(RequestError):  # a prediction will raise it
                 program = self.program(shape)
-        self.watch.take()
+        self.watch.observe()
         return program
 
     def _captured(self, shape: Shape) -> Program:
@@ -355,7 +356,7 @@ class Subject:
         """
         for size, state in [*self.programs]:
             candidate = self.programs[size, state]
-            alike = size == shape and same_modes(state, self.watch.taken)
+            alike = size == shape and same_modes(state, self.watch.observed)
             if alike and compute_the_same(candidate, program):
                 return self._instead(self.programs.pop((size, state)), program)
         return program

@@ -56,8 +56,8 @@ TO_INPUTS = frozenset({Verb.B, Verb.I})
 TO_WEIGHTS = frozenset({Verb.B, Verb.W})
 """The gang actions that complete a micro-batch's gradients of a stage's weights."""
 _COUNTED = re.compile(r"(F|B|I|W)(\d+)\.s(\d+)\.d(\d+)")
-_MESSAGE = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B)(\d+)\.s(\d+)\.d(\d+)([<>])s(\d+)")
-_GRADIENT = re.compile(r"(SEND_G|RECV_G)\.s(\d+)\.d(\d+)([<>])d(\d+)")
+_MESSAGE = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B)(\d+)\.s(\d+)\.d(\d+)[<>]s(\d+)")
+_GRADIENT = re.compile(r"(SEND_G|RECV_G)\.s(\d+)\.d(\d+)[<>]d(\d+)")
 _REDUCE = re.compile(r"REDUCE\.s(\d+)")
 
 
@@ -98,11 +98,14 @@ class Action:
             RequestError: the text is not an action.
         """
         if match := _COUNTED.fullmatch(text):
-            action = cls(Verb(match[1]), int(match[3]), int(match[4]), int(match[2]))
+            verb, microbatch, stage, direction = match.groups()
+            action = cls(Verb(verb), int(stage), int(direction), int(microbatch))
         elif match := _MESSAGE.fullmatch(text):
-            action = cls(Verb(match[1]), int(match[3]), int(match[4]), int(match[2]), int(match[6]))
+            verb, microbatch, stage, direction, peer = match.groups()
+            action = cls(Verb(verb), int(stage), int(direction), int(microbatch), int(peer))
         elif match := _GRADIENT.fullmatch(text):
-            action = cls(Verb(match[1]), int(match[2]), int(match[3]), None, int(match[5]))
+            verb, stage, direction, peer = match.groups()
+            action = cls(Verb(verb), int(stage), int(direction), None, int(peer))
         elif match := _REDUCE.fullmatch(text):
             action = cls(Verb.REDUCE, int(match[1]), 0)
         else:

@@ -32,7 +32,7 @@ def expected(
     edges: Edges,
     microbatches: Sequence[Sequence[int]],
     point_to_point: bool,
-    halves: frozenset[Backward] = frozenset(),
+    divided: frozenset[Backward] = frozenset(),
 ) -> list[Needs]:
     """Return the `Needs` of each rank: its required actions, and what must precede each of them.
 
@@ -41,13 +41,13 @@ def expected(
         edges: stages that exchange values.
         microbatches: numbers of the micro-batches of each direction.
         point_to_point: whether direction 1 sends its gradients to direction 0.
-        halves: the backwards that are divided into I and W.
+        divided: the backwards that are divided into I and W.
     """
     ranks: list[dict[Action, Sequence[Action]]] = [{} for _ in range(placement.size)]
     backwards: list[dict[int, list[Action]]] = [{} for _ in range(placement.size)]
     for direction in range(placement.directions):
         for stage in range(placement.stages):
-            needs, completing = _of_stage(stage, direction, microbatches[direction], edges, halves)
+            needs, completing = _of_stage(stage, direction, microbatches[direction], edges, divided)
             # Only direction 1 sends: direction 0 owns the optimizer's state.
             if point_to_point and direction == 1:
                 needs[act(Verb.SEND_G, stage, 1, None, 0)] = completing
@@ -67,15 +67,15 @@ def expected(
 
 
 def _of_stage(
-    stage: int, direction: int, microbatches: Iterable[int], edges: Edges, halves: frozenset[Backward]
+    stage: int, direction: int, microbatches: Iterable[int], edges: Edges, divided: frozenset[Backward]
 ) -> tuple[dict[Action, Sequence[Action]], list[Action]]:
-    """Return the needs of all actions of one stage, and the actions that complete its gradients: each B or W."""
+    """Return (action of one stage -> actions that must precede it, the actions that complete its gradients: B or W)."""
     needs: dict[Action, Sequence[Action]] = {}
     completing = []
     sources, targets = edges.sources[stage], edges.targets[stage]
     for m in microbatches:
         forward = act(Verb.F, stage, direction, m)
-        in_two = (stage, direction, m) in halves
+        in_two = (stage, direction, m) in divided
         backward = act(Verb.I if in_two else Verb.B, stage, direction, m)
         values = [act(Verb.RECV_F, stage, direction, m, source) for source in sources]
         gradients = [act(Verb.RECV_B, stage, direction, m, target) for target in targets]

@@ -25,17 +25,18 @@ def find(run: DryRun) -> FaultFound | None:
 
     In a deadlock, all ranks of the cycle are blamed.
     """
-    # Streams first: gangs that wait for their blocked messages are a consequence.
+    # Messages that are left in a stream come first: gangs that wait for these messages are only a consequence.
     if any(rank.stream for rank in run.ranks):
         return FaultFound("deadlock of messages in one stream per rank", list(_streams(run)))
+    # ``current`` is the action at which a rank has stopped, None if it has ended its list.
     waits = {number: list(_waits(run, number)) for number, rank in enumerate(run.ranks) if rank.current}
     if waits:
         return FaultFound("deadlock", _cycle(run, waits))
-    # All other actions have ended, so only reductions can be left, if ranks started them in different orders.
+    # All ranks have ended their lists, but a reduction that was started may not have run: then the ranks of its stage
+    # have started their reductions in different orders.
+    firsts = {number: rank.reduces[0] for number, rank in enumerate(run.ranks) if rank.reduces}
     blames = [
-        Blame(number, rank.reduces[0].at, f"waits for {_reduce_waits(run, rank.reduces[0].stage)}")
-        for number, rank in enumerate(run.ranks)
-        if rank.reduces
+        Blame(number, first.at, f"waits for {_reduce_waits(run, first.stage)}") for number, first in firsts.items()
     ]
     return FaultFound("the ranks start their reductions in different orders", blames) if blames else None
 
@@ -44,13 +45,14 @@ def _streams(run: DryRun) -> Iterator[Blame]:
     """Yield a blame for the first messages of each stream that has any: each waits for another stream."""
     for number, rank in enumerate(run.ranks):
         if rank.stream:
+            blocking = rank.stream[0]  # the messages of one action; those behind them in the stream cannot start
             peers = [
-                pair[0] if pair[1] == number else pair[1]
-                for pair, lane in run.lanes.items()
-                if any(half.batch is rank.stream[0] for half in lane)
+                sender if receiver == number else receiver
+                for (sender, receiver), waiting in run.lanes.items()
+                if any(half.batch is blocking for half in waiting)
             ]
             firsts = [f"rank {peer}, whose stream is at {_first(run, peer)}" for peer in peers]
-            yield Blame(number, rank.stream[0].index, "blocks its stream and waits for " + ", ".join(firsts))
+            yield Blame(number, blocking.index, "blocks its stream and waits for " + ", ".join(firsts))
 
 
 def _first(run: DryRun, number: int) -> str:

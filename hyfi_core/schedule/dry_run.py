@@ -144,7 +144,7 @@ class RankState:
     stream_s: float = 0.0  # when those before them have ended
     reduces: deque[PendingReduce] = field(default_factory=deque)  # in the order in which the rank has started them
     reduced_s: float = 0.0
-    live: int = 0
+    live: int = 0  # forwards whose activations are kept
     peak_live: int = 0
     busy_s: float = 0.0
     end_s: float = 0.0
@@ -190,10 +190,10 @@ class DryRun:
         self.placement = placement
         self._one_stream = one_stream
         self.ranks = [RankState(row, need) for row, need in zip(schedule.actions, needs, strict=True)]
-        self.lanes: dict[tuple[int, int], deque[Half]] = {}
-        self.spans: list[tuple[int, Action, float, float]] = []
+        self.lanes: dict[tuple[int, int], deque[Half]] = {}  # (sender, receiver) -> sends or receives without partner
+        self.spans: list[tuple[int, Action, float, float]] = []  # (rank, action, start, end)
         self._durations = durations
-        self._in_gang: dict[Action, int] = {}
+        self._in_gang: dict[Action, int] = {}  # gang action -> number of ranks that have come to it
         # Ranks that may be able to continue: first all, later those whose data has arrived or whose gang has ended.
         self._ready = list(range(len(self.ranks)))
         directions = range(placement.directions if sum_directions else 1)
@@ -254,7 +254,7 @@ class DryRun:
     def _compute(self, number: int, action: Action, start_s: float, end_s: float) -> None:
         """Run a gang action on one rank, from ``start_s`` to ``end_s``."""
         rank = self.ranks[number]
-        # A divided backward ends with W: until then, the rank keeps what the gradients of weights need.
+        # ``live`` counts forwards whose activations are kept: until B or, of a backward in two parts, until W.
         rank.live += (action.verb is _F) - (action.verb in TO_WEIGHTS)
         rank.peak_live = max(rank.peak_live, rank.live)
         rank.in_gang = False

@@ -11,7 +11,7 @@ from hyfi_core.schedule.fault import Blame, ScheduleError
 from hyfi_core.schedule.grid import list_grid
 from hyfi_core.schedule.routes import Edges
 
-_NOMINAL = {Verb.F: 1, Verb.B: 2, Verb.I: 1, Verb.W: 1}  # durations: a backward computes two gradients
+_NOMINAL_DURATION = {Verb.F: 1, Verb.B: 2, Verb.I: 1, Verb.W: 1}  # a backward computes two gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list
     Raises:
         ScheduleError: the ranks' lists have no common order, or an action is before one that it needs.
     """
-    rows, backs = schedule.actions, to_inputs(schedule)
-    cursor = [0] * len(rows)
-    clock = [0] * len(rows)
-    ended: dict[Action, int] = {}
-    waiting: dict[Action, list[int]] = {}
+    rows, backs = schedule.actions, to_inputs(schedule)  # backs: the B or I of each micro-batch in each stage
+    cursor = [0] * len(rows)  # of each rank, the index of its current action
+    clock = [0] * len(rows)  # of each rank, the end of its last action
+    ended: dict[Action, int] = {}  # action -> its end
+    waiting: dict[Action, list[int]] = {}  # action -> ranks whose current action needs it
     done: list[Timed] = []
     ready = list(range(len(rows)))
     while ready:
@@ -51,7 +51,7 @@ def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list
             waiting.setdefault(missing, []).append(rank)
             continue
         start = max([clock[other] for other in gang] + [ended[need] for need in needs])
-        end = start + _NOMINAL[action.verb]
+        end = start + _NOMINAL_DURATION[action.verb]
         ended[action] = end
         done.append(Timed(action, start, end))
         for other in gang:

@@ -120,7 +120,8 @@ class TilesEngine(EngineState):
             Attention is as the aggregator returns it, without a dim for the batch; None if it returns none.
         """
         trials, _, results = self._evaluated(agree(self._groups.replica, lambda: check_slides(tiles, None)))
-        attention = [a.squeeze(0) if trials.call.batched and a.dim() > 1 else a for _, a in results if a is not None]
+        batched = trials.call.batched  # whether the aggregator takes and returns a batch of one slide
+        attention = [a.squeeze(0) if batched and a.dim() > 1 else a for _, a in results if a is not None]
         return torch.stack([logits for logits, _ in results]), attention or None
 
     def explain(self, tiles: TileSource) -> TileExplanation:
@@ -338,7 +339,7 @@ class TilesEngine(EngineState):
         return SlideParts(tuple(tiles), self._groups.replica.size).chunks(self._groups.replica.rank, self._chunk)
 
     def _chunks_kept(self, trials: TriedModel, encoding: EncoderPass, needs: MemoryNeeds) -> int:
-        """Return how many chunks of this rank keep their activations.
+        """Return how many chunks of this rank keep their activations. With exact norms all do, each of a whole slide.
 
         Raises:
             RequestError: the plan's memory is too little.
@@ -378,9 +379,8 @@ class TilesEngine(EngineState):
         flags = bytes(module.training for module in self._model.modules())
         flags += bytes(parameter.requires_grad for parameter in self._model.parameters())
         if (like, flags, train) not in self._trials:
-            # Dicts keep their order: the oldest trial is dropped.
             while len(self._trials) >= _FACTS_KEPT:
-                self._trials.pop(next(iter(self._trials)))
+                self._trials.pop(next(iter(self._trials)))  # dicts keep their order: the oldest trial
             with torch.inference_mode(False), torch.enable_grad():
                 self._trials[like, flags, train] = self._trial(like, train)
         return self._trials[like, flags, train]

@@ -148,13 +148,13 @@ class KeyedDraws(TorchDispatchMode):
     def _positions(self, shape: DrawnShape, device: torch.device) -> torch.Tensor:
         """Return a position for each number: those of tile 0 first, then those of tile 1, … of the whole slide."""
         if self._tiles is None:  # of a whole slide
-            return draws.positions(shape, None, (0, 0, 0, 0), device, 0)
+            return _all_positions(shape, device)
         tiles = torch.tensor(self._tiles, device=device)
         if self._single is None:  # of one tile, or of none: all numbers are its own
-            return draws.positions(shape, None, (0, 0, 0, 0), device, 0) + tiles * prod(shape)
+            return _all_positions(shape, device) + tiles * prod(shape)
         dim = self._dim_of_tiles(shape)
         single_shape = (*shape[:dim], shape[dim] // len(self._tiles), *shape[dim + 1 :])
-        within_tile = draws.positions(single_shape, None, (0, 0, 0, 0), device, 0)
+        within_tile = _all_positions(single_shape, device)
         before_tile = tiles * prod(single_shape)
         # Broadcast over a dim of tiles in front of `dim`, then merged with it.
         return (within_tile.unsqueeze(dim) + before_tile.view(-1, *[1] * (len(shape) - dim))).reshape(shape)
@@ -187,6 +187,11 @@ class KeyedDraws(TorchDispatchMode):
             f"the {self._what} {what} ({operator}): its random numbers cannot be the same for any division of the "
             f"tiles; {instead}"
         )
+
+
+def _all_positions(shape: DrawnShape, device: torch.device) -> torch.Tensor:
+    """Return the row-major position of each element of a tensor, from 0."""
+    return draws.positions(shape, None, (0, 0, 0, 0), device, 0)  # None, zeros: not a part of a larger value
 
 
 class NoDrawsInBackward(TorchDispatchMode):

@@ -98,12 +98,13 @@ def chunk_size(facts: EncoderFacts, memory_bytes: int | None, requested: int | N
         memory_bytes: the plan's limit.
         requested: the user's number of tiles; None: as many as fit, at most ``LARGEST_CHUNK``.
     """
-    if facts.alone:
+    if facts.alone:  # its random numbers need a call for each tile
         return 1
     if requested is not None:
         return requested
     room = _CHUNK_BYTES if memory_bytes is None else min(_CHUNK_BYTES, memory_bytes // 4)
-    return max(1, min(LARGEST_CHUNK, (room - facts.peak.fixed) // max(1, facts.peak.each)))
+    peak = facts.peak  # bytes of a forward and backward: ``fixed``, and ``each`` for every tile
+    return max(1, min(LARGEST_CHUNK, (room - peak.fixed) // max(1, peak.each)))
 
 
 def chunks_kept(needs: MemoryNeeds, memory_bytes: int | None, device: torch.device, sharers: int, chunks: int) -> int:

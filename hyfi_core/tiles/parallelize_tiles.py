@@ -77,7 +77,7 @@ def parallelize_tiles(
     # Tiles come with each step: no shape to compare yet.
     compare_requests(comm, model, (0, 0, 0, 0), plan, settings)
     if plan.memory_bytes is not None:
-        return_what_is_freed(LARGE_BLOCK_BYTES)
+        return_what_is_freed(LARGE_BLOCK_BYTES)  # to the system, at once: the limit is that of the process
     tile_settings = TileSettings(output, autocast, batch_norm, None if chunk == "auto" else chunk)
     if shard and comm.size > plan.replicas:
         from hyfi_core.tiles.sharding.sharded_engine import ShardedTilesEngine

@@ -37,7 +37,9 @@ class AttentionSpread:
         ]
         if not slides:
             return None
+        # Relative to equal weights: 1 if all tiles weigh the same.
         peaks = [weights.max() * len(weights) for weights in slides]
+        # The number of tiles that would have this sum of squares if their weights were equal.
         effective = [1.0 / weights.square().sum() for weights in slides]
         # One tensor for both, so that the host waits for the device once.
         peak, effective_tiles = torch.stack([torch.stack(peaks).mean(), torch.stack(effective).mean()]).tolist()

@@ -258,7 +258,7 @@ def _files_of(records: dict[str, SlideRecord]) -> dict[str, str]:
 
 def _refuse_mixed_names(request: Request, records: dict[str, SlideRecord]) -> None:
     """Refuse a store in which some slides would have pseudonyms and others their own names."""
-    named = [record.slide_id for record in records.values() if record.source_path]
+    named = [record.slide_id for record in records.values() if record.source_path]  # no path: it has a pseudonym
     if request.pseudonyms is not None and named:
         raise RequestError(
             f"{request.store} has slides under their own names ({named[0]}); choose another --out, or leave "
@@ -387,7 +387,7 @@ def _make_store(store: Path) -> None:
         # Write a file: access rights do not show quotas, read-only mounts and restrictions of a file server.
         with tempfile.TemporaryFile(dir=store):
             pass
-        restore_replaced(store)
+        restore_replaced(store)  # slides that a killed run had renamed, to put others in their place
     except OSError as error:
         raise RequestError(
             f"cannot write to {store} ({error.strerror}); choose a place with write permission"

@@ -77,7 +77,7 @@ def forecast(
             with closing(open_source(job.source, options.pick(job.row))) as source:
                 stated = options.mpp_of(source, job.row)
                 if options.lossless:
-                    LosslessSlide(source)
+                    LosslessSlide(source)  # only to refuse a slide whose tiles cannot be copied
                     read_px, written_px, written_bytes = 0, 0, float(SourceStamp.of(job.source).size_bytes)
                 else:
                     wanted_um = stored_mpp(source, stated.um, None if options.native else options.mpp)

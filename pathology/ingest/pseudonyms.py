@@ -143,12 +143,12 @@ class KeyFile:
         return replace(job, slide_id=row.slide_id, row=shown, secret=row.secret)
 
     def _row(self, job: SlideJob) -> KeyRow:
-        """Return the job's row of the key, or a new one, with the case and other columns of the user's manifest."""
+        """Return the job's row of the key file, or a new one, updated from its row of the user's manifest."""
         path, manifest_row = str(job.source), job.row
         row = self._rows.get(path) or self._row_of_moved_file(job.source)
         if row is None:
             row = KeyRow(
-                self._pseudonym("s", path),
+                slide_id=self._pseudonym("s", path),
                 case_id="",
                 secret=self._secret,
                 source_path=path,

@@ -48,6 +48,7 @@ def sweep_unfinished(store: Path) -> None:
     """Remove interrupted uploads from object storage: slides without their last file that no process claims."""
     if not isinstance(store, ObjectPath):
         return
+    # On object storage, a slide counts as a folder only with its last file, ``zarr.json``.
     for path in [path for path in store.glob("*.zarr") if not path.is_dir()]:
         claim = Claim.take(store / CLAIMS, path.name.removesuffix(".zarr"))
         if claim is not None:

@@ -223,7 +223,7 @@ class _Run:
         # Only this slide fails; the run goes on.
         except SlideError as error:
             return replace(prediction, status=FAILED, reason=str(error))
-        if result.withheld:
+        if result.withheld:  # too little tissue was seen: the outputs are not reported
             return replace(prediction, flags=result.flags)
         return replace(
             prediction,
@@ -356,7 +356,7 @@ class _Run:
             values=np.stack([readout.values(member_logits) for readout, member_logits in members]),
             uncalibrated=np.stack([readout.uncalibrated(member_logits) for readout, member_logits in members]),
             flags=(*prediction.flags, *heatmap.flags),
-            outside=prediction.reason.partition(f"{OUTSIDE}: ")[2],
+            outside=prediction.reason.partition(f"{OUTSIDE}: ")[2],  # "" unless the reason says it
         )
 
 

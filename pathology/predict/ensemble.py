@@ -286,14 +286,15 @@ class SlideImage:
         Raises:
             SlideError: The pixels cannot be read.
         """
-        if self.engine.plan.cells is None:
+        if self.engine.plan.cells is None:  # the engine asks for boxes inside this rank's part of the image
             box = self.engine.input_box
             if self._kept_pixels is not None:
                 part = self._normalised(self._kept_pixels, box, covered)
             else:
                 part = together(self._comm, lambda: self._normalised(self._read(box), box, covered))
             return call(_boxes_of(part, box))
-        late = LateErrors(self._comm.size > 1)  # other ranks wait for the borders that this one computes
+        # With cells: if a box cannot be read, this rank goes on with zeros, because others wait for its borders.
+        late = LateErrors(self._comm.size > 1)
         result = call(
             lambda box: late.read_or(
                 lambda: torch.zeros((1, 3, *box.shape)), lambda: self._normalised(self._read(box), box, covered)

@@ -151,12 +151,13 @@ class CheckpointWriter:
         """Wait until the open checkpoint is published (collective); return its step, None if there was none.
 
         Raises:
-            OSError: as ``busy``.
+            OSError: this rank could not write; its files are removed, and nothing is published.
         """
         published = None
+        # Two rounds: ``advance`` first starts publishing, as a job of rank 0, and then ends it.
         while self._open is not None:
             self._open.job.result()
-            # Replaces the vote: ``advance`` may only be called when no rank writes any more.
+            # ``advance`` may only be called when no rank writes any more; else a vote between steps ensures that.
             self._comm.barrier()
             published = self.advance()
         return published
@@ -246,7 +247,10 @@ class _Job:
 
 
 def _publish(current: _Open, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Write the JSON files of a checkpoint whose parts are on disk, and rename it to its final name."""
+    """Write the JSON files of a checkpoint whose parts are on disk, and rename it to its final name.
+
+    The result is empty, because jobs return a dict: that of writing a part has its files.
+    """
     files = {name: fingerprint for item in parts for name, fingerprint in item["files"].items()}
     groups = _merged([item["groups"] for item in parts])
     try:

@@ -83,6 +83,7 @@ class EncoderCall:
         draws: AbstractContextManager[Any] = nullcontext()
         # If the encoder draws nothing, no dispatch mode, which would be called for every operator.
         if single is None or single:
+            # The dim of tiles is where the shape of a draw differs from that for a single tile; one tile needs none.
             draws = KeyedDraws(key, "encoder", numbers, single if len(numbers) > 1 else None)
         with ExitStack() as stack:
             stack.enter_context(draws)

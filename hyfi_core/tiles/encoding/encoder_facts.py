@@ -116,6 +116,7 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
                 # Only buffers that differ: each write would count as a change of the model.
                 if not torch.equal(buffer, buffers[name]):
                     buffer.copy_(buffers[name])
+    # Lines through two measurements: bytes of a chunk of any size.
     kept, peak = (TileBytes.through(getattr(one, what), getattr(several, what)) for what in ("kept", "peak"))
     # A forward that keeps nothing needs the rest of the peak, without the activations kept for backward.
     forward = TileBytes.through(max(0, one.peak - one.kept), max(0, several.peak - several.kept))

@@ -161,12 +161,13 @@ class EncoderPass:
         """Return the features (n, D) of a chunk; ``keeps``: with a graph that a backward can use."""
         inputs = as_input(tiles, self.call.device, self.call.dtype)
         key = DrawKey(self.seed, self.step, self.parts.first_slide + chunk.slide)
-        # For exact norms: the ranks that share the slide, and its number of tiles.
-        group = (self.comm, self.parts.tiles[chunk.slide]) if self.trains else None
-        # With a graph in both cases: without one, PyTorch may choose other kernels, and the passes differ in last bits.
-        nothing: AbstractContextManager[Any] = nullcontext() if keeps else keeping_nothing()
-        with torch.set_grad_enabled(self.trains), nothing:
-            return self.call(inputs, key, chunk.tiles, self.facts.shapes, group)
+        # Used by exact norms only: the ranks that share the slide, and its number of tiles.
+        sharing = (self.comm, self.parts.tiles[chunk.slide]) if self.trains else None
+        # In training, gradients are enabled even if the graph is not kept: without them, PyTorch may choose other
+        # kernels, so that both passes over a chunk would differ in the last bits.
+        saving: AbstractContextManager[Any] = nullcontext() if keeps else keeping_nothing()
+        with torch.set_grad_enabled(self.trains), saving:
+            return self.call(inputs, key, chunk.tiles, self.facts.shapes, sharing)
 
     def _guard(self) -> AbstractContextManager[Any]:
         """Return the context of a backward, which must not draw random numbers."""

@@ -81,6 +81,7 @@ class ShardedTileGradients(TileGradients):
     ) -> None:
         named = dict(model.named_parameters())
         super().__init__(model, [name for name in trained if not is_shard(named[name])], groups, dtype)
+        # Shards are not reduced by the base class: FSDP sums them over a replica, ``finish`` sums them over replicas.
         self._divided, self._copies, self._dtype = [named[n] for n in trained if is_shard(named[n])], copies, dtype
 
     def finish(self, hooks: ParameterHooks) -> None:

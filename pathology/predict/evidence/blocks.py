@@ -70,42 +70,46 @@ class OcclusionBlocks:
         """
         size = tissue.size_px
         # Side of a square: a multiple of ``align_px`` with which the grid of squares is at most 4096 × 4096.
-        step = align_px * math.ceil(max(size) / align_px / _MOST_SIDES)
-        shown = _shown_tissue(tissue, views, step)
-        # A block has times × times squares. Begin at a lower bound: n squares are in at least n / times² blocks.
-        times = max(1, math.isqrt(max(0, sum(int(squares.sum()) for squares in shown) - 1) // most))
-        while sum(int(_joined(squares, times).sum()) for squares in shown) > most and times * step < max(size):
-            # Add a sixteenth, but at least 1: with steps of 1, a slide may need hundreds of steps.
-            times += max(1, times // 16)
-        block_px = times * step
+        square_px = align_px * math.ceil(max(size) / align_px / _MOST_SIDES)
+        masks = _shown_tissue(tissue, views, square_px)  # of each image
+        square_count = sum(int(mask.sum()) for mask in masks)
+        # A block has side × side squares, and each block of an image is one forward. Begin at a lower bound of the
+        # side: n squares are in at least n / side² blocks.
+        side = max(1, math.isqrt(max(0, square_count - 1) // most))
+        while sum(int(_blocks_with_any(mask, side).sum()) for mask in masks) > most and side * square_px < max(size):
+            # Add a sixteenth, but at least 1: by adding 1 only, a slide may need hundreds of rounds.
+            side += max(1, side // 16)
+        block_px = side * square_px
         covered = [
             CoveredBlock(row, column, image, _boxes_of(view, row, column, block_px))
-            for image, (view, squares) in enumerate(zip(views, shown, strict=True))
-            for row, column in np.argwhere(_joined(squares, times)).tolist()
+            for image, (view, mask) in enumerate(zip(views, masks, strict=True))
+            for row, column in np.argwhere(_blocks_with_any(mask, side)).tolist()
         ]
         return cls(block_px, (math.ceil(size[0] / block_px), math.ceil(size[1] / block_px)), tuple(covered))
 
 
-def _shown_tissue(tissue: TissueGrid, views: Sequence[View], step: int) -> list[Mask]:
-    """Return, for each image, a mask of the slide's squares of ``step`` pixels: with tissue that the image shows."""
-    ends = [np.append(np.arange(0, side, step), side) for side in tissue.size_px]
+def _shown_tissue(tissue: TissueGrid, views: Sequence[View], square_px: int) -> list[Mask]:
+    """Return, for each image, a mask of the slide's squares of ``square_px``: with tissue that the image shows."""
+    ends = [np.append(np.arange(0, length, square_px), length) for length in tissue.size_px]
     has_tissue = tissue.counts(ends[0], ends[1]) > 0
     shown = []
     for view in views:
         squares = np.zeros_like(has_tissue)
         for piece in view.pieces:
             box = piece.source
-            squares[box.y0 // step : math.ceil(box.y1 / step), box.x0 // step : math.ceil(box.x1 / step)] = True
+            rows = slice(box.y0 // square_px, math.ceil(box.y1 / square_px))
+            columns = slice(box.x0 // square_px, math.ceil(box.x1 / square_px))
+            squares[rows, columns] = True
         shown.append(squares & has_tissue)
     return shown
 
 
-def _joined(squares: Mask, times: int) -> Mask:
-    """Return the grid of blocks of ``times`` × ``times`` squares: whether one of them is set."""
-    rows, columns = (-(-side // times) for side in squares.shape)
-    padded = np.zeros((rows * times, columns * times), bool)
+def _blocks_with_any(squares: Mask, side: int) -> Mask:
+    """Return a mask of blocks of ``side`` × ``side`` squares: those in which any square is set."""
+    rows, columns = (math.ceil(length / side) for length in squares.shape)
+    padded = np.zeros((rows * side, columns * side), bool)
     padded[: squares.shape[0], : squares.shape[1]] = squares
-    return np.asarray(padded.reshape(rows, times, columns, times).any(axis=(1, 3)))
+    return np.asarray(padded.reshape(rows, side, columns, side).any(axis=(1, 3)))
 
 
 def _boxes_of(view: View, row: int, column: int, block_px: int) -> tuple[Box, ...]:

@@ -74,14 +74,15 @@ def gradient_evidence(ensemble: Ensemble, dataset: SlideDataset, sight: Sight, a
 def _of_member(
     ensemble: Ensemble, member: int, dataset: SlideDataset, views: Sequence[View], blocks: OcclusionBlocks
 ) -> NDArray[np.float64]:
-    """Return one model's estimates, (outputs, rows, columns)."""
+    """Return one model's estimate of each output's drop when a block is covered, (outputs, rows, columns) of blocks."""
     model = ensemble.members[member]
     # Normalised, because the products are those of normalised pixels.
     white = model.normalisation(torch.full((1, 3, 1, 1), BACKGROUND, dtype=torch.uint8))
-    logits, sums = [], []
+    logits, sums = [], []  # of each image
     for view in views:
         image = ensemble.image(member, dataset, view)
         _check_room(ensemble, image.engine)
+        # Adds up gradient · (pixels − white) in each block, while the engine passes it one gradient after the other.
         of_blocks = _BlockSums(view, blocks, len(model.readout.channels), white)
         outputs = image.run(partial(image.engine.input_gradients, use=of_blocks.add))
         if not bool(outputs.isfinite().all()):
