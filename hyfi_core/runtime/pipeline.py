@@ -179,14 +179,14 @@ class Pipeline:
 
     def _do(self, action: Action, step: Step) -> None:
         """Run one action of the schedule."""
-        # Actions on gradients have no micro-batch, and use none.
+        # Actions on gradients have no micro-batch, and use none. An edge is (source, target) of stages.
         key, m, exchange = (action.stage, action.direction), action.microbatch or 0, self._exchange
         match action.verb:
             case Verb.F:
                 self._flights[key, m] = self._driver.run(self._forward(key, m, step, self._recomputes(action)))
             case Verb.B | Verb.I:
                 self._backward(key, m, step, in_two=action.verb is Verb.I)
-            case Verb.W:
+            case Verb.W:  # the second part of a backward, which its I has left in ``_rests``
                 self._rests.pop((key, m)).run_rest(self._completes(key, m))
             case Verb.SEND_F:
                 self._send((action.stage, _peer(action)), key, m, back=False)
@@ -300,7 +300,7 @@ class Pipeline:
             flight.cotangents = yield from back
 
     def _run_again(self, key: Key, microbatch: int, step: Step) -> Waits[None]:
-        """Compute a forward once more, and keep its records."""
+        """Compute a forward once more, and keep the records that its backward needs."""
         stage, flight = self._lowered.hosted[key], self._flights[key, microbatch]
         assert flight.again is not None
         values, log = flight.again
@@ -309,8 +309,8 @@ class Pipeline:
             values[stage.ranked.program.image] = part
             del part  # only ``values`` may hold it: the forward frees it by removing it from there
         # Received messages are replayed: other ranks do not compute their forward again at the same time.
-        real = self._groups[key], self._all_replicas[key], self._between_planes
-        comm, all_replicas, between_planes = (ReplayingCommunicator(log, c.rank, c.size) for c in real)
+        communicators = self._groups[key], self._all_replicas[key], self._between_planes
+        comm, all_replicas, between_planes = (ReplayingCommunicator(log, each.rank, each.size) for each in communicators)
         # Random operators draw the same numbers: their key is a value, not a generator's state.
         executor = Executor(stage.tape, comm, all_replicas, flight.memory, between_planes, replaying(log))
         tape = executor.forward(values, record=True)

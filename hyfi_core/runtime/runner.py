@@ -341,7 +341,7 @@ class StageRunner:
         return Step(part, begin, loss, parameters, self._pager is None and inputs.batch.is_on(subject.device))
 
     def _part(self, inputs: LocalInput, key: Key, microbatch: int, trains: bool = False) -> torch.Tensor:
-        """Return this runner's box of one micro-batch, from the pixels read earlier, or read now.
+        """Return this runner's box of one micro-batch, from the pixels read earlier; a cell reads it only now.
 
         Args:
             inputs: what this runner reads.
@@ -358,7 +358,7 @@ class StageRunner:
             pixels, prepare = self.reader.read_pixels(images, chosen)
             return self._pager.image(pixels, prepare)
         part = self.reader.read(images, {key: chosen}, inputs.counted)[key]
-        inputs.counted.add(chosen)
+        inputs.counted.add(chosen)  # read again in a recomputed forward, a part is not counted again
         return part if self._pager is None else part.clone()  # memory owned by the caller cannot be spilled
 
     def _statistics(self, lowered: LoweredModel, apart: bool = False) -> FollowingStatistics | FoldedStatistics:

@@ -64,7 +64,9 @@ class EngineSettings:
         """
         own = frozenset(model.modules())
         weights = self.weights
-        settings = {field.name: getattr(self, field.name) for field in fields(self)}  # a new one is compared, too
+        settings = {
+            field.name: getattr(self, field.name) for field in fields(self)
+        }  # all, so that a new setting is compared, too
         return settings | {
             "loss": describe_function(self.loss, own),
             "optimizer": "given" if self.optimizer is not None else "none",

@@ -194,7 +194,7 @@ class Bindings:
 
         Args:
             names: names of parameters and buffers that this rank's stages use.
-            staged: whether there are several stages. Otherwise all ranks have all tensors, and the second is empty.
+            staged: whether there are several stages. Otherwise all ranks have all tensors, and the dict is empty.
         """
         named = {**self._parameters, **self._buffers}
         own = {id(named[name]) for name in names}

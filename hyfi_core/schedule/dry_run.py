@@ -293,7 +293,7 @@ class DryRun:
         for sender in sending:
             if sender != number:
                 halves.append((sender, number, Half(is_send=False, receive=action, index=rank.at, time_s=rank.clock_s)))
-            elif action in rank.own_s:
+            elif action in rank.own_s:  # this rank has sent to itself already, without a message
                 self._deliver(number, action, rank.own_s[action])
         self._start(number, halves)
 

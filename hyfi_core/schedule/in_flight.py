@@ -149,20 +149,21 @@ def _rows(
 
 def _all(hosted: Hosted, actions: Sequence[Action]) -> Iterator[Moment]:
     """Yield the moments of a rank; with a single stage only its backwards, which need more than its forwards."""
+    # Of each stage: micro-batches between F and B or I; those between I and W; whether it has gradients.
     waiting, between, gradients = [0] * len(hosted), [0] * len(hosted), [False] * len(hosted)
-    halves = any(action.verb is Verb.I for action in actions)
+    has_two_parts = any(action.verb is Verb.I for action in actions)
     for action in actions:
-        at = hosted.index((action.stage, action.direction))
+        running = hosted.index((action.stage, action.direction))
         verb, forward = action.verb, action.verb is Verb.F
         # The running micro-batch is not counted: one that ends is subtracted before the moment, one that begins is
         # added after it.
-        waiting[at] -= verb in TO_INPUTS
-        between[at] -= verb is Verb.W
+        waiting[running] -= verb in TO_INPUTS
+        between[running] -= verb is Verb.W
         if not forward or len(hosted) > 1:
-            yield Moment(at, tuple(waiting), tuple(gradients), tuple(between) if halves else ())
-        waiting[at] += forward
-        between[at] += verb is Verb.I
-        gradients[at] |= verb in TO_WEIGHTS
+            yield Moment(running, tuple(waiting), tuple(gradients), tuple(between) if has_two_parts else ())
+        waiting[running] += forward
+        between[running] += verb is Verb.I
+        gradients[running] |= verb in TO_WEIGHTS
 
 
 def _fullest(moments: Iterable[Moment]) -> list[Moment]:

@@ -51,6 +51,7 @@ def lower(
     """
     links = Edges(edges, placement.stages)
     point_to_point = mirror == "point_to_point" and placement.directions == 2
+    # Of the many ranks with equal lists, a few represent the others, which saves time.
     few = represented(schedule, placement, point_to_point)
     try:
         order = common_order(few.schedule, few.placement, links)

@@ -85,9 +85,9 @@ def represented(schedule: Schedule, placement: Placement, partners: bool) -> Rep
 def _partners(placement: Placement) -> list[tuple[int, ...]]:
     """Return, for each rank, the ranks with the same parts of its stages in the other direction."""
     partners: list[list[int]] = [[] for _ in range(placement.size)]
-    first, second = placement.ranks
-    for ranks, opposite in zip(first, second, strict=True):
-        for rank, partner in zip(ranks, opposite, strict=True):
+    first, second = placement.ranks  # of each direction, for each stage: its ranks, in the order of their parts
+    for ranks, opposite_ranks in zip(first, second, strict=True):
+        for rank, partner in zip(ranks, opposite_ranks, strict=True):
             partners[rank].append(partner)
             partners[partner].append(rank)
     return [tuple(of_rank) for of_rank in partners]

@@ -138,12 +138,12 @@ class TilesEngine(EngineState):
         comm = self._groups.replica
         self._groups.reset_traffic()
         parts = SlideParts(gather_lengths(comm, slides, comm.size)[0], comm.size)  # of this replica alone
-        self._consensus.check_evaluation("predict", (len(slides), sum(parts.tiles), 0, 0), "tiles")
+        counts = (len(slides), sum(parts.tiles), 0, 0)  # instead of the shape of a batch of images
+        self._consensus.check_evaluation("predict", counts, "tiles")
         with evaluating(self._model, self.device), without_grad():
             trials = agree(comm, lambda: self._tried(slides, train=False))
-            encoding = self._pass(trials, slides, parts, train=False)
-            features, _ = encoding.forward(kept=0)
-            key = DrawKey(self.random.seed, 0, 0)
+            features, _ = self._pass(trials, slides, parts, train=False).forward(kept=0)
+            key = DrawKey(self.random.seed, step=0, slide=0)
             results = [trials.call(bag, slide.coords, key) for bag, slide in zip(features, slides, strict=True)]
         return trials, features, results
 
@@ -244,7 +244,7 @@ class TilesEngine(EngineState):
         needs = agree(everyone, lambda: self._room(trials, encoding).needs)
         agree(everyone, lambda: self._chunks_kept(trials, encoding, needs))
         if self.vectors is not None:
-            self.vectors.step_bytes = needs.lasting + needs.working
+            self.vectors.step_bytes = needs.lasting + needs.working  # which kept vectors must leave free
 
     def describe(self) -> str:
         """Return the plan as text, and how many chunks the last step kept."""

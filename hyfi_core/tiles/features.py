@@ -32,8 +32,8 @@ class SlideFeatures:
         self._all = torch.empty((parts.tiles[slide], width), dtype=dtype, device=device)
         # A tensor of its own, because memory that is being sent must not be part of memory that is being received.
         self._own = self._all.new_empty((len(self.own), width)) if comm.size > 1 else self._all
-        self._missing = len(self.own)
-        self._pending: Pending | None = None
+        self._missing = len(self.own)  # tiles of this rank whose features are not stored yet
+        self._pending: Pending | None = None  # the exchange, once it is started
 
     @property
     def own(self) -> range:

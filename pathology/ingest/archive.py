@@ -218,7 +218,7 @@ def compare_with_store(request: Request) -> IngestWork:
             if key is not None:
                 key.refuse_another_file(job)
             to_do.append(replace(job, seen=states.get(job.slide_id, "")))
-            if not is_of_another(record, job):  # otherwise its file is missing, which its ingest reports
+            if not is_of_another(record, job):  # at another path, it was not refused because it is missing
                 renewed.append(job.slide_id)
         else:
             finished[job.slide_id] = updated
@@ -234,11 +234,16 @@ def compare_with_store(request: Request) -> IngestWork:
 def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[SlideJob], KeyFile | None, str]:
     """Return (jobs of the request's part, key of pseudonyms or None, note or ``""``)."""
     _refuse_mixed_names(request, records)
-    key, store = None if request.pseudonyms is None else KeyFile(request.pseudonyms, request.store), request.store
-    cases_by_name = (
-        {name: record.extra.get("case_id", "") for name, record in records.items()} if key is None else key.cases
-    )
-    unchecked = find_jobs(request.paths, _files_of(records) if key is None else {}, request.options.scene, store)
+    store = request.store
+    if request.pseudonyms is None:
+        key = None
+        cases_by_name = {name: record.extra.get("case_id", "") for name, record in records.items()}
+        files_by_name = {name: record.source_path for name, record in records.items()}
+    else:
+        key = KeyFile(request.pseudonyms, store)
+        # The key has the real names. Files give slides their names, but here each has its pseudonym.
+        cases_by_name, files_by_name = key.cases, {}
+    unchecked = find_jobs(request.paths, files_by_name, request.options.scene, store)
     jobs, note = written_in_one_way(unchecked, cases_by_name, cases_by_name.values(), merge=request.merge_alike)
     if key is not None:
         jobs = key.pseudonymise(jobs)
@@ -249,11 +254,6 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
         note = "; ".join(text for text in (note, outlines) if text)
     names_of_part = part_of_names(names, *request.part)
     return [job for job in jobs if job.slide_id in names_of_part], key, note
-
-
-def _files_of(records: dict[str, SlideRecord]) -> dict[str, str]:
-    """Return the file of each slide by its name; empty for a slide under a pseudonym."""
-    return {name: record.source_path for name, record in records.items()}
 
 
 def _refuse_mixed_names(request: Request, records: dict[str, SlideRecord]) -> None:
@@ -353,12 +353,10 @@ def refresh(finished: dict[str, SlideRecord], store: Path) -> None:
     """Save the records of skipped slides whose file moved or whose manifest row changed; remove outdated ones."""
     records = load_records(store)
     for record in records.values():
-        if (
-            record.reason.startswith(UNREADABLE_FOLDER)
-            and record.source_path
-            and not folder_error(Path(record.source_path))
-        ):
-            record_path(store, record.slide_id).unlink(missing_ok=True)  # replaced by the records of its slides
+        # A folder that could not be read has a record of its own. Once it can, the records of its slides replace it.
+        was_unreadable = record.reason.startswith(UNREADABLE_FOLDER) and record.source_path
+        if was_unreadable and not folder_error(Path(record.source_path)):
+            record_path(store, record.slide_id).unlink(missing_ok=True)
     for name, record in finished.items():
         if records.get(name) != record:
             record.save(store)

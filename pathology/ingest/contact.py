@@ -47,11 +47,11 @@ class Card:
     """One slide on the sheet. Texts are escaped by the template; ``link`` is URL-encoded here."""
 
     name: str
-    picture: str
-    link: str
-    facts: str
-    flags: tuple[tuple[str, str], ...]
-    reason: str
+    picture: str = ""
+    link: str = ""
+    facts: str = ""
+    flags: tuple[tuple[str, str], ...] = ()
+    reason: str = ""
 
 
 def write_contact(store: Path) -> Path:
@@ -153,18 +153,19 @@ def _files(store: Path, slide_id: str) -> tuple[Path, Path]:
 def _card(store: Path, record: SlideRecord) -> Card:
     """Return the card of a slide, after drawing its picture if that is missing."""
     if record.status != DONE:
-        return Card(record.slide_id, "", "", "", (), record.reason or "failed")
+        return Card(record.slide_id, reason=record.reason or "failed")
     large, small = _files(store, record.slide_id)
     if not (large.exists() and small.exists()):
         try:
             write_picture(store, record.slide_id)
         except StoreError as error:
-            return Card(record.slide_id, "", "", "", (), f"damaged: {error}")
+            return Card(record.slide_id, reason=f"damaged: {error}")
     picture = ""
     with suppress(FileNotFoundError):
         picture = jpeg_uri(small.read_bytes())
     flags = tuple((flag, FLAG_MEANINGS.get(flag, "")) for flag in record.flags)
-    return Card(record.slide_id, picture, f"contact/{quote(os.fsencode(large.name))}", _facts(record), flags, "")
+    link = f"contact/{quote(os.fsencode(large.name))}"
+    return Card(record.slide_id, picture=picture, link=link, facts=_facts(record), flags=flags)
 
 
 def _facts(record: SlideRecord) -> str:

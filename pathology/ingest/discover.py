@@ -202,7 +202,7 @@ def _merged(path: Path, source: Path, a: Mapping[str, str], b: Mapping[str, str]
 def _one_of_each_series(rows: Mapping[SceneKey, dict[str, str]]) -> dict[SceneKey, dict[str, str]]:
     """Keep one file of each DICOM series, because each opens the whole slide; keep all files of manifests."""
     series = {key: _series_of(key[0]) for key in rows}
-    # A file of a manifest represents its series, even if another file of the series comes first.
+    # A file of a manifest represents its series, even if another file comes first. Files of folders have empty rows.
     kept_rows, represented = {}, {series[key] for key, row in rows.items() if row}
     for key, row in rows.items():
         if row or series[key] is None or series[key] not in represented:

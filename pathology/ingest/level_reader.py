@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -145,22 +146,27 @@ class LevelReader:
         return out
 
     def _resample_into(self, start: int, stop: int, columns: Taps, out: Planes) -> None:
-        """Fill ``out`` with rows ``[start, stop)`` of the store, resampled from one band of source pixels at a time."""
+        """Fill ``out`` with rows ``[start, stop)`` of the store, resampled from one band of source pixels at a time.
+
+        ``columns`` are the taps, that is, the source pixels and their weights, of each column of ``out``.
+        """
         ratio, height = self._choice.ratio[0], self._level.height_px
         window = _RowWindow(self._read_into, columns.first, columns.end, height, self._level.tile_px[0])
         step = max(1, int(window.band_px / ratio))
         for first, end in _steps(start, stop, step):
             all_taps = make_taps(first, end, ratio, height)
-            source = window.rows(all_taps.first, all_taps.end)
-            base = all_taps.first
+            band = window.rows(all_taps.first, all_taps.end)
+            band_start = all_taps.first
 
             # Defaults bind the present values, because the loop changes both names.
-            def fill(part: tuple[int, int], source: Planes = source, base: int = base) -> None:
+            def fill(part: tuple[int, int], band: Planes = band, band_start: int = band_start) -> None:
                 rows = make_taps(*part, ratio, height)
-                resampled = resample(source[:, rows.first - base : rows.end - base], rows, columns)
+                resampled = resample(band[:, rows.first - band_start : rows.end - band_start], rows, columns)
                 out[:, part[0] - start : part[1] - start] = resampled
 
-            run_in_pool(fill, list(_steps(first, end, -(-(end - first) // (2 * decode_threads())))))
+            # Two parts for each thread, so that one that starts late has less left to do.
+            part_rows = math.ceil((end - first) / (2 * decode_threads()))
+            run_in_pool(fill, list(_steps(first, end, part_rows)))
 
     def _read_into(self, box: Box, out: RGB) -> None:
         """Read a box into ``out``, with white where tiles cannot be decoded.

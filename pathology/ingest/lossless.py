@@ -209,6 +209,7 @@ class LosslessSlide:
             block = self._slide.file.read(span.offset, span.length)
             for member in span.members:
                 start = offsets[member] - span.offset
+                # The block is shorter than asked for if the file was cut off.
                 encoded_by_index[present[member]] = block, start, min(start + lengths[member], len(block))
         yield from ((index, encoded_by_index.get(index)) for index in indices)
 

@@ -206,12 +206,16 @@ def scrubbed(reason: str, source: Path, name: str) -> str:
     """Return the reason of a failed slide without the file's name and path, and without texts from the file."""
     # Texts in quotes are from the file: labels, names of tags.
     plain = _QUOTED.sub("…", reason)
-    places = {str(source), str(source.absolute()), str(source.resolve()), source.name, source.stem}
-    places |= {str(parent) for parent in (*source.absolute().parents, *source.resolve().parents) if parent.name}
-    places |= {parent.name for parent in source.absolute().parents if len(parent.name) > 2}
+    whole_path = str(source.absolute())
+    secrets_of_path = {str(source), whole_path, str(source.resolve()), source.name, source.stem}
+    secrets_of_path |= {
+        str(parent) for parent in (*source.absolute().parents, *source.resolve().parents) if parent.name
+    }
+    # Not shorter names of folders, which occur in other words of the reason.
+    secrets_of_path |= {parent.name for parent in source.absolute().parents if len(parent.name) > 2}
     # The longest first, so that a whole path is replaced before its folders.
-    for path_text in sorted(places, key=len, reverse=True):
-        plain = plain.replace(path_text, name if path_text == str(source.absolute()) else "…")
+    for text in sorted(secrets_of_path, key=len, reverse=True):
+        plain = plain.replace(text, name if text == whole_path else "…")
     return plain
 
 
@@ -234,7 +238,7 @@ def _load(path: Path) -> dict[str, KeyRow]:
             f"--pseudonyms {path}: exists and is not a key of an earlier ingest (with the columns "
             f"{', '.join(_COLUMNS)}); choose another file"
         )
-    key_rows = [KeyRow(**{k: row.pop(k) for k in _COLUMNS}, others=row) for row in rows]
+    key_rows = [KeyRow(**{k: row.pop(k) for k in _COLUMNS}, others=row) for row in rows]  # others: what is left
     # Without a secret, anybody could compute the pseudonyms; with several, `commit` would never agree with the file.
     if key_rows and (len({row.secret for row in key_rows}) > 1 or not key_rows[0].secret):
         raise RequestError(

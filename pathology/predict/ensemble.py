@@ -203,7 +203,7 @@ class Ensemble:
     def _of_member(
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, views: Sequence[View]
     ) -> Attribution:
-        """Return one member's result for a slide, combined over all of its images."""
+        """Return one member's result for a slide, combined over all of its images; those of an image have one entry."""
         results = [self._of_image(member, engines, dataset, index, view) for view in views]
         logits = np.stack([result.logits for result in results])
         weights = image_weights(logits, views, member.pooling)

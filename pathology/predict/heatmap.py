@@ -269,7 +269,7 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
     shape = tuple(math.ceil(side / square_px) for side in first.slide_size_px)
     total, scores = np.zeros((len(first.values), *shape)), np.zeros((len(first.values), *shape))
     members = np.zeros(shape)  # number of members with a score for the square
-    shared = np.zeros(len(first.values))
+    shared = np.zeros(len(first.values))  # the part of the background's contribution in each square
     is_seen = np.zeros(shape, dtype=bool)
     for heatmap in heatmaps:
         values = _refine(heatmap, square_px, shape)

@@ -145,7 +145,8 @@ class OutFolder:
             return
         key = read_json_object(self.path / slide.slide_id / PREDICTION_FILE).get("key") or {}
         before, now = key.get("source") or {}, _identity(slide)
-        if before and now and (before != now if slide.stored else before.get("bytes") != now["bytes"]):
+        differs = before != now if slide.stored else before.get("bytes") != now.get("bytes")
+        if before and now and differs:  # one is empty if it is unknown
             raise RequestError(
                 f"{self.path / slide.slide_id} has the results of {row['path']}, and {slide.path} is another slide of "
                 "this name; choose another --out, give it another slide_id by a manifest, or start over by --overwrite"

@@ -35,6 +35,7 @@ def remove_leftovers(checkpoints: Path) -> None:
 
     Call it only while no process writes here.
     """
+    # While a checkpoint ``step-N`` is replaced, the earlier one has the name ``.step-N.old``.
     for aside in checkpoints.glob(replaced_name(checkpoints / "step-*").name):
         folder = checkpoints / aside.name.removeprefix(".").removesuffix(".old")
         if folder.exists():

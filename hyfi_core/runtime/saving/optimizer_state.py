@@ -49,7 +49,7 @@ def optimizer_state(
 
 
 def restricted(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the part of an ``optimizer_state`` for some parameters."""
+    """Return the part of an ``optimizer_state`` for some parameters; its tensors have keys ``<name>/<key>``."""
     return {
         "tensors": {key: t for key, t in saved["tensors"].items() if key.rpartition("/")[0] in names},
         "groups": [

@@ -69,6 +69,7 @@ class Snapshot:
             self._copy(views)
             return
         device = devices.pop()
+        # ``changing``: on the current stream, so that the next update, on the same stream, runs after the copy.
         stream = torch.cuda.current_stream(device)
         if not changing:
             stream = torch.cuda.Stream(device)

@@ -73,6 +73,7 @@ def shard_encoder(encoder: nn.Module, group: Any, device: torch.device) -> int:
     mesh = DeviceMesh.from_group(group, device.type)
     # Units first, the encoder last: that call then takes the weights that no unit has.
     for module in (*units_of(encoder), encoder):
+        # Before `fully_shard`, which hooks the outputs for its backward: these hooks copy outputs that it cannot hook.
         module.register_forward_hook(_copied if module is encoder else _without_views)
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         assert isinstance(module, FSDPModule)

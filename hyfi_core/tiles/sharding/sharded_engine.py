@@ -54,7 +54,7 @@ class ShardedTilesEngine(TilesEngine):
         self._copies = CountedCommunicator(copies)
         group = agree(comm, lambda: process_group(self._groups.replica, device_of(self._model)))
         self._gathered_bytes = shard_encoder(self._model.encoder, group, device_of(self._model))
-        self._flags = [parameter.requires_grad for parameter in self._model.encoder.parameters()]
+        self._trained_flags = [parameter.requires_grad for parameter in self._model.encoder.parameters()]
 
     def _make_ownership(self) -> ShardedOwnership:
         return ShardedOwnership(self._model, self._names, self._groups, self.device)
@@ -78,7 +78,7 @@ class ShardedTilesEngine(TilesEngine):
 
     def _checked_like(self, slides: list[TileSource]) -> Like:
         """Return shape and dtype of tiles; refuse a change of ``requires_grad``, which FSDP does not notice."""
-        if self._flags != [parameter.requires_grad for parameter in self._model.encoder.parameters()]:
+        if self._trained_flags != [parameter.requires_grad for parameter in self._model.encoder.parameters()]:
             raise RequestError(
                 "shard=True: requires_grad of an encoder weight has changed since the engine was made; make a new one"
             )
@@ -90,7 +90,7 @@ class ShardedTilesEngine(TilesEngine):
         return KeepingRoom(needs, room.memory_bytes, room.device)
 
     def update_unread(self, max_norm: float | None = None) -> torch.Tensor | None:
-        """Clip by the norm over the shards of all ranks, and run the optimizer step."""
+        """Clip by the norm over the shards of all ranks, and update; return the norm, which stays on the device."""
         norm = None
         if max_norm is not None:
             owned = self._ownership.optimized()
