@@ -155,7 +155,7 @@ class Pipeline:
         self._rests: dict[tuple[Key, int], BackwardPass] = {}
         self.outputs: dict[int, list[Any]] = {}
         self._begin_s = 0.0
-        self._last: dict[Key, int | None] = {}
+        self._last: dict[Key, int | None] = {}  # (stage, direction) -> micro-batch that completes its gradients
         self.events: list[Event] = []
 
     def run(self, actions: Sequence[Action], step: Step) -> None:
@@ -247,15 +247,16 @@ class Pipeline:
         if trains and recomputes:
             # Messages are not sent again: what is received now is recorded, and replayed in backward.
             log: Log = []
-            real = self._groups[key], self._all_replicas[key], self._between_planes
-            recorder, all_replicas, between_planes = (RecordingCommunicator(c, log, self._spills) for c in real)
-            # A copy: the forward removes values from its own dict as soon as no step needs them.
+            communicators = self._groups[key], self._all_replicas[key], self._between_planes
+            recorder, all_replicas, between_planes = (RecordingCommunicator(each, log, self._spills) for each in communicators)
+            # Copies of the buffers that this forward changes: the second one must start from the same values.
             buffers = _changing(stage, values)
             flight.memory.stay(buffers)
             left_out = stage.ranked.program.image if step.reads_again else None
+            # A dict of its own: the forward removes values from ``values`` as soon as no step needs them.
             flight.again = ({name: value for name, value in values.items() if name != left_out} | buffers, log)
-            first = recording(log, self._spills)
-            executor = Executor(stage.tape, recorder, all_replicas, flight.memory, between_planes, first)
+            logs_statistics = recording(log, self._spills)
+            executor = Executor(stage.tape, recorder, all_replicas, flight.memory, between_planes, logs_statistics)
         tape = executor.forward(values, record=trains and not recomputes)
         flight.records = yield from self._driver.within(self._autocasting, tape)
         if self._statistics is not None:

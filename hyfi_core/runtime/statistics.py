@@ -223,6 +223,7 @@ def _calls(program: Program, modules: Mapping[str, nn.Module]) -> dict[str, int]
     for name, value in program.mutations.items():
         module = modules[name.rpartition(".")[0]]
         momentum, count = module.momentum if isinstance(module, nn.modules.batchnorm._NormBase) else None, 0
+        # Go back from the new value, through the operators that made it, to the buffer.
         while (op := makers.get(value)) is not None:
             if op.text == "aten.add.Tensor" or has_live_statistics(op):
                 count += 1
@@ -265,17 +266,18 @@ class ReplicaBuffers:
     """
 
     def __init__(self, model: nn.Module, lowered: LoweredModel, groups: Groups, replicas: int) -> None:
-        self._shared: list[tuple[Communicator, list[torch.Tensor]]] = []
+        self._shared: list[tuple[Communicator, list[torch.Tensor]]] = []  # ranks, and buffers of one dtype
         named = dict(model.named_buffers(remove_duplicate=False))
-        stages: dict[int, set[int]] = {}
+        # By id, because a buffer may have several names.
+        stages_of: dict[int, set[int]] = {}
         for stage, names in enumerate(lowered.buffers if replicas > 1 else ()):
             for name in names:
-                stages.setdefault(id(named[name]), set()).add(stage)
+                stages_of.setdefault(id(named[name]), set()).add(stage)
         changed = {id(named[name]): named[name] for name in sorted(lowered.program.mutations)}
-        by_users: dict[frozenset[int], list[torch.Tensor]] = {}
+        by_users: dict[frozenset[int], list[torch.Tensor]] = {}  # ranks that use a buffer -> buffers
         for key, buffer in changed.items():
-            if key in stages:
-                by_users.setdefault(groups.users(stages[key]), []).append(buffer)
+            if key in stages_of:
+                by_users.setdefault(groups.users(stages_of[key]), []).append(buffer)
         # Sorted, because ``reduction`` is collective and may create a group.
         for users in sorted(by_users, key=sorted):
             comm = groups.reduction(users)

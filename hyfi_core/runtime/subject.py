@@ -137,6 +137,7 @@ class Bindings:
         """
         for stage, used in enumerate(names):
             for name in used:
+                # ``_stages`` has the stages that used a tensor when it was released on all ranks without any of them.
                 if name in self._stages and not users({stage}) <= users(self._stages[name]):
                     raise RequestError(
                         f"{name!r} of the model is now used in stage {stage}, whose ranks have released it: no "
@@ -170,10 +171,10 @@ class Bindings:
         return self._buffers
 
     def begin(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> LocalValues:
-        """Return the values before the first instruction, in a new dict.
+        """Return value name -> tensor, before the first instruction, in a new dict: constants, weights, key, image.
 
         Args:
-            stage: index of a stage that this rank holds.
+            stage: a stage that this rank holds.
             part: the rank's part of the image, None if the stage does not read it.
             microbatch: its number in the step.
         """
@@ -274,7 +275,7 @@ class Subject:
         return cls(model, settings, shapes, device_of(model), dtype, Bindings(model, random), compiler)
 
     def lays_channels_last(self, grids: Sequence[tuple[int, int]]) -> bool:
-        """Return whether images are converted to channels-last; see the function of this name.
+        """Return whether images are converted to channels-last: as the user chose, or where it makes the model faster.
 
         Args:
             grids: (rows, columns) of each stage's grid of ranks.

@@ -230,13 +230,13 @@ def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]
     for grid in range(grids):
         forwards, backwards = [], []
         for index in range(total):
-            # index counts (group of D micro-batches, round through the grids, micro-batch within the group), the last
+            # index counts (group of D micro-batches, lap through the grids, micro-batch within the group), the last
             # number fastest.
             group, index_in_group = divmod(index, grids * interleave)
-            passes, member = divmod(index_in_group, grids)
+            lap, member = divmod(index_in_group, grids)
             microbatch = group * grids + member
-            forwards.append(act(Verb.F, passes * grids + grid, 0, microbatch))
-            backwards.append(act(Verb.B, (interleave - 1 - passes) * grids + grid, 0, microbatch))
+            forwards.append(act(Verb.F, lap * grids + grid, 0, microbatch))
+            backwards.append(act(Verb.B, (interleave - 1 - lap) * grids + grid, 0, microbatch))
         ahead = min(total, 2 * (grids - 1 - grid) + (interleave - 1) * grids)
         order += forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards, strict=False):

@@ -167,8 +167,8 @@ class _Lowering:
     def _reduce_slot(self, row: tuple[Action, ...], stage: int) -> int:
         """Return the slot in which a rank with the computations ``row`` starts to reduce a stage's gradients."""
         if self._point_to_point:
-            # The reduction waits for gradients of other ranks. It comes after all computations that start before these
-            # gradients are ready, so that they depend on no computation that comes after it on any rank.
+            # The reduction waits for gradients of other ranks, so what these depend on must not wait behind it on any
+            # rank: all computations that start before the gradients are complete come first.
             end = self._gradients_end[stage]
             return max(index + 1 for index, action in enumerate(row) if self._start[action] < end)
         # After the stage's last computation on this rank, in either direction.
@@ -193,17 +193,17 @@ class _Lowering:
         for index, action in enumerate(self._actions_of_rank[rank]):
             forward = action.verb is Verb.F
             stage, direction, microbatch = action.stage, action.direction, action.microbatch
-            if action.verb is Verb.W:
+            if action.verb is Verb.W:  # needs no message: its I has received the gradients
                 continue
             verb = Verb.RECV_F if forward else Verb.RECV_B
             for peer in self._edges.sources[stage] if forward else self._edges.targets[stage]:
                 of_peer = peer, direction, microbatch
                 sender = act(Verb.F, *of_peer) if forward else self._backs[of_peer]  # the computation that is sent
                 yield _NeededReceive(
-                    (self._place[sender], self._order_of_send(sender, stage)),
+                    order=(self._place[sender], self._order_of_send(sender, stage)),
                     # One computation before the one that needs it, so that the message arrives meanwhile.
-                    max(0, index - 1),
-                    act(verb, stage, direction, microbatch, peer),
+                    latest_slot=max(0, index - 1),
+                    action=act(verb, stage, direction, microbatch, peer),
                 )
         if self._point_to_point:
             for stage, slot in reduces.items():

@@ -50,14 +50,14 @@ def represented(schedule: Schedule, placement: Placement, partners: bool) -> Rep
         partners: whether direction 1 sends its gradients to the ranks with the same part in direction 0.
     """
     partners_of = _partners(placement) if partners else [()] * placement.size
-    classes = _classes(schedule, placement, partners_of)
+    classes = _classes(schedule, placement, partners_of)  # the same number for ranks that do the same
     chosen: set[int] = set()
     members = Counter[int]()  # class -> its ranks so far
     for rank, number in enumerate(classes):
         members[number] += 1
         if members[number] <= _OF_A_CLASS:
             chosen.add(rank)
-    # A representative waits for its partners: they become representatives, and so do their partners.
+    # A representative waits for its partners, so they become representatives too, and so do theirs in turn.
     added = set(chosen)
     while added:
         added = {partner for rank in added for partner in partners_of[rank]} - chosen

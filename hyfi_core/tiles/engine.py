@@ -78,8 +78,7 @@ class TilesEngine(EngineState):
     ) -> None:
         self._model: TileModel = model
         self.plan, self.device, self._settings = plan, device_of(model), settings
-        dtype = dtype_of(model)
-        exact = settings.batch_norm == "exact"
+        dtype, exact = dtype_of(model), settings.batch_norm == "exact"
         self._call = EncoderCall(model.encoder, settings.output, settings.autocast, self.device, dtype, exact)
         self._groups = Groups(comm, plan, Placement.of(plan))
         # One seed for all ranks; 63 bits, as it is sent and hashed as an int64.
@@ -93,9 +92,10 @@ class TilesEngine(EngineState):
         self._ownership = self._make_ownership()
         self._mirrors = Mirrors(model, self._groups, used=False)
         self._watch = WeightWatch(self._watched(), self._mirrors.arriving)
-        weights = SameWeights(self._watch, self._ownership.held(), self.settle, lambda: None)
-        self._consensus = CallConsensus(model, comm, self._groups.replica, dict, weights, loss, shares=True)
-        self._scale = GradientScale(())
+        weights = SameWeights(self._watch, self._ownership.held(), self.settle, resend=lambda: None)
+        no_changes = dict  # of the model's Python state: nothing is captured
+        self._consensus = CallConsensus(model, comm, self._groups.replica, no_changes, weights, loss, shares=True)
+        self._scale = GradientScale(())  # of no parameters: gradients are not measured
         self._optimizer = made_optimizer(optimizer, self._ownership.optimized(), staged=False)
         parameters = {id(parameter) for parameter in model.parameters()}
         self._loss = LossFunction(
@@ -103,8 +103,8 @@ class TilesEngine(EngineState):
         )
         self.vectors: KeptVectors | None = None
         self.reader: ChunkReader = SourceReader()
-        self._chunk: int | None = self._settings.chunk  # tiles of a chunk in the last step
-        self._trials: dict[Any, TriedModel] = {}
+        self._chunk: int | None = settings.chunk  # tiles of a chunk in the last step
+        self._trials: dict[Any, TriedModel] = {}  # by tiles, flags and whether in training
         self._gradients: dict[tuple[str, ...], TileGradients] = {}  # by the names of trained parameters
 
     def predict(self, tiles: Sequence[TileSource]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
@@ -273,8 +273,7 @@ class TilesEngine(EngineState):
             ACTIVITY.action = "aggregating features"
             first = DrawKey(self.random.seed, self.random.step, encoding.parts.first_slide)
             of_head = head(features, encoding.slides, labels, first, trains_encoder)
-            # The head needs them no longer, and the second pass needs their memory.
-            del features
+            del features  # the head needs them no longer, and the second pass needs their memory
             self._attention, self._attended_tiles = of_head.attention, of_head.attended_tiles
             of_encoder = (f"encoder.{name}" for name in encoding.facts.trained)
             # In the model's order: reductions are sent in this order, which must be the same on all ranks.
@@ -286,7 +285,7 @@ class TilesEngine(EngineState):
                 self._gradients[trained] = self._make_gradients(trained, dtype)
             gradients = self._gradients[trained]
             ACTIVITY.action = "driving tiles backward"
-            gradients.begin(of_head.counted)
+            gradients.begin(of_head.counted)  # those of the head that this rank adds to the sums over ranks
             if trains_encoder:
                 encoding.backward(graphs, of_head.features, gradients, room)
             gradients.finish(hooks)

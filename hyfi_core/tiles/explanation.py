@@ -56,7 +56,8 @@ def explained(
     logits, count = logits.detach(), len(bag)
     own = slice(count * comm.rank // comm.size, count * (comm.rank + 1) // comm.size)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    # Each rank fills its own rows and leaves zeros elsewhere: the sum over ranks gathers all rows.
+    # The logits of each tile as a slide of its own. A rank fills its rows and leaves zeros elsewhere: the sum over
+    # ranks gathers all rows.
     alone = torch.zeros((count, len(logits)), dtype=wide, device=bag.device)
     if own.stop > own.start:
         alone[own] = _alone(call, bag[own], None if coords is None else torch.as_tensor(coords)[own]).to(wide)
@@ -64,9 +65,10 @@ def explained(
         comm.all_reduce(alone)
     # A tensor without a dim of length `count` is no attention over tiles.
     if attention is None or count not in attention.shape:
-        return TileExplanation(logits.to(wide), None, alone, _gradients(call, bag, coords).to(wide))
+        contributions = _gradients(call, bag, coords).to(wide)
+        return TileExplanation(logits.to(wide), None, alone, contributions)
     weights = attention_of_tiles(attention, count).to(wide)
-    return TileExplanation(logits.to(wide), weights, alone, weights[:, None] * alone)
+    return TileExplanation(logits.to(wide), weights, alone, contributions=weights[:, None] * alone)
 
 
 def _alone(call: AggregatorCall, bag: torch.Tensor, coords: torch.Tensor | None) -> torch.Tensor:

@@ -62,7 +62,7 @@ class SourceReader:
         waited: Callable[[float], None],
         last: bool,
     ) -> Iterator[tuple[TileChunk, torch.Tensor]]:
-        """Yield chunks with their tiles, in order; see `read_ahead`."""
+        """Yield chunks with their tiles, in order; a thread reads the next one meanwhile. ``last`` is not used."""
         return read_ahead(slides, chunks, like, waited)
 
     def kept_bytes(self, slides: Sequence[TileSource]) -> int:

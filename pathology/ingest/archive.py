@@ -287,6 +287,7 @@ def _other_parameters(record: SlideRecord, job: SlideJob, options: IngestOptions
     stored = dict(record.identity.get("parameters", {}))
     requested: dict[str, Any] = options.parameters(job.slide_id)
     for values in (stored, requested):
+        # 12 characters, which are enough of the outlines' digest for a message.
         values["tissue outlines"] = str(values.pop("given_tissue", "detected"))[:12]
     stored_mpp, requested_mpp = stored.pop("given_mpp", None), _given_mpp(job, options)
     # A slide ingested without a given mpp has that of its file, which `--force-mpp` would replace.

@@ -48,7 +48,7 @@ class SlideJob:
 
     @property
     def place(self) -> SceneKey:
-        """Its file, and its scene there."""
+        """The slide's file, and its scene there: a key of manifest rows."""
         return self.source, self.row.get("scene", "")
 
     def to_json(self) -> dict[str, Any]:

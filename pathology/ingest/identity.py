@@ -39,7 +39,7 @@ class SourceStamp:
         """
         if isinstance(path, ObjectPath):
             listing, size_bytes = _listed(path)
-            return cls(size_bytes, int(hashlib.sha256(listing).hexdigest()[:14], 16))
+            return cls(size_bytes, _short_digest(listing))
         try:
             statuses = [(file.name, file.stat()) for file in files_of(path)]
         except OSError as error:
@@ -49,8 +49,7 @@ class SourceStamp:
             ((_, status),) = statuses
             return cls(size_bytes, status.st_mtime_ns)
         listed = sorted((name, status.st_size, status.st_mtime_ns) for name, status in statuses)
-        # 56 bits: like times in nanoseconds, it is below 2⁶³.
-        return cls(size_bytes, int.from_bytes(hashlib.sha256(repr(listed).encode()).digest()[:7], "big"))
+        return cls(size_bytes, _short_digest(repr(listed).encode()))
 
     def to_json(self, secret: str = "") -> dict[str, int]:
         """Return both numbers as JSON.
@@ -70,6 +69,11 @@ def _hidden_time(mtime_ns: int, secret: str) -> int:
 
 
 _DOCUMENTS = ("zarr.json", ".zgroup", ".zattrs", "0/zarr.json", "0/.zattrs", "0/.zarray", "OME/METADATA.ome.xml")
+
+
+def _short_digest(content: bytes) -> int:
+    """Return 56 bits of the SHA-256 of some bytes: a number that, like times in nanoseconds, is below 2⁶³."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
 
 
 def _listed(store: ObjectPath) -> tuple[bytes, int]:

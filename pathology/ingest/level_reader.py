@@ -152,7 +152,7 @@ class LevelReader:
         """
         ratio, height = self._choice.ratio[0], self._level.height_px
         window = _RowWindow(self._read_into, columns.first, columns.end, height, self._level.tile_px[0])
-        step = max(1, int(window.band_px / ratio))
+        step = max(1, int(window.band_rows / ratio))
         for first, end in _steps(start, stop, step):
             all_taps = make_taps(first, end, ratio, height)
             band = window.rows(all_taps.first, all_taps.end)
@@ -207,7 +207,7 @@ class _RowWindow:
         self._first = 0
         # Rows for each step: whole tiles with about `_BAND_PX` pixels, or a part of a tile if tiles are very high.
         whole_tiles = max(1, round(_BAND_PX / (x1 - x0) / tile_height_px)) * tile_height_px
-        self.band_px = min(whole_tiles, max(1, _BAND_PX // (x1 - x0))) if tile_height_px > 1024 else whole_tiles
+        self.band_rows = min(whole_tiles, max(1, _BAND_PX // (x1 - x0))) if tile_height_px > 1024 else whole_tiles
 
     def rows(self, first: int, end: int) -> Planes:
         """Return source rows ``[first, end)`` as ``(3, end - first, w)``, valid until the next call.
@@ -219,7 +219,7 @@ class _RowWindow:
             read_start = max(first, kept_end)
             tiles_end = min(self._height, -(-end // self._tile) * self._tile)
             # Read to the end of the tiles, so that they are decoded once, unless that is more than a band.
-            read_end = tiles_end if tiles_end - end <= self.band_px else end
+            read_end = tiles_end if tiles_end - end <= self.band_rows else end
             # Rows before `first` are never needed again.
             reused = self._kept[:, max(0, first - self._first) :] if first < kept_end else self._kept[:, :0]
             joined: Planes = np.empty((3, reused.shape[1] + read_end - read_start, self._x1 - self._x0), np.uint8)

@@ -89,10 +89,11 @@ class TileJoiner:
             segments = list(header_segments(tile))
         except ValueError as error:
             raise TileError(str(error)) from error
+        # 4: a segment begins with its marker and its length, two bytes each.
         frames = [(marker, tile[start + 4 : end]) for marker, start, end in segments if marker in _ALL_FRAMES]
         for marker, frame in frames:
             self._check_frame(marker, frame)
-        coded = segments[-1][2]
+        coded = segments[-1][2]  # coded data begins where the last segment ends
         if len(frames) != 1 or coded > len(tile):
             raise TileError(_DAMAGED_HEADER)
         # Without APP0 and APP14, which state the colour space: the prefix has that of the TIFF.

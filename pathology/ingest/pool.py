@@ -75,7 +75,7 @@ class SlidePool:
         self._jobs = tuple(jobs)
         # RawArray has no lock, which a dying worker would keep. Only one worker writes the number of a job.
         self._done = multiprocessing.get_context("spawn").RawArray("d", max(1, len(jobs)))
-        self._released, self._elsewhere = deque(), deque()
+        self._released, self._elsewhere = deque(), deque()  # jobs to try again, jobs that other runs work on
         numbers = iter(range(len(jobs)))
         self._take = self.take or (lambda: next(numbers, None))
         while True:
@@ -87,8 +87,9 @@ class SlidePool:
             elif self.workers <= 1:
                 self._run_here(number)
             else:
-                # Put it back to the front, from where `_run_in_workers` takes it.
+                # Put it back to the front, from where `_run_in_workers` takes it before other jobs.
                 self._released.appendleft(number)
+                # One of these jobs has killed its worker: alone, only that one fails.
                 for broken in self._run_in_workers():
                     self._finish(broken, self._run_alone(broken))
 

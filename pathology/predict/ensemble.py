@@ -116,7 +116,7 @@ class Ensemble:
         self._engines = [
             SizedEngines(
                 member.model,
-                None,
+                None,  # no engine of the trained size exists yet
                 spec.size_px,
                 comm,
                 options.cells,
@@ -223,7 +223,7 @@ class Ensemble:
         explanation = SlideImage(engine, member, dataset, index, view, self._comm).run(partial(_explained, engine))
         logits = explanation if isinstance(explanation, torch.Tensor) else explanation.logits
         values = _finite(logits)
-        if isinstance(explanation, torch.Tensor):
+        if isinstance(explanation, torch.Tensor):  # logits only: the model has no map of squares
             return self._without_map(values, view)
         return Attribution(
             values,

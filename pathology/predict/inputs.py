@@ -82,6 +82,7 @@ def _is_stored(folder: Path) -> bool:
     if is_ome_zarr(folder):
         return False
     if is_remote(folder):
+        # An address with neither a manifest nor stores is opened as a store, whose reader says what is missing.
         return (folder / "manifest.csv").is_file() or not _has_ome_zarr(folder)
     return (
         folder.name.endswith(".zarr") or (folder / ".records").is_dir() or any(map(is_own_slide, folder.glob("*.zarr")))

@@ -61,7 +61,8 @@ class KeptVectors:
         """Keep the vectors of a chunk, if the slide's tiles are the same in each epoch and there is room."""
         self.encoded += len(chunk)
         size, key = vectors.numel() * vectors.element_size(), self._key(slide, chunk)
-        if not key[0] or key in self._vectors or self.used_bytes + size > self._limit_bytes:
+        identity = key[0]  # "" if the slide's tiles may change
+        if not identity or key in self._vectors or self.used_bytes + size > self._limit_bytes:
             return
         if self._memory_bytes is not None and resident_bytes() + self.step_bytes + size > self._memory_bytes:
             return

@@ -107,9 +107,11 @@ def _units(module: nn.Module, total: int) -> Iterator[nn.Module]:
     listed = isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(module, ParametrizationList)
     for child in module.children():
         inner, size = list(_units(child, total)), _bytes_of(child)
-        called = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
-        # Elements of lists are a model's blocks; a list itself is never called, so nothing could be gathered for it.
-        if listed and called and size * _SMALL >= total > 0 and (size * _LARGE <= total or not inner):
+        # Elements of lists are a model's blocks. Weights are gathered when a module is called, and lists never are.
+        is_block = listed and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        is_too_small = size * _SMALL < total or not total
+        is_too_large = size * _LARGE > total and bool(inner)  # without units inside, it cannot be divided further
+        if is_block and not is_too_small and not is_too_large:
             yield child
         else:
             yield from inner
