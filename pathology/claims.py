@@ -125,7 +125,7 @@ class Claim:
         if _token(self._path) == self._token:
             for older in _numbers(folder, name):
                 if older <= number:
-                    # In ascending order: if this process is killed here, no file that was taken over remains alone.
+                    # In ascending order: if this process is killed here, no stale claim is left without its successor.
                     with contextlib.suppress(OSError):
                         (folder / f"{name}.{older}").unlink()
 

@@ -339,7 +339,7 @@ class Reader:
         # On a CPU this is still the caller's tensor, whose memory a pager may not free.
         return uploaded(pixels, self._device).clone(), prepare
 
-    def as_given(self, images: Images, output: Any) -> Any:
+    def in_format_of(self, images: Images, output: Any) -> Any:
         """Return the model's output, contiguous if only this reader has made the images channels-last."""
         if self._order != torch.channels_last or (isinstance(images, torch.Tensor) and is_channels_last(images)):
             return output

@@ -277,6 +277,7 @@ class Pipeline:
         flight.sends = 0
         cotangents = waited(self._exchange.cotangents(*key, microbatch))
         self._begin_s = time.perf_counter()
+        # For the pager: cotangents may be the memory of messages and are not spilled, the output's leaves are loaded.
         flight.memory.stay(cotangents)
         flight.memory.need(flight.leaves)
         for name, cotangent in self._from_loss(key, flight, microbatch, step).items():

@@ -64,8 +64,7 @@ class StageRunner:
         pager: Pager | None = None,
         updates: bool = True,
     ) -> None:
-        self._subject, self._is_cell, self._pager = subject, lockstep is not None, pager
-        self._updates = updates
+        self._subject, self._pager, self._updates, self._is_cell = subject, pager, updates, lockstep is not None
         self._driver = OwnThread() if lockstep is None else lockstep
         self._use_orders: dict[HostedStage, UseOrder] = {}  # in which stages use values, for the pager
         cells = plan.cell_grid
@@ -74,8 +73,8 @@ class StageRunner:
         self._placement = Placement.of(plan) if cells is None else Placement.of(plan).by_cells(cells)
         self._plan = plan = plan.by_cells()
         self.groups = Groups(comm, plan, self._placement) if groups is None else groups
-        whole, device, dtype = subject.shapes.whole, subject.device, subject.dtype
-        self.reader = Reader(plan, whole, self.groups, device, dtype, subject.channels_last)
+        whole = subject.shapes.whole
+        self.reader = Reader(plan, whole, self.groups, subject.device, subject.dtype, subject.channels_last)
         self._cache: dict[Any, LoweredModel] = {}  # by (shape of micro-batches, state of the model)
         self._last_state: Hashable = None  # the state of the model that the last call observed
         self._may_be_replaced = True  # whether the model's tensors may have been, since the last call
@@ -96,7 +95,7 @@ class StageRunner:
         self._last_state = subject.watch.observed
         key = (shape, self._last_state)
         if not is_known:
-            # The oldest, as on each rank: lowering is collective, so all must lower again in the same calls.
+            # Drop the oldest, as every rank does: lowering is collective, so all must lower again in the same calls.
             while len(self._cache) >= CAPTURES_KEPT:
                 self._cache.pop(next(iter(self._cache)))
             self._cache[key] = lower_model(
@@ -233,7 +232,7 @@ class StageRunner:
             step = self._step(lowered, inputs, NoLoss(self._subject.device))
             schedule = self._schedules.prediction(lowered.boundaries, batch.count)
             pipeline.run(schedule.actions[self.groups.plane.rank], step)
-            return self.reader.as_given(batch.images, self._joined_output(lowered, pipeline, batch.count))
+            return self.reader.in_format_of(batch.images, self._joined_output(lowered, pipeline, batch.count))
 
     def explain(self, batch: ImageBatch) -> ExplainedPart:
         """Return the logits, and this runner's part of their contributions; see ``Engine.explain``."""
@@ -272,7 +271,7 @@ class StageRunner:
         statistics: FollowingStatistics | FoldedStatistics | None,
         gradients: Gradients | None,
     ) -> Pipeline:
-        """Return a pipeline for one schedule; without ``gradients``, of forwards only, whose outputs it keeps."""
+        """Return what runs one schedule on this rank; without ``gradients`` forwards only, whose outputs it keeps."""
         comm, device, trains, pages = self.groups.plane, self._subject.device, gradients is not None, self._pager
         recomputed = self._recomputed(lowered) if trains else frozenset[Action]()
         return Pipeline(
@@ -338,7 +337,8 @@ class StageRunner:
             return subject.bindings.begin(lowered.hosted[key], part, microbatch)
 
         parameters = {key: subject.bindings.parameters(stage) for key, stage in lowered.hosted.items()}
-        return Step(part, begin, loss, parameters, self._pager is None and inputs.batch.is_on(subject.device))
+        reads_again = self._pager is None and inputs.batch.is_on(subject.device)
+        return Step(part, begin, loss, parameters, reads_again)
 
     def _part(self, inputs: LocalInput, key: Key, microbatch: int, trains: bool = False) -> torch.Tensor:
         """Return this runner's box of one micro-batch, from the pixels read earlier; a cell reads it only now.

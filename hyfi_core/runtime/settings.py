@@ -64,9 +64,8 @@ class EngineSettings:
         """
         own = frozenset(model.modules())
         weights = self.weights
-        settings = {
-            field.name: getattr(self, field.name) for field in fields(self)
-        }  # all, so that a new setting is compared, too
+        # All fields, so that a new setting is compared, too.
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
         return settings | {
             "loss": describe_function(self.loss, own),
             "optimizer": "given" if self.optimizer is not None else "none",

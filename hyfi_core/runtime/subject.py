@@ -326,7 +326,7 @@ class Subject:
             program = self.watch.settled(lambda: self._captured(shape))
             state = self.watch.observed or state  # the state after the capture
             if (shape, state) not in self.programs:
-                # Rather an earlier program that computes the same: ranks must agree, and the cause may be local.
+                # Ranks must have the same programs, but the state may have changed on this rank alone.
                 self.programs[shape, state] = self._earlier_equal(shape, program)
         return self.programs[shape, state]
 
@@ -339,7 +339,7 @@ class Subject:
             self.watch.observe()
             with suppress(RequestError):  # a prediction will raise it
                 program = self.program(shape)
-        self.watch.observe()
+        self.watch.observe()  # the state with the earlier mode, which the module has again
         return program
 
     def _captured(self, shape: Shape) -> Program:

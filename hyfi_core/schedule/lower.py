@@ -22,7 +22,7 @@ from hyfi_core.plan.parallel_plan import Mirror
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import TO_INPUTS, TO_WEIGHTS, Action, Schedule, Verb, act
 from hyfi_core.schedule.fault import ScheduleError
-from hyfi_core.schedule.order import Timed, common_order, to_inputs
+from hyfi_core.schedule.order import Timed, backwards_to_inputs, common_order
 from hyfi_core.schedule.routes import Edges, senders
 from hyfi_core.schedule.symmetry import represented
 
@@ -121,7 +121,7 @@ class _Lowering:
         self._point_to_point = point_to_point
         self._place = {timed.action: index for index, timed in enumerate(order)}  # in the common order
         self._start = {timed.action: timed.start for timed in order}
-        self._backs = to_inputs(schedule)
+        self._backward_of = backwards_to_inputs(schedule)
         self._last_backward: dict[tuple[int, int], Timed] = {}  # (stage, direction) -> its last B or W
         for timed in order:
             if timed.action.verb in TO_WEIGHTS:
@@ -198,7 +198,9 @@ class _Lowering:
             verb = Verb.RECV_F if forward else Verb.RECV_B
             for peer in self._edges.sources[stage] if forward else self._edges.targets[stage]:
                 of_peer = peer, direction, microbatch
-                sender = act(Verb.F, *of_peer) if forward else self._backs[of_peer]  # the computation that is sent
+                sender = (
+                    act(Verb.F, *of_peer) if forward else self._backward_of[of_peer]
+                )  # the computation that is sent
                 yield _NeededReceive(
                     order=(self._place[sender], self._order_of_send(sender, stage)),
                     # One computation before the one that needs it, so that the message arrives meanwhile.

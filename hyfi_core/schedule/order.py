@@ -29,7 +29,7 @@ def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list
     Raises:
         ScheduleError: the ranks' lists have no common order, or an action is before one that it needs.
     """
-    rows, backs = schedule.actions, to_inputs(schedule)  # backs: the B or I of each micro-batch in each stage
+    rows, backward_of = schedule.actions, backwards_to_inputs(schedule)
     cursor = [0] * len(rows)  # of each rank, the index of its current action
     clock = [0] * len(rows)  # of each rank, the end of its last action
     ended: dict[Action, int] = {}  # action -> its end
@@ -44,7 +44,7 @@ def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list
         gang = placement.group(action.stage, action.direction)
         if any(_current(rows[other], cursor[other]) != action for other in gang):
             continue  # the last rank to arrive runs the action for the whole gang
-        needs = _needs(action, edges, backs)
+        needs = _needs(action, edges, backward_of)
         # Waiting for one missing need is enough: when it is done, the rank looks for the next.
         missing = next((need for need in needs if need not in ended), None)
         if missing is not None:
@@ -60,7 +60,7 @@ def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list
         ready += gang
         ready += waiting.pop(action, ())
     if any(cursor[rank] < len(row) for rank, row in enumerate(rows)):
-        raise _stuck(schedule, placement, edges, backs, cursor, ended)
+        raise _stuck(schedule, placement, edges, backward_of, cursor, ended)
     return sorted(done, key=lambda timed: timed.start)
 
 
@@ -68,17 +68,17 @@ def _current(row: tuple[Action, ...], cursor: int) -> Action | None:
     return row[cursor] if cursor < len(row) else None
 
 
-Backs = Mapping[tuple[int, int, int | None], Action]
+BackwardOf = Mapping[tuple[int, int, int | None], Action]
 """(stage, direction, micro-batch) -> the action that computes the gradients of the stage's inputs: B or I."""
 
 
-def to_inputs(schedule: Schedule) -> Backs:
+def backwards_to_inputs(schedule: Schedule) -> BackwardOf:
     """Return the B or I of each backward of a schedule."""
     actions = (action for row in dict.fromkeys(schedule.actions) for action in row if action.verb in TO_INPUTS)
     return {(action.stage, action.direction, action.microbatch): action for action in actions}
 
 
-def _needs(action: Action, edges: Edges, backs: Backs) -> list[Action]:
+def _needs(action: Action, edges: Edges, backward_of: BackwardOf) -> list[Action]:
     """Return the gang actions whose results a gang action needs."""
     stage, direction, microbatch = action.stage, action.direction, action.microbatch
     if action.verb is Verb.F:
@@ -87,14 +87,19 @@ def _needs(action: Action, edges: Edges, backs: Backs) -> list[Action]:
         return [act(Verb.I, stage, direction, microbatch)]
     # If the schedule has no backward of a target, the error names its B.
     later = [
-        backs.get((target, direction, microbatch), act(Verb.B, target, direction, microbatch))
+        backward_of.get((target, direction, microbatch), act(Verb.B, target, direction, microbatch))
         for target in edges.targets[stage]
     ]
     return [act(Verb.F, stage, direction, microbatch), *later]
 
 
 def _stuck(
-    schedule: Schedule, placement: Placement, edges: Edges, backs: Backs, cursor: list[int], ended: dict[Action, int]
+    schedule: Schedule,
+    placement: Placement,
+    edges: Edges,
+    backward_of: BackwardOf,
+    cursor: list[int],
+    ended: dict[Action, int],
 ) -> ScheduleError:
     """Return the error that names, for each rank that has not ended, what it waits for."""
     blames = []
@@ -102,7 +107,7 @@ def _stuck(
         if cursor[rank] == len(row):
             continue
         action = row[cursor[rank]]
-        why = [f"{need} is not done" for need in _needs(action, edges, backs) if need not in ended]
+        why = [f"{need} is not done" for need in _needs(action, edges, backward_of) if need not in ended]
         for other in placement.group(action.stage, action.direction):
             current = _current(schedule.actions[other], cursor[other])
             if current != action:

@@ -39,7 +39,7 @@ def to_chrome(events: Iterable[TraceEvent], names: Mapping[int, str] | None = No
 
     Args:
         events: events of all ranks; kinds other than gang actions, ``update`` and ``data`` are communication.
-        names: rank -> name of its process; by default ``rank 3``.
+        names: rank -> name of its process; by default, rank 3 is named ``rank 3``.
     """
     # If two events start at the same time, the longer one comes first: viewers nest the shorter one into it.
     events = sorted(events, key=lambda event: (event.rank, event.start_s, -event.end_s))

@@ -181,7 +181,7 @@ class TilesEngine(EngineState):
         encoding = self._pass(trials, slides, parts, train=True)
         room = self._room(trials, encoding)
         kept = agree(everyone, lambda: self._chunks_kept(trials, encoding, room.needs))
-        hooks = ParameterHooks(dict(self._model.named_parameters()), 1)
+        hooks = ParameterHooks(dict(self._model.named_parameters()), backwards=1)
         head = BagHead(trials.call, self._model, self._loss, self._groups, [len(batch) for batch in batches])
         # The caller may be in inference mode or no_grad, which would make a step without gradients.
         with self._watch.changing(noticed=True), hooks, torch.inference_mode(False), torch.enable_grad():
@@ -366,7 +366,8 @@ class TilesEngine(EngineState):
         lasting = trials.lasting(encoding.parts.tiles) + encoding.reader.kept_bytes(encoding.slides)
         lasting += new_bytes(self._model, self._optimizer, reduces=self._groups.all.size > 1)
         work = facts.peak if facts.trained else facts.forward
-        needs = MemoryNeeds(lasting, work.of(largest) + tile_bytes * largest, facts.kept.of(largest))
+        working = work.of(largest) + tile_bytes * largest
+        needs = MemoryNeeds(lasting, working, kept=facts.kept.of(largest))
         return KeepingRoom(needs, self.plan.memory_bytes, self.device)
 
     def _tried(self, slides: list[TileSource], train: bool) -> TriedModel:

@@ -28,7 +28,7 @@ class TileGradients:
 
     def __init__(self, model: nn.Module, trained: Sequence[str], groups: Groups, dtype: torch.dtype | None) -> None:
         named = dict(model.named_parameters())
-        self._earlier = EarlierGradients(named.values())
+        self._earlier = EarlierGradients(named.values())  # of earlier calls, which must not be reduced again
         # The aggregator's gradients are complete before any chunk is driven backward.
         self._of_aggregator = [named[name] for name in trained if not name.startswith("encoder.")]
         comm = groups.reduction(frozenset(range(groups.plane.size)))
@@ -36,7 +36,9 @@ class TileGradients:
         # Backward completes an encoder's last parameters first: their buckets can leave first.
         of_encoder = [named[name] for name in reversed(trained) if name.startswith("encoder.")]
         parameters = [*self._of_aggregator, *of_encoder]
-        self._group = ReductionGroup(parameters, comm, 1, dtype) if comm.size > 1 and parameters else None
+        self._group = (
+            ReductionGroup(parameters, comm, mean_over=1, dtype=dtype) if comm.size > 1 and parameters else None
+        )
 
     def begin(self, counted: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Set earlier gradients aside; store those of aggregator and loss that this rank counts, and reduce them."""

@@ -82,6 +82,7 @@ class KeepingRoom:
         """
         if self.memory_bytes is None or self.device.type != "cpu":
             return
+        # A chunk lets the heap grow by more than its tensors, because smaller blocks leave holes.
         most_bytes = self.memory_bytes - int(self.needs.working * _WITH_HOLES)
         if resident_bytes() <= most_bytes:
             return

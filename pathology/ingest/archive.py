@@ -140,7 +140,7 @@ def ingest(
     processes = min(worker_count(workers, memory_bytes), len(work.jobs))
     report = IngestReport(skipped=list(work.finished))
 
-    def take(outcome: Outcome) -> None:
+    def note(outcome: Outcome) -> None:
         report.add(outcome)
         finished(outcome)
 
@@ -148,7 +148,7 @@ def ingest(
         with store_errors(report, store):
             # First, so that the records of skipped slides are up to date even if the run is stopped later.
             refresh(work.finished, store)
-            SlidePool(store, request.options, processes, take, progress).run(work.jobs)
+            SlidePool(store, request.options, processes, note, progress).run(work.jobs)
     finally:
         end(store)
     return report
@@ -241,7 +241,7 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
         files_by_name = {name: record.source_path for name, record in records.items()}
     else:
         key = KeyFile(request.pseudonyms, store)
-        # The key has the real names. Files give slides their names, but here each has its pseudonym.
+        # The key has the real names; those in the store are pseudonyms, which say nothing about files.
         cases_by_name, files_by_name = key.cases, {}
     unchecked = find_jobs(request.paths, files_by_name, request.options.scene, store)
     jobs, note = written_in_one_way(unchecked, cases_by_name, cases_by_name.values(), merge=request.merge_alike)

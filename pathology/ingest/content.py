@@ -99,8 +99,8 @@ def content_of(
     """
     if options.lossless:
         return LosslessContent(slide, mpp, options, tissue)
-    of_slide = options.at(stored_mpp(slide, mpp.um, None if options.native else options.mpp))
-    return ResampledContent(slide, mpp, of_slide, tissue)
+    options_of_slide = options.at(stored_mpp(slide, mpp.um, None if options.native else options.mpp))
+    return ResampledContent(slide, mpp, options_of_slide, tissue)
 
 
 class ResampledContent:
@@ -119,6 +119,7 @@ class ResampledContent:
         self._sizes = self.frame.sizes(options)
         self.levels = pyramid_levels(self._sizes, options.mpp, options.pixel_codec, options.sharded)
         tissue_mask = self.frame.tissue if options.glass == "blank" else None
+        # Where chunks of glass are left out: the tissue mask, and its microns per pixel.
         self.glass = None if tissue_mask is None else (tissue_mask, self.frame.mask_mpp)
 
     @property

@@ -77,7 +77,7 @@ def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissu
     """
     choice = choose_level(slide, mpp.um, options.mpp)
     extent = Box.of_size(choice.height_px, choice.width_px)
-    level = mask_level(options.mpp, options.tissue)
+    level = mask_level(options.mpp, options.tissue)  # of the pyramid, whose pixels are those of masks
     scale = 2**level
     stored, mask_mpp = (options.mpp, options.mpp), options.mpp * scale
     size = level_sizes(choice.height_px, choice.width_px, level + 1)[level]
@@ -87,7 +87,7 @@ def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissu
         else tissue.mask(slide_grid(slide, mpp, stored, mask_mpp), (size.height_px, size.width_px))
     )
     if not options.crop_tissue and options.glass == "keep":
-        return Frame(choice, stored, extent, None, mask_mpp, given_mask)
+        return Frame(choice, stored, extent, masks=None, mask_mpp=mask_mpp, given=given_mask)
     masks = _masks(slide, mpp, options, size)
     mask = masks.tissue if given_mask is None else given_mask
     box = _tissue_box(mask, scale, extent, options.mpp) if options.crop_tissue else extent
@@ -95,7 +95,8 @@ def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissu
     part = (slice(box.y0 // scale, -(-box.y1 // scale)), slice(box.x0 // scale, -(-box.x1 // scale)))
     # Only if the writer needs them before the pixels; otherwise masks are computed from the written pixels.
     written = TissueMasks(masks.tissue[part], masks.pen[part]) if options.glass == "blank" else None
-    return Frame(choice, stored, box, written, mask_mpp, None if given_mask is None else given_mask[part])
+    given_part = None if given_mask is None else given_mask[part]
+    return Frame(choice, stored, box, masks=written, mask_mpp=mask_mpp, given=given_part)
 
 
 def slide_grid(slide: SlideSource, mpp: SourceMpp, stored_mpp: tuple[float, float], mask_mpp_um: float) -> SlideGrid:

@@ -140,6 +140,7 @@ class KeyFile:
             shown["case_id"] = row.case_id
         if (scene := job.row.get("scene", "0")) != "0":
             shown["scene"] = scene
+        # With the secret, the ingest hides the times of the slide's files, too.
         return replace(job, slide_id=row.slide_id, row=shown, secret=row.secret)
 
     def _row(self, job: SlideJob) -> KeyRow:

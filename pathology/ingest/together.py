@@ -61,7 +61,8 @@ def ingest_together(
     set_decode_threads(cores)
     report = IngestReport()
     with shared_folder(store / "dealt", comm) as folder:
-        queue = SlideQueue(range(len(jobs)), folder, own_group(comm, 1), alone=comm.size == 1)
+        each_rank = own_group(comm, 1)  # the queue deals slides to groups of ranks: here each rank is a group
+        queue = SlideQueue(range(len(jobs)), folder, each_rank, alone=comm.size == 1)
         share = _Share(jobs, queue, comm.rank == 0, finished, progress, stop_wanted)
         pool = SlidePool(store, request.options, processes, share.finish, share.show_progress, share.take, cores)
         try:

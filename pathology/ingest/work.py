@@ -144,7 +144,7 @@ def _another_name(
 ) -> Outcome | None:
     """Run a job under a longer name, because its name now belongs to a slide of the same file name in another folder.
 
-    It fails if the user's manifest gives the name.
+    The job fails if the user's manifest gives the name.
     """
     if job.row.get("slide_id"):
         reason = f"slide_id {job.slide_id!r} is used for {stored.source_path} by another run; it must be unique"

@@ -136,10 +136,11 @@ class Ensemble:
         level = together(self._comm, lambda: dataset.level(0))
         view = together(self._comm, lambda: dataset.view(0))
         if not view.pieces:
-            return Sight((), 0.0, view.flags, level)
+            return Sight(views=(), coverage=0.0, flags=view.flags, level=level)
         views = self.views(dataset, 0) if all_tissue else (view,)
-        flags = dict.fromkeys(flag for view in views for flag in view.flags)
-        return Sight(views, coverage_of(views), (*flags, *(["several_images"] if len(views) > 1 else [])), level)
+        flags = list(dict.fromkeys(flag for view in views for flag in view.flags))
+        flags += ["several_images"] if len(views) > 1 else []
+        return Sight(views, coverage_of(views), tuple(flags), level)
 
     def heatmaps(self, dataset: SlideDataset, sight: Sight) -> list[Heatmap]:
         """Return each member's heatmap of the slide, with its logits.
@@ -203,9 +204,10 @@ class Ensemble:
     def _of_member(
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, views: Sequence[View]
     ) -> Attribution:
-        """Return one member's result for a slide, combined over all of its images; those of an image have one entry."""
+        """Return one member's result for a slide: its outputs combined over all images, and the maps of each image."""
         results = [self._of_image(member, engines, dataset, index, view) for view in views]
         logits = np.stack([result.logits for result in results])
+        # (images, classes): how much each image counts in the slide's outputs.
         weights = image_weights(logits, views, member.pooling)
         contributions = tuple(
             (result.contributions[0] * weight[:, None, None]).astype(np.float32)
@@ -225,11 +227,9 @@ class Ensemble:
         values = _finite(logits)
         if isinstance(explanation, torch.Tensor):  # logits only: the model has no map of squares
             return self._without_map(values, view)
-        return Attribution(
-            values,
-            (explanation.contributions[0].float().cpu().numpy(),),
-            (position_scores(explanation, member.readout).cpu().numpy(),),
-        )
+        contributions = explanation.contributions[0].float().cpu().numpy()
+        scores = position_scores(explanation, member.readout).cpu().numpy()
+        return Attribution(values, (contributions,), (scores,))
 
     def _without_map(self, logits: NDArray[np.float64], view: View) -> Attribution:
         """Return the logits of an image by a model without a map: cells are those of the view's alignment."""

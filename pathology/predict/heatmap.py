@@ -153,6 +153,7 @@ def place(
     """
     if not (pieces := [piece for view in views for piece in view.pieces]):
         raise ValueError("the views have no piece of the slide")
+    # exact: whether each square of the model's map is a square of the slide.
     square_px, exact = _squares_of(views[0].size_px, contributions[0].shape[1:], pieces, align_px)
     shape = (math.ceil(slide_size_px[0] / square_px), math.ceil(slide_size_px[1] / square_px))
     classes = len(logits)

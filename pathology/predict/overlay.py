@@ -233,6 +233,7 @@ def _draw_regions(image: Image.Image, overlay: Overlay) -> int:
     drawn = [ring for ring, *_ in rings] + large[: MOST_OUTLINES - len(listed)]
     for ring in drawn:
         draw.line([(x * scale, y * scale) for x, y in ring], fill=REGION_RGB, width=2, joint="curve")
+    # The mark with the rank is beside the right end of the region's top row.
     for region in reversed(listed):  # where marks overlap, the highest rank is on top
         top = int(region.squares[0].min())
         x = float(region.squares[1][region.squares[0] == top].max() + 1) * scale + size * 0.7

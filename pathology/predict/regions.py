@@ -131,7 +131,7 @@ def find_regions(
         squares = _block_around(group.peak, score.shape, side_px) if small else group.squares
         outlined[squares] = True
         regions.append(replace(group, rank=len(regions) + 1, squares=squares))
-    return RankedRegions(tuple(regions), len(groups) - len(strong), beyond)
+    return RankedRegions(tuple(regions), faint=len(groups) - len(strong), beyond=beyond)
 
 
 def _groups_by_score(

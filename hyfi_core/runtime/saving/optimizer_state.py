@@ -97,7 +97,7 @@ def load_optimizer_state(
     named = list(named)
     check_groups(optimizer, named, saved)
     names, groups = {id(parameter): name for name, parameter in named}, saved["groups"]
-    entries: dict[str, list[str]] = {}
+    entries: dict[str, list[str]] = {}  # name of a parameter -> keys ``<name>/<key>`` of its tensors
     for key in saved["tensors"]:
         entries.setdefault(key.rpartition("/")[0], []).append(key)
     for group, saved_group in zip(optimizer.param_groups, groups, strict=True):

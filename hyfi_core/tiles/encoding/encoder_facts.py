@@ -121,7 +121,16 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
     # A forward that keeps nothing needs the rest of the peak, without the activations kept for backward.
     forward = TileBytes.through(max(0, one.peak - one.kept), max(0, several.peak - several.kept))
     features = several.features
-    return EncoderFacts(features.shape[1], features.dtype, shapes, alone, several.trained, kept, peak, forward)
+    return EncoderFacts(
+        features=features.shape[1],
+        dtype=features.dtype,
+        shapes=shapes,
+        alone=alone,
+        trained=several.trained,
+        kept=kept,
+        peak=peak,
+        forward=forward,
+    )
 
 
 def _check_norms(call: EncoderCall) -> None:

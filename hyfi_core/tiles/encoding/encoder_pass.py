@@ -90,8 +90,8 @@ class EncoderPass:
         if kept_vectors is not None:
             stored = [kept_vectors.get(self.slides[chunk.slide], chunk) for chunk in self.chunks]
         missing = [chunk for chunk, vectors in zip(self.chunks, stored, strict=True) if vectors is None]
-        no_backward = not self.trains or not self.facts.trained
-        read = self.reader.read(self.slides, missing, self.like, self._waited, last=no_backward)
+        reads_again = self.trains and bool(self.facts.trained)  # in backward, for chunks that are not kept
+        read = self.reader.read(self.slides, missing, self.like, self._waited, last=not reads_again)
         for chunk, vectors in zip(self.chunks, stored, strict=True):
             # The last chunks are kept: backward begins with them, so that their memory is free soonest.
             keeps = len(graphs) >= len(self.chunks) - kept and (room is None or room.fits_another())

@@ -34,7 +34,7 @@ from pathology.predict.evidence.block_evidence import BlockEvidence
 from pathology.predict.evidence.blocks import OcclusionBlocks
 from pathology.predict.whole_tissue import image_weights
 
-_ALL = 2**62
+_NO_LIMIT = 2**62
 """No limit of forwards for `OcclusionBlocks.of`, so that it returns the smallest blocks."""
 
 
@@ -58,7 +58,7 @@ def gradient_evidence(ensemble: Ensemble, dataset: SlideDataset, sight: Sight, a
     def divided() -> OcclusionBlocks:
         mask, mask_mpp = dataset.slide(0).tissue()
         tissue = TissueGrid.under(mask, mask_mpp, (level.height_px, level.width_px), level.mpp)
-        return OcclusionBlocks.of(tissue, sight.views, align_px, _ALL)
+        return OcclusionBlocks.of(tissue, sight.views, align_px, most=_NO_LIMIT)
 
     blocks = together(ensemble.comm, divided)
     members = range(len(ensemble.members))
@@ -68,7 +68,8 @@ def gradient_evidence(ensemble: Ensemble, dataset: SlideDataset, sight: Sight, a
     for block in blocks.covered:
         has_tissue[block.row, block.column] = True
     drops[:, ~has_tissue] = np.nan
-    return BlockEvidence("gradient", drops.astype(np.float32), blocks.block_px, level.mpp, names, len(sight.views))
+    drops = drops.astype(np.float32)
+    return BlockEvidence("gradient", drops, blocks.block_px, level.mpp, names, forwards=len(sight.views))
 
 
 def _of_member(

@@ -119,7 +119,17 @@ def _of_member(
     go_on: Callable[[], None],
     announce: Callable[[float], None] | None,
 ) -> Outputs:
-    """Return one model's drops, (outputs, rows, columns); NaN for blocks that were not covered."""
+    """Return one model's drops, (outputs, rows, columns); NaN for blocks that were not covered.
+
+    Args:
+        ensemble: The models.
+        member: Index of the model.
+        dataset: Dataset of the slide.
+        views: The images of the slide.
+        blocks: Its blocks.
+        go_on: Called before each forward with a covered block; raises `OcclusionStoppedError` to stop.
+        announce: Called with the seconds of the first forward; None: not called.
+    """
     whole: list[Outputs] = []
     # (row, column) of a block -> index of an image that shows it -> outputs of this image with the block covered.
     without: dict[tuple[int, int], dict[int, Outputs]] = {}
