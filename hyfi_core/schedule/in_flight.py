@@ -79,7 +79,7 @@ def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
 
 
 def _sizes(plan: ParallelPlan) -> tuple[int, ...]:
-    """Return the number of ranks of each grid; 1 for each, if any numbers would bring the same stages to a rank.
+    """Return the number of ranks of each grid; 1 for each if the numbers do not change which stages a rank has.
 
     With 1, few ranks have to be scheduled, and many plans share one schedule.
     """

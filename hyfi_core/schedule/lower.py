@@ -198,9 +198,8 @@ class _Lowering:
             verb = Verb.RECV_F if forward else Verb.RECV_B
             for peer in self._edges.sources[stage] if forward else self._edges.targets[stage]:
                 of_peer = peer, direction, microbatch
-                sender = (
-                    act(Verb.F, *of_peer) if forward else self._backward_of[of_peer]
-                )  # the computation that is sent
+                # The computation whose result is sent.
+                sender = act(Verb.F, *of_peer) if forward else self._backward_of[of_peer]
                 yield _NeededReceive(
                     order=(self._place[sender], self._order_of_send(sender, stage)),
                     # One computation before the one that needs it, so that the message arrives meanwhile.
