@@ -153,8 +153,7 @@ def place(
     """
     if not (pieces := [piece for view in views for piece in view.pieces]):
         raise ValueError("the views have no piece of the slide")
-    # exact: whether each square of the model's map is a square of the slide.
-    square_px, exact = _squares_of(views[0].size_px, contributions[0].shape[1:], pieces, align_px)
+    square_px, one_to_one = _squares_of(views[0].size_px, contributions[0].shape[1:], pieces, align_px)
     shape = (math.ceil(slide_size_px[0] / square_px), math.ceil(slide_size_px[1] / square_px))
     classes = len(logits)
     canvas = np.zeros((2 * classes + 1, *shape))  # contributions, scores, number of squares
@@ -163,7 +162,7 @@ def place(
     for contribution, score, view in zip(contributions, scores, views, strict=True):
         values = np.asarray(contribution, dtype=np.float64)
         maps = np.concatenate([values, score, np.ones((1, *values.shape[1:]))])
-        used = (_copy_squares if exact else _scatter_centres)(maps, view, square_px, canvas, is_seen)
+        used = (_copy_squares if one_to_one else _scatter_centres)(maps, view, square_px, canvas, is_seen)
         totals += values.sum(axis=(1, 2))
         background += np.where(used, 0.0, values).sum(axis=(1, 2))
     shared = background / max(1, int(is_seen.sum()))
@@ -179,7 +178,7 @@ def place(
         logits=tuple(map(float, logits)),
         bias=tuple((np.asarray(logits, dtype=np.float64) - totals).tolist()),
         shared=tuple(shared.tolist()),
-        exact=exact,
+        exact=one_to_one,
     )
 
 
