@@ -247,8 +247,8 @@ class Pipeline:
         if trains and recomputes:
             # Messages are not sent again: what is received now is recorded, and replayed in backward.
             log: Log = []
-            communicators = self._groups[key], self._all_replicas[key], self._between_planes
-            recorder, all_replicas, between_planes = (RecordingCommunicator(each, log, self._spills) for each in communicators)
+            comms = self._groups[key], self._all_replicas[key], self._between_planes
+            recorder, all_replicas, between_planes = (RecordingCommunicator(c, log, self._spills) for c in comms)
             # Copies of the buffers that this forward changes: the second one must start from the same values.
             buffers = _changing(stage, values)
             flight.memory.stay(buffers)
@@ -311,8 +311,8 @@ class Pipeline:
             values[stage.ranked.program.image] = part
             del part  # only ``values`` may hold it: the forward frees it by removing it from there
         # Received messages are replayed: other ranks do not compute their forward again at the same time.
-        communicators = self._groups[key], self._all_replicas[key], self._between_planes
-        comm, all_replicas, between_planes = (ReplayingCommunicator(log, each.rank, each.size) for each in communicators)
+        comms = self._groups[key], self._all_replicas[key], self._between_planes
+        comm, all_replicas, between_planes = (ReplayingCommunicator(log, c.rank, c.size) for c in comms)
         # Random operators draw the same numbers: their key is a value, not a generator's state.
         executor = Executor(stage.tape, comm, all_replicas, flight.memory, between_planes, replaying(log))
         tape = executor.forward(values, record=True)
