@@ -141,16 +141,17 @@ class Runs:
         from scipy.sparse import csr_array  # here: training reads masks, and needs no components
         from scipy.sparse.csgraph import connected_components
 
-        row = self.shape[1] + 1
+        to_next_row = self.shape[1] + 1  # added to a position, gives that of the pixel below
         # Run i touches consecutive runs of the next row: first[i] … end[i] − 1. Runs that touch by a corner have an end
         # equal to a start, so the sides ("left", "right") of the two searches include or exclude them.
-        first = np.searchsorted(self.ends, self.starts + row, "left" if corners else "right")
-        end = np.searchsorted(self.starts, self.ends + row, "right" if corners else "left")
+        first = np.searchsorted(self.ends, self.starts + to_next_row, "left" if corners else "right")
+        end = np.searchsorted(self.starts, self.ends + to_next_row, "right" if corners else "left")
         count = end - first
-        behind = np.concatenate(([0], np.cumsum(count)))
-        neighbours = np.arange(behind[-1]) + np.repeat(first - behind[:-1], count)
-        # Row i of the graph has the columns first[i] … end[i] − 1: these arrays are its CSR form, without a sort.
-        touching = csr_array((np.ones(len(neighbours)), neighbours, behind), shape=(len(count), len(count)))
+        # The graph of touching runs as a sparse matrix: row i has the columns first[i] … end[i] − 1. In CSR form, its
+        # columns are at offsets[i] … offsets[i + 1] − 1 of `neighbours`.
+        offsets = np.concatenate(([0], np.cumsum(count)))
+        neighbours = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], count)
+        touching = csr_array((np.ones(len(neighbours)), neighbours, offsets), shape=(len(count), len(count)))
         components: npt.NDArray[np.int32] = connected_components(touching, directed=False)[1]
         return components
 
@@ -165,6 +166,7 @@ class Runs:
         bounds = np.zeros((count, 4), np.int64)  # y0, y1, x0, x1
         # Initial values of the minima; those of the maxima are 0.
         bounds[:, 0], bounds[:, 2] = self.shape
+        # Positions count one more pixel in each row than the mask has, so that no run crosses the end of a row.
         row, column = np.divmod(self.starts, self.shape[1] + 1)
         # `ufunc.at`, because several runs have the same component: an assignment by index would keep only the last.
         np.minimum.at(bounds[:, 0], components, row)
@@ -187,13 +189,14 @@ class Runs:
         """
         # `reshape` returns a view because the image is contiguous; otherwise this would paint a copy.
         flat, values = image.reshape(-1), np.broadcast_to(value, self.starts.shape)
-        for run in self._portions():
-            starts, lengths = self.starts[run], self.ends[run] - self.starts[run]
-            behind = np.cumsum(lengths)
-            # Number all pixels of these runs 0, 1, 2 …: number + `shift` of its run is the pixel's index in the image.
-            # Subtract the row (the quotient), because rows of positions are one pixel longer than those of the image.
-            shift = starts - starts // (self.shape[1] + 1) - (behind - lengths)
-            flat[np.arange(behind[-1]) + np.repeat(shift, lengths)] = np.repeat(values[run], lengths)
+        for some in self._portions():
+            starts, lengths = self.starts[some], self.ends[some] - self.starts[some]
+            # Rows of positions are one pixel longer than those of the image: subtract the number of the row.
+            first_pixels = starts - starts // (self.shape[1] + 1)
+            # Number the pixels of these runs 0, 1, 2 …: a run has the numbers from `ends` − `lengths` to `ends`.
+            ends = np.cumsum(lengths)
+            shifts = first_pixels - (ends - lengths)
+            flat[np.arange(ends[-1]) + np.repeat(shifts, lengths)] = np.repeat(values[some], lengths)
 
     def _portions(self) -> Iterator[slice]:
         """Yield slices of runs with at most ``_PAINTED_PX`` pixels in total, or one run, to bound `paint`'s memory."""

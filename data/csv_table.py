@@ -160,12 +160,12 @@ def _refuse_rows_in_quotes(path: Path, lines: Sequence[tuple[int, Sequence[str]]
     for line, value in of_several_lines:
         hidden = [part.split(separator) for part in value.splitlines()[1:] if part.strip()]
         firsts = [cells[0].strip() for cells in hidden]
-        # Numbers in both, as in most names of slides: comments may have as many commas as a row. Every line is one of
-        # the rows that a quote hides, the last perhaps a part of one.
+        # A comment may have as many commas as a row. So its lines are rows only if each begins like the name of a slide
+        # in the first column: with a number (0 in its form), and of the form of one of these names.
         if not all("0" in _form(first) and _form(first) in forms for first in firsts):
             continue
         for cells, first in zip(hidden, firsts, strict=True):
-            # A number that names another row is a number of a comment, such as 2,5 with a decimal comma.
+            # A name that another row has is a number of a comment, such as 2,5 with a decimal comma.
             is_row = first not in listed or len(listed) < len(names)
             if is_row and len(cells) == len(lines[0][1]) > 1:
                 raise RequestError(

@@ -107,13 +107,15 @@ def in_utf8(text: str) -> str:
 
 
 def json_in_utf8(value: object) -> str:
-    """Return compact JSON whose texts are those of `in_utf8`; a page's script cannot put a lone surrogate into a URL.
+    """Return compact JSON in which bytes of file names that are not UTF-8 are escaped in texts, as `in_utf8` does.
+
+    Python has these bytes as lone surrogates, which a page's script could not put into a URL.
 
     Raises:
         ValueError: A number is NaN or infinite, which JSON does not have.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # The backslash of `in_utf8`, which JSON writes as two.
+    # The text contains a backslash, which JSON writes as two.
     return re.sub("[\ud800-\udfff]", lambda half: f"\\\\u{ord(half[0]):04x}", text)
 
 

@@ -52,6 +52,7 @@ def canonical(text: str) -> str:
         form = "".join("-" if c == _MINUS or unicodedata.category(c) == "Pd" else c for c in without_invisible(form))
         form = form.translate(_LOOK_ALIKE)
     form = " ".join(form.split())
+    # Of a whole number, the sign and the digits, without zeros in front and behind the point: 7 for 007 and 7.0.
     number = _WHOLE_NUMBER.fullmatch(form)
     return form if number is None else number[1].replace("+", "") + number[2]
 
@@ -67,14 +68,14 @@ def without_ending(name: str) -> str:
 
 
 def forms_of(texts: Iterable[str], kind: NameKind = "name") -> dict[str, str]:
-    """Return text -> form; texts with the same form are spellings of one name."""
+    """Return text -> normal form; texts with the same form are spellings of one name."""
     forms = {text: canonical(text) for text in texts}
     if kind == "class":
         forms = {text: form.replace(" ", "") for text, form in forms.items()}
     all_forms = set(forms.values())
     # Canonical again, because "007.svs" without its ending is a number, whose zeros do not count.
     shorter = {form: canonical(without_ending(form)) for form in all_forms}
-    # Endings only fall where another text has none: a.tif and a.tiff stay two.
+    # A text loses its file ending only if another text is the name without it: a.tif and a.tiff alone stay two names.
     return {text: shorter[form] if shorter[form] in all_forms else form for text, form in forms.items()}
 
 

@@ -57,8 +57,9 @@ class CellFeed:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._parts = tuple(part for part in spec.parts if not part.box.empty)
         self._ahead = self._parts_ahead(prefetch, ahead_bytes)
-        self._open: dict[tuple[int, InputPart], tuple[int, PartBuffers]] = {}  # requested, and not read yet
-        self._read: set[InputPart] = set()  # of the current turn
+        # Boxes that are requested and not read yet: (turn, part) -> (number of the request, memory of the pixels).
+        self._open: dict[tuple[int, InputPart], tuple[int, PartBuffers]] = {}
+        self._read: set[InputPart] = set()  # parts of the current turn that were read
         # The turn before the first: `batch` expects the next one, and requests of the first turn are sent right now.
         self._turn, self._next = spec.turns[0] - 1, (spec.turns[0], 0)  # (turn, index of the part) to request next
         samples = max((part.stop - part.first for part in self._parts), default=0)
@@ -126,21 +127,22 @@ class CellFeed:
         return min(most, max(_LEAST_AHEAD, ahead_bytes // largest_bytes))
 
     def _request_ahead(self) -> None:
-        """Request the boxes that are read next."""
+        """Request the boxes of this turn and of later ones, in order, until ``_ahead`` of them are not read yet."""
         while self._parts and len(self._open) < self._ahead and self._next[0] < self._spec.turns[1]:
-            turn, at = self._next
-            part = self._parts[at]
-            self._next = (turn, at + 1) if at + 1 < len(self._parts) else (turn + 1, 0)
-            # Do not request a box that was read out of order before its request was due.
-            read = turn == self._turn and part in self._read
-            if turn >= self._turn and not read and (turn, part) not in self._open:
+            turn, index = self._next
+            part = self._parts[index]
+            self._next = (turn, index + 1) if index + 1 < len(self._parts) else (turn + 1, 0)
+            # `read` requests a box itself if it is read before its place in this order: do not request it again.
+            is_read = turn == self._turn and part in self._read
+            if turn >= self._turn and not is_read and (turn, part) not in self._open:
                 self._request(turn, part)
 
     def _request(self, turn: int, part: InputPart) -> None:
-        """Request a box of a turn's samples, each sample from the loader that serves it."""
+        """Request a box of some samples of a turn, each sample from the loader that serves it."""
         buffers, layout = PartBuffers((part,), self._device, self._stream), self._spec.layout
-        numbers_of: dict[int, list[int]] = {}
+        numbers_of: dict[int, list[int]] = {}  # loader -> numbers of the samples to request from it
         receives = []
+        # `position` is a sample's index in the batch, `number` that in the stream of all replicas' samples.
         numbers = layout.numbers(turn, self._spec.replica)[part.first : part.stop]
         for position, number in enumerate(numbers, part.first):
             loader = self._link.loader_of(layout.ordinal(number))

@@ -149,16 +149,17 @@ class DecodePool:
         self._cache = SampleCache(cache_bytes, entry_bytes)
         self._leases = Leases()
         # Reversed, so that `pop` returns the first slots first: memory of slots that are never used is not allocated.
-        self._free_slots = [slot * slot_bytes for slot in reversed(range(slots))]
+        self._free_slots = [slot * slot_bytes for slot in reversed(range(slots))]  # offsets in the memory of slots
         self._in_slots: dict[Hashable, Lease] = {}  # by name: being prepared, or ready and not released
-        self._ready: set[Hashable] = set()
+        self._ready: set[Hashable] = set()  # names of samples that are prepared and not released
         self._at_a_time = min(at_a_time, MOST_AT_A_TIME)
         self.image_bytes = self._at_a_time * max(slot_bytes, entry_bytes)
+        # Workers that have a sample to prepare when every slot is in use, rounded up.
         self.most_busy = -(-slots // self._at_a_time)
-        self._room: Counter[int] = Counter()  # by worker: leases that it may be given now
-        self._deaths_in_a_row = 0
+        self._room: Counter[int] = Counter()  # by index of a worker: leases that it may be given now
+        self._deaths_in_a_row = 0  # of workers, since any of them has prepared a sample
         self._workers: list[Worker] = []
-        self._starting: set[int] = set()
+        self._starting: set[int] = set()  # indices of workers that are not ready yet
         for _ in range(workers):
             self.add_worker()
 
@@ -306,9 +307,11 @@ class DecodePool:
             RuntimeError: Workers keep dying.
         """
         # The connection of a worker that exits ends before its process has an exit code.
-        by_itself = self._workers[worker_id].stop(patience_s=1.0)
+        ended_with_error = self._workers[worker_id].stop(patience_s=1.0)
         self.counts.replaced += 1
-        self._deaths_in_a_row += MAX_DEATHS_IN_A_ROW // MAX_DEATHS_OF_A_SAMPLE if by_itself else 1
+        # A worker that was killed counts once. After an error of its own, others would probably fail, too: after
+        # MAX_DEATHS_OF_A_SAMPLE of these, the limit is reached.
+        self._deaths_in_a_row += MAX_DEATHS_IN_A_ROW // MAX_DEATHS_OF_A_SAMPLE if ended_with_error else 1
         if self._deaths_in_a_row > MAX_DEATHS_IN_A_ROW:
             raise RuntimeError(
                 "decoding processes keep dying before they finish a sample; see their output above for the cause"

@@ -238,7 +238,7 @@ class ChildWorker:
         return self._connection
 
     def stop(self, patience_s: float = 0.0) -> bool:
-        """Kill the process unless it ends by itself in ``patience_s``; see :class:`Worker`."""
+        """Kill the process unless it ends by itself in ``patience_s``; return whether it ended with an error."""
         self._connection.close()
         ACTIVITY.helpers.discard(self._process.pid)
         try:
@@ -246,7 +246,7 @@ class ChildWorker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        # A negative code is a signal, such as that of the out-of-memory killer; another worker may succeed.
+        # A negative code is the signal that killed it, ours or the out-of-memory killer's: no error of its own.
         return code > 0
 
 

@@ -157,8 +157,9 @@ class LoaderService:
         return self._stopped
 
     def _await_hellos(self) -> None:
-        """Wait for the hello of every trainer: these determine the boxes to read and the size of a slot."""
+        """Wait until every trainer has said hello, and with it which boxes of its samples it needs."""
         backoff = Backoff()
+        # `_receive_message` adds a trainer to `_trainers` when its hello arrives.
         while len(self._trainers) < len(self._ranks):
             self._watch()
             if self._receive_message():
@@ -325,12 +326,12 @@ class LoaderService:
         return arrived
 
     def _send_blanks(self) -> None:
-        """Answer requests that were not served with blank images, because their receives are already posted."""
+        """Send uninitialised pixels for all open requests: their receives are posted, and trainers wait for them."""
         sending = [pending for pending, _, _ in self._sending]
         for rank, trainer in self._trainers.items():
-            # Also those whose preparation has begun: their pool ends with this service.
+            # Also for samples that workers are preparing now: nobody waits for these workers any more.
             boxes = [box for request in trainer.requested for box in self._needed(rank, request)[rank]]
-            # Whatever the memory has: the trainer has said goodbye and looks at no pixel.
+            # Not filled, because the trainer has said goodbye and looks at no pixel.
             blanks = [torch.empty((BANDS, *box.shape), dtype=torch.uint8) for box in boxes]
             sending.append(self._comm.exchange([Message(rank, blank, PIXELS_TAG) for blank in blanks], []))
         for pending in sending:

@@ -40,7 +40,7 @@ class _Answer:
     receives: Sequence[Message]
     pending: dict[int, Pending]
 
-    def late(self) -> set[int]:
+    def loaders_behind(self) -> set[int]:
         """Return the loaders that have not sent all; empty when the answer is complete."""
         self.pending = {loader: pending for loader, pending in self.pending.items() if not pending.test()}
         return set(self.pending)
@@ -68,8 +68,9 @@ class LoaderLink:
         self._sends: list[Pending] = []
         self._requests = 0
         self._waited: set[int] = set()  # loaders for which this trainer has waited since their last request
-        stride = len(self._loaders)
-        self._send({loader: {"kind": "hello", **hello, "every": [k, stride]} for k, loader in enumerate(self._loaders)})
+        # "every": of n loaders, number k serves the replica's samples k, k + n, k + 2n …
+        n = len(self._loaders)
+        self._send({loader: {"kind": "hello", **hello, "every": [k, n]} for k, loader in enumerate(self._loaders)})
 
     def loader_of(self, ordinal: int) -> int:
         """Return the loader of the replica's sample with this index."""
@@ -104,15 +105,15 @@ class LoaderLink:
 
     def wait(self, request: int) -> None:
         """Return when this request and all earlier ones have been answered."""
-        # Noted before waiting: afterwards nobody would be late, and loaders learn of it with the next request.
+        # Noted before waiting: afterwards no loader would be behind, and loaders learn of it with the next request.
         for answer in self._answers:
             if answer.number <= request:
-                self._waited |= answer.late()
+                self._waited |= answer.loaders_behind()
         self._receive(lambda: bool(self._answers) and self._answers[0].number <= request)
 
     def answered(self) -> int:
         """Return how many requests, from the first, have been answered."""
-        while self._answers and not self._answers[0].late():
+        while self._answers and not self._answers[0].loaders_behind():
             self._answers.popleft()
         return self._answers[0].number if self._answers else self._requests
 
@@ -134,11 +135,11 @@ class LoaderLink:
                 backoff.pause()
 
     def _receive(self, unfinished: Callable[[], bool]) -> None:
-        """Wait for answers, in order, while ``unfinished``."""
+        """Wait until the oldest answers are complete, one after the other, as long as ``unfinished()``."""
         # Shorter pauses than the loader's: the trainer, and with it all ranks of its step, stand still meanwhile.
         backoff = Backoff(first_s=1e-4, max_s=2e-3)
         while unfinished():
-            if self._answers[0].late():
+            if self._answers[0].loaders_behind():
                 self._watch()
                 backoff.pause()
             else:

@@ -27,8 +27,8 @@ class PartBuffers:
         shapes = [(part.stop - part.first, BANDS, *part.box.shape) for part in parts]
         # Pinned: without it, `non_blocking` copies would go through a buffer of the driver and block.
         self.buffers = [torch.empty(shape, dtype=torch.uint8, pin_memory=stream is not None) for shape in shapes]
-        self._images = self.buffers
-        self._copied: torch.cuda.Event | None = None
+        self._images = self.buffers  # or their copies on the device, once `upload` has started these
+        self._copied: torch.cuda.Event | None = None  # when the copies are done
 
     def of_sample(self, position: int) -> list[torch.Tensor]:
         """Return the buffers for the parts of one sample of the batch."""

@@ -90,8 +90,9 @@ class RemoteFeed:
             return
         while self._next_request < min(self._next_turn + len(self._slots), self._spec.turns[1]):
             slot, layout = self._slots[self._next_request % len(self._slots)], self._spec.layout
-            numbers_of: dict[int, list[int]] = {}
+            numbers_of: dict[int, list[int]] = {}  # loader -> numbers of the samples to request from it
             receives = []
+            # `position` is a sample's index in the batch, `number` that in the stream of all replicas' samples.
             for position, number in enumerate(layout.numbers(self._next_request, self._spec.replica)):
                 loader = self._link.loader_of(layout.ordinal(number))
                 buffers = slot.of_sample(position)

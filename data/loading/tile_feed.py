@@ -76,12 +76,14 @@ class TileFeed:
     ) -> None:
         self.ahead = ahead
         self._loaders, self._row, self._pinned = tuple(loaders), row, pinned
-        self._open: dict[Piece, tuple[int, torch.Tensor]] = {}  # requested, and not taken yet
+        # Pieces that are requested and not taken yet: (number of the request, memory of the tiles).
+        self._open: dict[Piece, tuple[int, torch.Tensor]] = {}
         self._turn_numbers: tuple[int, ...] = ()  # of the turn's samples
         self._later: list[Piece] = []  # pieces that the next turn needs first
         self._waiting: deque[Piece] = deque()  # to be requested, in this order
         self._sent = 0  # requests so far
-        # One more than is requested ahead, for a piece that was not expected.
+        # What loaders need to know. One more than is requested ahead, for a piece that was not expected; a box has the
+        # tiles of a message, each a row of an image.
         hello = {"parts": [], "replica": replica, "ahead": ahead + 1, "box_bytes": BANDS * MOST_TILES * row.width}
         self._link = LoaderLink(comm, loaders, hello, watch)
 

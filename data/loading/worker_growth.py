@@ -40,9 +40,9 @@ class WorkerGrowth:
 
     Args:
         most: Largest number of workers, by the loader's cores.
-        raised: Called with (new number of workers, ``most``) whenever the number rises.
-        failed: Called with (current number of workers, error) when another worker could not be started.
-        kept_bytes: Most bytes that a worker keeps between samples.
+        on_rise: Called with (new number of workers, ``most``) whenever the number rises.
+        on_failure: Called with (current number of workers, error) when another worker could not be started.
+        worker_kept_bytes: Most bytes that a worker keeps between samples.
         free_bytes: Returns the memory that is free on this host.
         clock: Returns seconds.
 
@@ -53,17 +53,17 @@ class WorkerGrowth:
     def __init__(
         self,
         most: int,
-        raised: Callable[[int, int], None] = lambda workers, most: None,
-        failed: Callable[[int, OSError], None] = lambda workers, error: None,
-        kept_bytes: int = 0,
+        on_rise: Callable[[int, int], None] = lambda workers, most: None,
+        on_failure: Callable[[int, OSError], None] = lambda workers, error: None,
+        worker_kept_bytes: int = 0,
         free_bytes: Callable[[], int] = _free_bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.most = most
-        self._raised, self._failed = raised, failed
-        self._kept_bytes, self._free_bytes, self._clock = kept_bytes, free_bytes, clock
+        self.most = most  # workers
+        self._on_rise, self._on_failure = on_rise, on_failure
+        self._worker_kept_bytes, self._free_bytes, self._clock = worker_kept_bytes, free_bytes, clock
         self._late: dict[int, deque[bool]] = {}  # by trainer: whether each of its last turns was late
-        self._next_look_s = float("-inf")  # when to look at free memory again
+        self._next_look_s = float("-inf")  # time from which free memory may be checked again
 
     def limit(self, workers: int) -> None:
         """Allow at most this many workers: more would have nothing to prepare."""
@@ -85,7 +85,7 @@ class WorkerGrowth:
             return False
         if self._clock() < self._next_look_s:
             return False
-        is_due = self._free_bytes() >= _SPARE * (_WORKER_BYTES + self._kept_bytes + 2 * image_bytes)
+        is_due = self._free_bytes() >= _SPARE * (_WORKER_BYTES + self._worker_kept_bytes + 2 * image_bytes)
         if not is_due:
             # Reading the limits of cgroups and /proc takes longer than a round of the loader's loop.
             self._next_look_s = self._clock() + _PAUSE_S
@@ -95,9 +95,9 @@ class WorkerGrowth:
         """Count late turns anew after the number of workers has risen to ``workers``."""
         # Earlier turns say nothing about the larger number of workers; also, the new worker needs time to start.
         self._late.clear()
-        self._raised(workers, self.most)
+        self._on_rise(workers, self.most)
 
     def refused(self, workers: int, error: OSError) -> None:
         """Start no further workers after one could not be started."""
         self.most = workers
-        self._failed(workers, error)
+        self._on_failure(workers, error)

@@ -60,7 +60,16 @@ def _check_every_class(classes: Sequence[str], counts: NDArray[np.int64], parts:
 
 
 def _assign(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -> list[int]:
-    """Return the part of each group; ``counts`` is (groups, classes), ``shares`` add up to 1."""
+    """Distribute groups over parts, so that each part gets about its share of every class and of all members.
+
+    Args:
+        counts: (groups, classes): number of members.
+        shares: Share of each part; they add up to 1.
+        seed: Decides the order of groups that are alike.
+
+    Returns:
+        Index of the part of each group.
+    """
     groups, n_classes = counts.shape
     has_class = counts > 0
     rarest = np.array(
@@ -70,6 +79,7 @@ def _assign(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -
     # `sorted` is stable: groups with equal keys stay in this random order.
     shuffled = keyed_permutation(groups, "split", int(seed))
     order = sorted(shuffled, key=lambda g: (has_class[:, rarest[g]].sum(), rarest[g], -counts[g].sum()))
+    # One column for each class, and one for all members.
     sizes = np.column_stack([counts, counts.sum(axis=1)])
     weight = 1.0 / sizes.sum(axis=0)
     lack = shares[:, None] * sizes.sum(axis=0)[None, :]  # target − assigned, for each part and column

@@ -39,13 +39,15 @@ class Augment:
 
     def draw(self, seed: int, epoch: int, slide_id: str, size_px: tuple[int, int]) -> Variation:
         """Return the variation of one image of ``size_px`` (height, width); it depends only on the arguments."""
-        # Always draw all six: then turning one change off does not change the others.
-        u = keyed_uniforms(6, "augment", seed, epoch, slide_id)
-        turns = int(u[1] * 4) if size_px[0] == size_px[1] else 2 * int(u[1] * 2)
-        factors = 1 + (2 * u[2:] - 1) * np.array([self.stain, self.stain, self.colour, self.colour])
+        # Always draw all six numbers in [0, 1): then turning one change off does not change the others.
+        of_mirror, of_turns, *of_colours = keyed_uniforms(6, "augment", seed, epoch, slide_id)
+        # Only half turns of an image that is not square: its size stays.
+        turns = int(of_turns * 4) if size_px[0] == size_px[1] else 2 * int(of_turns * 2)
+        ranges = np.array([self.stain, self.stain, self.colour, self.colour])
+        factors = 1 + (2 * np.array(of_colours) - 1) * ranges
         return Variation(
             size_px=size_px,
-            mirror=self.flips and bool(u[0] < 0.5),
+            mirror=self.flips and bool(of_mirror < 0.5),
             turns=turns if self.flips else 0,
             stains=(float(factors[0]), float(factors[1])),
             density=float(factors[2]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,14 +112,15 @@ def coverage_of(
     if "cropped" not in view.flags:
         return coverage
 
-    def larger(k: int) -> tuple[int, int]:
+    def enlarged(k: int) -> tuple[int, int]:
         height, width = (math.ceil(side * (STEPS + k) / STEPS / align_px) * align_px for side in view.size_px)
         return height, width
 
-    size = larger(_smallest(lambda k: holds_all(larger(k), 1.0)))
-    coarser = _smallest(lambda k: holds_all(view.size_px, 1 + k / STEPS))
-    fits_mpp = float(f"{mpp * (1 + coarser / STEPS):.6g}")
-    return Coverage(slide_id, case_id, view.coverage, view.tissue_px, view.flags, coverage.pieces, size, fits_mpp)
+    # Sides and mpp grow in steps of 1 / STEPS of the present ones: by the fewest steps k at which all tissue is shown.
+    fits_size_px = enlarged(_smallest(lambda k: holds_all(enlarged(k), 1.0)))
+    mpp_steps = _smallest(lambda k: holds_all(view.size_px, 1 + k / STEPS))
+    fits_mpp = float(f"{mpp * (1 + mpp_steps / STEPS):.6g}")
+    return replace(coverage, fits_size_px=fits_size_px, fits_mpp=fits_mpp)
 
 
 def _smallest(fits: Callable[[int], bool]) -> int:

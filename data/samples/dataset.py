@@ -55,6 +55,14 @@ class SlideReader(Protocol):
         ...
 
 
+class _ViewFactory(Protocol):
+    """Makes views of one slide."""
+
+    def __call__(self, size_px: tuple[int, int], mpp_factor: float) -> View:
+        """Return the view of an image of this size (height, width), at ``mpp_factor`` times the dataset's mpp."""
+        ...
+
+
 @dataclass(frozen=True)
 class SlideRef:
     """A slide of a dataset: its id in the store, its case, and its label (None: unlabelled)."""
@@ -137,7 +145,7 @@ class SlideDataset:
         """
         # Without a lock: threads that come at the same time make equal views, and one of them stays.
         if index not in self._views:
-            self._views[index] = self._view_factory(index)(self.size_px, 1.0)
+            self._views[index] = self._view_factory(index)(self.size_px, mpp_factor=1.0)
         return self._views[index]
 
     def whole_views(self, index: int, *, several: bool) -> tuple[View, ...]:
@@ -161,7 +169,7 @@ class SlideDataset:
             return make_views(tissue, self.size_px, self.kind, self.align_px)
         fits = self.coverage(index).fits_size_px
         assert fits is not None, "the coverage of a cropped view has a size that fits"
-        return (self._view_factory(index)(fits, 1.0),)
+        return (self._view_factory(index)(fits, mpp_factor=1.0),)
 
     def level(self, index: int) -> int:
         """Return the level of the slide's pyramid that has the dataset's mpp.
@@ -276,7 +284,7 @@ class SlideDataset:
 
     def coverage_at(self, index: int, size_px: tuple[int, int]) -> float:
         """Return the coverage of an image of ``size_px`` (height, width) of the slide."""
-        return self._view_factory(index)(size_px, 1.0).coverage
+        return self._view_factory(index)(size_px, mpp_factor=1.0).coverage
 
     def read_plain(self, index: int, box: Box) -> NDArray[np.uint8]:
         """Return a box of a training image without augmentation, (3, h, w) uint8 that the caller owns."""
@@ -309,8 +317,8 @@ class SlideDataset:
             rows, columns = piece.target.relative_to(box).slices()
             self.slide(index).read(piece.source, self.level(index), out=out[:, rows, columns])
 
-    def _view_factory(self, index: int) -> Callable[[tuple[int, int], float], View]:
-        """Return a function of (image size, factor of the mpp) that makes a view of the slide."""
+    def _view_factory(self, index: int) -> _ViewFactory:
+        """Return a function that makes views of the slide in other sizes of the image, or at another mpp."""
         level = self.slide(index).levels[self.level(index)]
         mask, mask_mpp = self.slide(index).tissue()
 

@@ -63,7 +63,15 @@ def column_in_one_way(
     known_names: Iterable[str] = (),
     knows: str = "the store",
 ) -> NamedTable:
-    """Return the table with one spelling of each name in a column; other arguments as for `one_spelling`.
+    """Return the table with one spelling of each name in a column, and a note for the user if any were changed.
+
+    Args:
+        named: The table, with notes about earlier changes.
+        column: The column.
+        kind: Whether the column has names or classes.
+        merge: True: join several spellings of one name; False: refuse them.
+        known_names: Spellings that never change.
+        knows: Who has ``known_names``, for messages.
 
     Raises:
         RequestError: A name has several spellings, and ``merge`` is off.

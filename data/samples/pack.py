@@ -31,20 +31,21 @@ class Shelves:
     def place(self, height: int, width: int) -> tuple[int, int] | None:
         """Reserve a rectangle; return the (y, x) of its first pixel, None if it does not fit."""
         for shelf in self._shelves:
-            top, tall, x = shelf
+            top, shelf_height, free_x = shelf
             # Shelves are whole blocks high, so the last shelf may reach beyond the image.
-            if height <= tall and x + width <= self._width and top + height <= self._height:
-                shelf[2] = self._up(x + width)
-                return top, x
+            if height <= shelf_height and free_x + width <= self._width and top + height <= self._height:
+                shelf[2] = self._whole_blocks(free_x + width)
+                return top, free_x
         top = self._next_top
         if top + height > self._height or width > self._width:
             return None
         # In whole blocks, so that the next rectangle and the next shelf start on the grid.
-        self._shelves.append([top, self._up(height), self._up(width)])
-        self._next_top = top + self._up(height)
+        self._shelves.append([top, self._whole_blocks(height), self._whole_blocks(width)])
+        self._next_top = top + self._whole_blocks(height)
         return top, 0
 
-    def _up(self, length: int) -> int:
+    def _whole_blocks(self, length: int) -> int:
+        """Return the length, rounded up to a multiple of ``align``."""
         return -(-length // self._align) * self._align
 
 
@@ -81,6 +82,7 @@ def _disjoint(boxes: Sequence[Box]) -> list[Box]:
         over = alive & overlapping(corners, Box(*map(int, corners[i])))
         # Every box overlaps itself. The hull may overlap further boxes, so put it into the queue again.
         if over.sum() > 1:
+            # A row of corners is y0, y1, x0, x1: of the hull, the least y0 and x0, and the largest y1 and x1.
             low, high = corners[over].min(axis=0), corners[over].max(axis=0)
             corners[i] = low[0], high[1], low[2], high[3]
             alive &= ~over

@@ -81,11 +81,13 @@ def fixed_groups(table: Table, groups: Sequence[str], fixed_test: str | None, *,
 
 
 def _as_given(table: Table, column: str, values: Collection[str], merge: bool) -> list[str]:
-    """Return a column's texts; those that are another spelling of one of ``values`` are refused, or spelled like it."""
+    """Return a column's texts, with other spellings of one of ``values`` replaced by it (``merge``) or refused.
+
+    The rows with one of ``values`` are the test set: a row of the test set in another spelling would be trained on.
+    """
     texts = [row[column] for row in table.rows]
     forms = {canonical(value) for value in values}
     alike = [(text, line) for text, line in zip(texts, table.lines, strict=True) if canonical(text) in forms]
-    # A row of the test site in another spelling would be trained on.
     spelled = one_spelling(
         [text for text, _ in alike],
         "name",

@@ -61,7 +61,11 @@ def _transpose(pixels: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
 
 
 def _transpose_blocks(words: NDArray[np.uint64], target: NDArray[np.uint64]) -> None:
-    """Write the transposed bytes of ``words (h, w / 8)`` into ``target (w, h / 8)``."""
+    """Write the transposed bytes of ``words (h, w / 8)`` into ``target (w, h / 8)``.
+
+    In each block of 8 × 8 bytes, rows that are 4, 2 and 1 apart exchange the halves, quarters and eighths of their
+    words that lie on the wrong side of the diagonal.
+    """
     rows, columns = words.shape[0] // _SIDE, words.shape[1]
     for first in range(0, rows, _BLOCK_ROWS):
         count = min(_BLOCK_ROWS, rows - first)
@@ -69,6 +73,7 @@ def _transpose_blocks(words: NDArray[np.uint64], target: NDArray[np.uint64]) -> 
         # (row of a block, row of blocks, column of blocks): each exchange is one operation on long rows.
         blocks = part.transpose(1, 0, 2).copy()
         for apart, bits, mask in _EXCHANGES:
+            # Row k of `upper` and row k of `lower` are `apart` rows apart.
             pairs = blocks.reshape(-1, 2, apart, count, columns)
             upper, lower = pairs[:, 0], pairs[:, 1]
             # `exchanged` has the bits in which the two halves differ: XOR with it exchanges the halves.

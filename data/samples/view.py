@@ -225,7 +225,7 @@ def _crop(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
 
     Counts all windows at once with a summed-area table over the rows and columns where windows start or end.
     """
-    # Windows of equal size start on the grid; those at the border are cut off, so ends are computed for each.
+    # Windows start at multiples of `align`; the slide's border cuts the last ones, so ends are computed for each.
     starts = [_starts(length, size, align) for length, size in zip(grid.size_px, size_px, strict=True)]
     ends = [np.minimum(s + size, length) for s, size, length in zip(starts, size_px, grid.size_px, strict=True)]
     cuts = [np.unique(np.concatenate([[0], s, e])) for s, e in zip(starts, ends, strict=True)]
@@ -236,8 +236,9 @@ def _crop(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
     y1, x1 = (np.searchsorted(c, e) for c, e in zip(cuts, ends, strict=True))
     tissue = summed[np.ix_(y1, x1)] - summed[np.ix_(y0, x1)] - summed[np.ix_(y1, x0)] + summed[np.ix_(y0, x0)]
     best = np.argwhere(tissue == tissue.max())
-    # Twice the distance to the middle of the best windows: a whole number.
-    row, column = best[np.argmin((np.abs(best * 2 - best.min(axis=0) - best.max(axis=0))).sum(axis=1))]
+    # Of (row, column) to the middle of the best windows, (min + max) / 2; doubled, so that all numbers are whole.
+    twice_distances = np.abs(best * 2 - best.min(axis=0) - best.max(axis=0)).sum(axis=1)
+    row, column = best[np.argmin(twice_distances)]
     window = Box(int(starts[0][row]), int(ends[0][row]), int(starts[1][column]), int(ends[1][column]))
     return _centred([(window, (0, 0))], size_px, align), int(tissue.max())
 

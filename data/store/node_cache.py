@@ -71,6 +71,7 @@ def share_on_node(size_bytes: int, folder: Path | None = None) -> None:
     os.environ[VARIABLE] = f"{size_bytes}:{(folder or user_folder()).absolute()}" if size_bytes else ""
     cache = node_cache()
     if cache is not None:
+        # An earlier run on the node may have found the disk full: this run warns anew.
         cache.announce_room()
 
 

@@ -235,6 +235,7 @@ class ShardedArray:
     def _load_index(self, file: tuple[int, int]) -> None:
         """Read the index of a file ahead of its chunks."""
         path, name = self.file_path(file), self.layout.file_name(file)
+        # Without shards, a blank chunk has no file: slot 0 is the only one.
         if not self.layout.sharded and 0 in self.blank.get(name, ()):
             return
         try:

@@ -119,9 +119,15 @@ class TissueGrid:
         return total
 
     def _count_left_of(self, strips: NDArray[np.int64], x_ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return (rows of blocks, ends): the number of tissue pixels left of each end.
+        """Return, for each row of blocks, the number of tissue pixels left of each image column of ``x_ends``.
 
-        ``strips`` (rows of blocks, mask columns): tissue pixels of one image column in each mask column.
+        Args:
+            strips: (rows of blocks, mask columns): the tissue pixels of a row of blocks in one image column; all image
+                columns on a mask column, from ``columns[i]`` to ``columns[i + 1]``, have the same.
+            x_ends: Image columns.
+
+        Returns:
+            (rows of blocks, len(x_ends)).
         """
         before = np.zeros((len(strips), strips.shape[1] + 1), np.int64)
         np.cumsum(strips * np.diff(self.columns), axis=1, out=before[:, 1:])

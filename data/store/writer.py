@@ -80,7 +80,7 @@ class SlideWriter:
         local.parent.mkdir(parents=True, exist_ok=True)
         self.levels = tuple(levels)
         self._resumable = identity is not None
-        self._uploading = False
+        self._uploading = False  # while `publish` copies the finished slide to object storage
         # Layouts are part of the identity: files with another layout or codec must not count as finished.
         layouts = [[level.layout.to_json(), level.mpp] for level in self.levels]
         self.path = unfinished_folder(local, None if identity is None else [dict(identity), layouts, FORMAT])
@@ -94,8 +94,8 @@ class SlideWriter:
         # Two pools: disk threads wait for encoded chunks, and in one pool they could occupy all threads.
         self._encoders = ThreadPoolExecutor(self._threads, "store-encode")
         self._disk = ThreadPoolExecutor(_FILES_IN_FLIGHT, "store-write")
-        self._pending: list[Future[None]] = []
-        self._label_mpp: list[tuple[float, float]] = []
+        self._pending: list[Future[None]] = []  # files that disk threads write
+        self._label_mpp: list[tuple[float, float]] = []  # of each level of the tissue mask that was written
 
     def __enter__(self) -> Self:
         return self
@@ -103,14 +103,15 @@ class SlideWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # First, because their threads write into the folder that may be removed below.
+        # First, because the threads of these pools write into the folder that may be removed below.
         for pool in (self._encoders, self._disk):
             pool.shutdown(wait=True, cancel_futures=True)
         self._journal.close()
-        # A stopped run (KeyboardInterrupt, SystemExit) can be resumed, and so can a failed upload; others would recur.
+        # A later run can go on after an interruption (KeyboardInterrupt, SystemExit) or a failed upload; another error
+        # would occur again.
         can_go_on = kind is not None and (self._uploading or not issubclass(kind, Exception))
-        # A published slide on this machine has another name by now.
         if not (self._resumable and can_go_on):
+            # After `publish`, there is nothing to remove: it has renamed this folder, unless it uploaded a copy.
             shutil.rmtree(self.path, ignore_errors=True)
 
     def finished(self, level: int, y0: int, x0: int) -> bool:

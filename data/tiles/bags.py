@@ -19,7 +19,7 @@ from data.tiles.tiling import Tiling
 from data.tiles.tissue_tiles import NoTilesError, TissueTiles, tissue_tiles
 from hyfi_core.errors import RequestError
 
-_GRID_BYTES = 2**26
+_ALL_TILES_BYTES = 2**26
 """Bytes of tiles' positions that stay in memory."""
 
 
@@ -96,7 +96,7 @@ class TileBags:
     ) -> None:
         self.dataset, self.tiling = dataset, tiling
         self._most, self._augment = most, augment
-        self._grids = Recent(_GRID_BYTES, _bytes_of)
+        self._all_tiles = Recent(_ALL_TILES_BYTES, _bytes_of)
 
     @property
     def samples(self) -> tuple[SlideRef, ...]:
@@ -113,22 +113,22 @@ class TileBags:
         assert isinstance(slide, SlideStore), "tiles are read from stores"
         return slide
 
-    def grid(self, index: int) -> TissueTiles:
+    def all_tiles(self, index: int) -> TissueTiles:
         """Return all tissue tiles of a slide.
 
         Raises:
             RequestError: The slide is coarser than the tiles, or has no tile with enough tissue.
         """
-        return self._grids.get(index, lambda: tissue_tiles(self.slide(index), self.tiling))
+        return self._all_tiles.get(index, lambda: tissue_tiles(self.slide(index), self.tiling))
 
     def count(self, index: int) -> int:
         """Return the number of tiles of a slide in an epoch of training."""
-        count = len(self.grid(index))
+        count = len(self.all_tiles(index))
         return count if self._most is None else min(self._most, count)
 
     def coverage(self, index: int) -> float:
         """Return the share of a slide's tissue that is in its tiles."""
-        return tissue_seen(*self.slide(index).tissue(), self.grid(index))[0]
+        return tissue_seen(*self.slide(index).tissue(), self.all_tiles(index))[0]
 
     def of(self, index: int, epoch: int | None = None) -> StoreTiles:
         """Return the tiles of a slide.
@@ -137,10 +137,10 @@ class TileBags:
             index: Index of the slide.
             epoch: Epoch of training, for which tiles are drawn and augmented; None: all tiles, not augmented.
         """
-        slide, grid, colours = self.slide(index), self.grid(index), self.dataset.colour_map(index)
+        slide, all_tiles, colours = self.slide(index), self.all_tiles(index), self.dataset.colour_map(index)
         if epoch is None:
-            return StoreTiles(slide, grid, colours=colours)
-        seed, drawn = self.dataset.seed, grid.drawn(self._most, self.dataset.seed, epoch)
+            return StoreTiles(slide, all_tiles, colours=colours)
+        seed, drawn = self.dataset.seed, all_tiles.drawn(self._most, self.dataset.seed, epoch)
         return StoreTiles(slide, drawn, colours=colours, augment=self._augment, seed=seed, epoch=epoch)
 
     def check(self) -> list[dict[str, Any]]:
@@ -152,25 +152,25 @@ class TileBags:
         rows, empty = [], []
         for index, sample in enumerate(self.dataset.samples):
             try:
-                grid = self.grid(index)
+                tiles = self.all_tiles(index)
             except NoTilesError as error:
                 empty.append(str(error))
                 continue
-            rows.append(self._row(sample.slide_id, sample.case_id, index, grid))
+            rows.append(self._row(sample.slide_id, sample.case_id, index, tiles))
         if empty:
             raise RequestError(_describe(empty))
         return rows
 
-    def _row(self, slide_id: str, case_id: str, index: int, grid: TissueTiles) -> dict[str, Any]:
+    def _row(self, slide_id: str, case_id: str, index: int, tiles: TissueTiles) -> dict[str, Any]:
         """Return a slide's row of the coverage table."""
-        coverage, tissue_px = tissue_seen(*self.slide(index).tissue(), grid)
+        coverage, tissue_px = tissue_seen(*self.slide(index).tissue(), tiles)
         return {
             "slide_id": slide_id,
             "case_id": case_id,
             "coverage": coverage,
             "tissue_px": tissue_px,
             "flags": "",
-            "pieces": len(grid),
+            "pieces": len(tiles),
             "fits_size_px": None,
             "fits_mpp": None,
         }
@@ -209,5 +209,5 @@ def _describe(empty: Sequence[str]) -> str:
     )
 
 
-def _bytes_of(grid: TissueTiles) -> int:
-    return grid.corners.nbytes + grid.tissue.nbytes
+def _bytes_of(tiles: TissueTiles) -> int:
+    return tiles.corners.nbytes + tiles.tissue.nbytes

@@ -37,9 +37,12 @@ def reduced(
         size_px: Height and width of the result.
         step: Pixels (y, x) for each new pixel.
     """
-    # First along y, then along x; `_sums` adds along the first axis, so it copies whole rows.
-    rows = _sums(pixels.transpose(1, 0, 2), corner[0], size_px[0], step[0], _WHITE * step[0].numerator)
-    area = step[0].numerator * step[1].numerator
+    # In units of 1 / q of a pixel, a new pixel is as long as the numerator p of its step p / q, in each axis.
+    height, width = step[0].numerator, step[1].numerator
+    area = height * width
+    # `_sums` adds along the first axis: y is the first axis of the first call, x that of the second. Its last argument
+    # bounds the sums.
+    rows = _sums(pixels.transpose(1, 0, 2), corner[0], size_px[0], step[0], _WHITE * height)
     total = _sums(rows.transpose(2, 1, 0), corner[1], size_px[1], step[1], _WHITE * area)
     total += area // 2  # rounds halves up; an odd area has no halves
     result = np.empty((pixels.shape[0], *size_px), np.uint8)

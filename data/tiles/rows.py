@@ -91,7 +91,10 @@ class BagRows:
         return Box(box.y0, box.y1, box.x0 + first, box.x1 + first)
 
     def read_plain(self, index: int, box: Box) -> Pixels:
-        """Return the rows ``(3, n, width)`` uint8 of some tiles, in the epoch that the box's columns belong to.
+        """Return the tiles ``[box.y0, box.y1)`` of a slide, each as a row of an image: ``(3, n, width)`` uint8.
+
+        The box's columns say in which epoch the tiles are drawn: those of epoch k begin at k times the width, see
+        `source`.
 
         Raises:
             StoreError: A file of the store is missing or damaged.

@@ -79,18 +79,27 @@ def _exported(
     stored: StoredTensors,
     assigned: list[Stored] | None,
 ) -> ExportedProgram:
-    """Return the exported graph of a model, made functional; for arguments see ``capture`` and ``trace_guards``."""
+    """Return the exported graph of a model, made functional: its operators change no value in place.
+
+    Args:
+        model: the user's module; its attributes are restored.
+        shape: ``(B, C, H, W)`` of an image.
+        dtype: dtype of the image.
+        stored: notes tensors of the trace that the model may store.
+        assigned: gets constants that the forward stores; None: a forward that changes attributes is refused.
+    """
     # The lock first: two exports at once crash, and the other contexts change state of the whole process.
     with PATCHING, collection_paused(), _graphs_without_code(), warnings.catch_warnings(), _no_autocast(model):
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             image = torch.empty(shape, dtype=dtype, device=device_of(model))  # a norm refuses another device
-        # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
         with (
+            # Even for prediction, so that training and prediction agree on which values carry gradients.
             torch.enable_grad(),
             _quiet(),
             _without_metadata(),
             stood_in(model, mode),
+            # Last, because these watch the forward itself.
             trace_guards(model, stored, assigned),
             created_attributes_allowed(),
         ):
@@ -106,10 +115,11 @@ def _exported(
 
 
 def _separate_unread_names(traced: ExportedProgram) -> None:
-    """Give each name of a buffer that the graph reads by another name a tensor of its own.
+    """Where a buffer has several names, give the names that the graph does not read a tensor of their own.
 
-    A norm that is registered twice, as in ``Sequential(norm, conv, norm)``, has two names for each buffer, and the
-    graph reads one of them. PyTorch makes no graph functional that changes a tensor which is two of its inputs.
+    A norm that is registered twice, as in ``Sequential(norm, conv, norm)``, has two names for each buffer: the graph
+    has an input for each name, and reads one of them. PyTorch fails to make a graph functional if it changes a tensor
+    that is two of its inputs.
     """
     read = {node.name for node in traced.graph.nodes if node.op == "placeholder" and node.users}
     for spec in traced.graph_signature.input_specs:
@@ -228,7 +238,7 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
         names = [None] * len(result)
         for user in node.users:
             if user.target is operator.getitem:
-                names[user.args[1]] = _canonical(user)  # type: ignore[index]
+                names[user.args[1]] = _result_name(user)  # type: ignore[index]
         for name, item in zip(names, result, strict=True):
             if name is not None:
                 _declare(values, name, item, node.meta.get("stack_trace"))
@@ -275,7 +285,7 @@ def _is_device_of_capture(node: torch.fx.Node, key: str) -> bool:
     return torch.device(node.kwargs[key]).type == "cpu"  # type: ignore[arg-type]
 
 
-def _canonical(getitem: torch.fx.Node) -> str:
+def _result_name(getitem: torch.fx.Node) -> str:
     """Return the name of a result that several getitems may select: ``max.1`` is the second result of ``max``."""
     source, index = getitem.args[0], getitem.args[1]
     return f"{source.name}.{index}"  # type: ignore[union-attr]
@@ -310,7 +320,8 @@ def _declare(values: dict[str, ValueInfo], name: str, value: Any, traced: str | 
 def _argument(item: Any) -> Any:
     """Return an argument of a node as an ``Operator`` has it: values as ``Ref``, in containers of the same kind."""
     if isinstance(item, torch.fx.Node):
-        return Ref(_canonical(item) if item.target is operator.getitem else item.name)
+        # A getitem selects one of several results. It becomes no ``Operator``: all results have names of their own.
+        return Ref(_result_name(item) if item.target is operator.getitem else item.name)
     # Before lists: a device is a leaf.
     if isinstance(item, torch.device):
         return torch.device(item.type)  # without its index, which differs between ranks: their programs are compared

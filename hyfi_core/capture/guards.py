@@ -120,7 +120,10 @@ def refuse_fake_constants(constants: dict[str, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Stored] | None) -> Iterator[None]:
-    """Watch calls between the beginning and the end of the model's forward."""
+    """Context that watches the calls of the model's forward, and refuses or undoes what it has changed at its end.
+
+    ``assigned`` gets the constants that the forward has stored; None: these are refused.
+    """
     before: Attributes = {}
     outside: Attributes = {}
     caches = Caches(model)
@@ -137,9 +140,10 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
         calls.end()  # what follows is not part of the forward
         register_output(output)
         _refuse_counted(outside, outside_attributes(model))
-        constants = caches.undo(calls.of_image)  # before attributes are compared: caches are allowed
+        # Before attributes are compared: caches that the forward fills are allowed, and emptied again.
+        constants_in_caches = caches.undo(calls.of_image)
         if assigned is not None:
-            assigned.extend(constants)
+            assigned.extend(constants_in_caches)
         _refuse_changed(model, before, attributes(model), assigned)
         calls.refuse_functions(torch.utils._pytree.tree_leaves(output), returned=True)
         calls.refuse_host_randomness()
@@ -289,9 +293,11 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``F.instance_norm`` with running statistics, which the captured operator would change unseen, as arithmetic.
+    """``F.instance_norm``, with its update of running statistics as arithmetic, which a trace records.
 
-    They are means over the images of each image's mean and unbiased variance. In evaluation mode, it is a batch norm.
+    Within PyTorch's operator, the trace would not see that they change. Running statistics are updated with the mean
+    and the unbiased variance of each image, averaged over the images. In evaluation mode, they are used as by a batch
+    norm.
     """
     if not _traces() or running_mean is None or running_var is None:
         settings = running_mean, running_var, weight, bias, use_input_stats, momentum, eps

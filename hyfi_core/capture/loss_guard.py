@@ -31,30 +31,30 @@ _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, type(Non
 
 
 @contextlib.contextmanager
-def watched_loss(alone: bool, trained: Set[int], elsewhere: Mapping[int, str]) -> Iterator[None]:
+def watched_loss(one_rank: bool, trained: Set[int], elsewhere: Mapping[int, str]) -> Iterator[None]:
     """Context in which a loss is computed: what would differ between ranks is refused.
 
     Args:
-        alone: whether there is only one rank.
+        one_rank: whether there is only one rank.
         trained: ids of the parameters of this rank's stages.
         elsewhere: id -> name of the model's parameters and buffers that only stages on other ranks have.
 
     Raises:
         RequestError: the loss computes with something that has no value, or not the same one on every rank.
     """
-    with LossGuard(alone, trained, elsewhere), contextlib.nullcontext() if alone else NoDraws():
+    with LossGuard(one_rank, trained, elsewhere), contextlib.nullcontext() if one_rank else NoDraws():
         yield
 
 
 class LossGuard(TorchFunctionMode):
     """Refuses tensors that have no value here, or whose gradient would be lost; see ``watched_loss``."""
 
-    def __init__(self, alone: bool, trained: Set[int], elsewhere: Mapping[int, str]) -> None:
+    def __init__(self, one_rank: bool, trained: Set[int], elsewhere: Mapping[int, str]) -> None:
         super().__init__()
-        self._alone, self._trained, self._elsewhere = alone, trained, elsewhere
+        self._one_rank, self._trained, self._elsewhere = one_rank, trained, elsewhere
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, unless an argument is such a tensor."""
+        """Call a function of the loss; refuse a tensor that has no value, or not the one that training needs."""
         for leaf in _leaves((*args, *kwargs.values()) if kwargs else args):
             if isinstance(leaf, StoredTensor):
                 raise RequestError(
@@ -62,7 +62,8 @@ class LossGuard(TorchFunctionMode):
                     f"hooks, has stored ({calling_line()}); it holds no value outside of capture. Return it from the "
                     f"model and read it from the output"
                 )
-            if not self._alone and isinstance(leaf, torch.Tensor):
+            # A single rank has all weights, so it cannot read those of others.
+            if not self._one_rank and isinstance(leaf, torch.Tensor):
                 self._refuse_foreign(leaf)
         return function(*args, **(kwargs or {}))
 

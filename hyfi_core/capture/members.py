@@ -47,6 +47,7 @@ class KnownClass:
     """
 
     def __init__(self, holder: type) -> None:
+        # A change of the class is noticed by the names, ids and codes; the items are kept alive for their ids.
         self._held = vars(holder)
         self._items, self._names = [*self._held.values()], [*self._held]
         self._ids = [*map(id, self._items)]
@@ -91,6 +92,7 @@ def looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, An
         # Values of these types count as a whole: their attributes are methods, or computed.
         if value is not os.environ and not isinstance(value, (*VALUES, types.FunctionType, torch.Tensor, nn.Module)):
             attribute_value = _attribute(value, name)
+        # Functions of PyTorch, such as ``F.relu``, do not count: a trace in another thread may replace them.
         if isinstance(value, (types.ModuleType, type)) and _is_replaceable(attribute_value):
             attribute_value = _NOTHING
         if attribute_value is _NOTHING:
@@ -100,7 +102,12 @@ def looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, An
 
 
 def holders(names: Mapping[str, Any], chain: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
-    """Yield (class or dict that holds it, name) of each attribute in a chain; arguments as of ``looked_up``."""
+    """Yield (class or dict that holds it, its name) of each attribute in a chain ``name.attribute.attribute``.
+
+    Args:
+        names: globals of a function.
+        chain: the name of a global, then those of attributes: ``("config", "model", "scale")``.
+    """
     value = names.get(chain[0], _NOTHING)
     for name in chain[1:]:
         owner = value if isinstance(value, type) else dict_of(value)

@@ -126,11 +126,13 @@ def own_objects(model: nn.Module) -> dict[int, Hashable]:
 
 def attributes(model: nn.Module) -> Attributes:
     """Return (path of a module, attribute) -> a comparable value; without parameters, buffers and submodules."""
+    # Of an attribute that holds one of the model's own tensors or modules, only which one it is counts.
     known_values = own_objects(model)
     result: Attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name in HOOKS:  # values that hooks hold are listed as outside of the model
+            # Hooks by identity: `outside_attributes` has the values that their code reads.
+            if name in HOOKS:
                 result[path, name] = tuple(_Same(hook) for hook in value.values())
             elif name not in REGISTRIES:
                 result[path, name] = comparable(value, known_values)
@@ -208,7 +210,13 @@ def describe_value(model: nn.Module, path: str, name: str) -> str:
 
 
 def is_counted(before: Hashable, after: Hashable) -> bool:
-    """Whether a number changed or was appended to a list, also within containers, or a generator was drawn from."""
+    """Whether a number changed or was appended to a list, also within containers, or a generator was drawn from.
+
+    Args:
+        before: what `comparable` returned for a value: a tuple that begins with its type or, compared by identity, with
+            the object itself; its contents follow.
+        after: the same, after a forward.
+    """
     if before == after or not isinstance(before, tuple) or not isinstance(after, tuple):
         return False
     # A growing list of tensors may be a cache; one of numbers counts calls.
@@ -277,7 +285,8 @@ def _inside(value: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
     members = [*_items(getattr(value, "__dict__", {})), *_slots(value)]
     if isinstance(value, types.FunctionType):
         members.append(value.__code__)  # a notebook that reloads a file replaces it
-        if depth < _DEPTH:  # the closure of an attribute is listed outside of the model
+        # Only inside other values: what the closure of an attribute itself holds is listed by `outside_attributes`.
+        if depth < _DEPTH:
             members += _closure_values(value)
     if isinstance(value, functools.partial):
         members += [value.func, value.args, value.keywords]
@@ -313,7 +322,7 @@ def _items(container: Any) -> Iterator[Any]:
 
 
 def _contained(container: Any, depth: int, values: dict[int, Hashable]) -> Hashable:
-    """Return a container's hashable value, without tensors that capture itself has stored in it."""
+    """Return a container's hashable value, without ``StoredTensor``: only a capture has stored these in it."""
     inside = [_comparable(item, depth - 1, values) for item in _items(container)]
     if any(item is _STORED for item in inside):
         if isinstance(container, dict):
@@ -322,6 +331,7 @@ def _contained(container: Any, depth: int, values: dict[int, Hashable]) -> Hasha
             inside = [item for pair in pairs if pair[1] is not _STORED for item in pair]
         else:
             inside = [item for item in inside if item is not _STORED]
+        # A tuple of such tensors alone was stored as a whole: the container that holds it leaves it out, too.
         if not inside and isinstance(container, tuple):
             return _STORED
     if isinstance(container, (set, frozenset)):

@@ -50,7 +50,9 @@ _CONTAINERS = frozenset({list, tuple, set, dict, OrderedDict})
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 _CREATING = frozenset({"__init__", "__new__", "__post_init__"})
+"""Methods that run when an object of the class is created."""
 _NEVER_REACHED = frozenset({"__del__", "__getstate__", "__init_subclass__", "__reduce__", "__repr__", "__setstate__"})
+"""Methods that no forward runs."""
 _MAKE_NAMES = frozenset({"getattr", "attrgetter", "methodcaller", "vars", "__dict__", "eval", "exec", "globals"})
 """Functions by which code reads attributes whose names are not in the code."""
 _DEPTH = 6
@@ -100,6 +102,7 @@ def memories(model: nn.Module) -> tuple[list[Memoised], list[tuple[Any, str]]]:
     """
     walk = _Walk()
     attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in _OWN)
+    # What the walk yields is not needed: it fills these lists on its way.
     for _ in walk.of_model(model, attributes):
         pass
     return walk.memoised, walk.assigned
@@ -142,7 +145,10 @@ class _Walk:
             yield from self._of_member(*self._reached.pop())
 
     def _of_member(self, holder: type, name: str, value: Any, own: bool) -> NamedValues:
-        """Yield a reached member of a class, and what it reads; for the arguments see ``_ClassMember``."""
+        """Yield a member of the class ``holder`` that a forward reaches, and what it reads.
+
+        ``own``: whether the class is the user's own, not of a package.
+        """
         full_name = f"{holder.__qualname__}.{name}"
         if isinstance(value, (*VALUES, *_HOLDERS)):
             yield full_name, value
@@ -154,7 +160,10 @@ class _Walk:
             yield from self._of_value_in_own_code(full_name, value, _DEPTH)
 
     def _of_attribute(self, value: Any) -> NamedValues:
-        """Yield what an attribute of a module reads; the attribute itself is compared with the module."""
+        """Yield what an attribute of a module, or an item of it, reads when the forward calls or uses it.
+
+        The attribute itself is not yielded: it is compared with the other attributes of the module.
+        """
         kind = type(value)
         if kind in _LISTS:
             inside: Any = value
@@ -170,7 +179,7 @@ class _Walk:
                 yield from self._of_method(item.__qualname__, item, _DEPTH)
             elif issubclass(of_item, (types.FunctionType, functools.partial)):
                 yield from self._of_function(item, _DEPTH)
-            elif callable(item):  # as a hook
+            elif callable(item):  # an object that is called, such as a hook
                 yield from self._of_object(of_item.__qualname__, item)
             elif _is_own_class(of_item):
                 self._add_class(of_item)
@@ -203,24 +212,30 @@ class _Walk:
         """Add the members of a class and its bases; ``created``: whether reached code creates objects of it."""
         for holder in kind.__mro__:
             if created:
+                # Methods such as ``__init__``, if the class was added before without `created`.
                 self._reached += self._waiting.pop(_created_by(holder), ())
             if not self._is_new(holder):
                 continue
             own, known = _is_own_class(holder), known_class(holder)
             self._keep_memoised(value for _, value in known.objects)
             if own:
+                # Class attributes in which code may keep something from one forward to the next: flags, and tensors.
                 unset = (name for name, value in known.values if value is None or type(value) is bool)
                 self.assigned += [(holder, name) for name in unset]
                 self.assigned += [(holder, name) for name, value in known.objects if isinstance(value, torch.Tensor)]
+            # Of classes of packages, only numbers and texts that their methods may read, and no other objects.
             members = known.methods + (known.values if known.methods or own else []) + (known.objects if own else [])
             for name, value in members:
                 self._add_member(_ClassMember(holder, name, value, own), created)
 
     def _add_member(self, member: _ClassMember, created: bool) -> None:
-        """Record a member of a class as reached, or as waiting until its name is in code that is read."""
+        """Record a member of a class as reached, or as waiting until its name is in code that is read.
+
+        Methods such as ``__init__`` wait instead until reached code creates an object of the class (``created``).
+        """
         holder, name, _, own = member
         creates = name in _CREATING
-        # Python calls ``__getattr__``, ``__call__`` and others itself, so no code has their names.
+        # Python itself calls ``__getattr__``, ``__call__`` and others: they are reached though no code has their names.
         implicit = name.startswith("__") and name.endswith("__") and not creates and name not in _NEVER_REACHED
         if implicit or name in self._names or (own and self._reaches_all) or (creates and created):
             self._reached.append(member)
@@ -228,7 +243,10 @@ class _Walk:
             self._waiting.setdefault(_created_by(holder) if creates else name, []).append(member)
 
     def _read_names(self, code: types.CodeType, own: bool) -> None:
-        """Record the names in code; members that wait for one of them are now reached."""
+        """Record the names in code: members of classes with one of these names, which waited for it, are reached.
+
+        If the user's ``own`` code computes names (``getattr``), it may name any member of the user's classes.
+        """
         words = words_in(code)
         for name in sorted((words - self._names).intersection(self._waiting)):
             self._reached += self._waiting.pop(name)
@@ -287,7 +305,10 @@ class _Walk:
             yield from self._of_value_in_own_code(name, value, depth)
 
     def _of_value_in_own_code(self, name: str, value: Any, depth: int) -> NamedValues:
-        """Yield as ``_of_value`` for values that count only in the user's own code: objects, classes, methods."""
+        """Yield what the user's own code reads through an object, class, method or other value that it names.
+
+        ``_of_value`` calls it for such values: in the code of installed packages they are not followed.
+        """
         if isinstance(value, (types.BuiltinFunctionType, torch.Tensor)):
             yield name, value
         elif isinstance(value, functools.partial):
@@ -295,6 +316,7 @@ class _Walk:
             yield from self._of_value(name, value.func, own=True, depth=depth)
         elif isinstance(value, type):
             if _is_own_class(value):
+                # Code that names a class may create objects of it, which runs methods such as ``__init__``.
                 self._add_class(value, created=True)
         elif isinstance(value, types.MethodType):
             yield from self._of_method(name, value, depth)

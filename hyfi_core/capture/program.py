@@ -143,31 +143,37 @@ class Program:
 def copying_returned_inputs(program: Program) -> Program:
     """Return the program with copies of the parameters, buffers and image that the model returns as they are.
 
-    So an operator computes each tensor of the output, which has a stage and a gradient of its own.
+    So each tensor of the output is computed by an operator, whose stage returns it and receives its gradient.
     """
     computed = {name for op in program.operators for name in op.outputs}
     operators, values, outputs = [*program.operators], dict(program.values), list(program.outputs)
     for at, leaf in enumerate(outputs):
         if isinstance(leaf, Ref) and leaf.name not in computed:
             name = f"returned_{at}_{leaf.name}"
-            operators.append(Operator(name, torch.ops.aten.clone.default, (leaf,), {}, (name,), ""))
+            operators.append(
+                Operator(name, torch.ops.aten.clone.default, args=(leaf,), kwargs={}, outputs=(name,), module="")
+            )
             values[name], outputs[at] = values[leaf.name], Ref(name)
     return replace(program, operators=tuple(operators), values=values, outputs=tuple(outputs))
 
 
 def with_first_names(program: Program, model: nn.Module) -> Program:
-    """Return the program with each buffer that has several names under the first, as ``named_buffers`` lists it."""
-    first = {id(buffer): name for name, buffer in model.named_buffers()}
-    names = {name: first[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
-    if len(names) == len(first):
+    """Return the program with each buffer once, under the first of its names, which ``named_buffers`` lists.
+
+    If a module of the model has two names, so has each of its buffers, and a capture has a value for each name.
+    """
+    first_of_buffer = {id(buffer): name for name, buffer in model.named_buffers()}
+    first_of_name = {name: first_of_buffer[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
+    if len(first_of_name) == len(first_of_buffer):
         return program
     read = {*refs_in(program.outputs), *(name for op in program.operators for name in op.inputs)}
-    # Values that nothing reads first, so that the one that is read, if any, is the buffer's.
-    values = {names[name]: value for value, name in sorted(program.buffers.items(), key=lambda item: item[0] in read)}
+    # Sorted, so that a value that is read comes last and replaces the others of the same buffer.
+    by_read = sorted(program.buffers.items(), key=lambda item: item[0] in read)
+    value_of = {first_of_name[name]: value for value, name in by_read}
     return replace(
         program,
-        buffers={value: name for name, value in values.items()},
-        mutations={names[name]: value for name, value in program.mutations.items()},
+        buffers={value: name for name, value in value_of.items()},
+        mutations={first_of_name[name]: value for name, value in program.mutations.items()},
     )
 
 

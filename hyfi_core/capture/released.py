@@ -147,6 +147,7 @@ def fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
         replacements[id(former)] = (
             nn.Parameter(value, former.requires_grad) if isinstance(former, nn.Parameter) else value
         )
+        # A new object: what the user has attached to the former tensor, such as hooks, goes with it.
         _adopt(replacements[id(former)], former)
     _replace(model, replacements)
 

@@ -93,6 +93,7 @@ class ProgramCutter:
         alive = program.needed({*refs_in(results), *program.mutations.values()})
         self._program, self._results = program, results
         self._operators = tuple(op for op in program.operators if any(o in alive for o in op.outputs if o is not None))
+        # Never sent: each stage that needs such a value computes it again.
         self._free = free_values(program, self._operators)
         self._ordinals = {op.name: at for at, op in enumerate(program.operators)}
         self._makers = {o: at for at, op in enumerate(self._operators) for o in op.outputs if o is not None}
@@ -100,19 +101,20 @@ class ProgramCutter:
         self._uses = self._uses_of_values()
         # Later operators overwrite earlier ones, so the last operator of each module stays.
         self._last_operator = {name: at for at, op in enumerate(self._operators) for name in _enclosing(op.module)}
-        self._watched = _watched_buffers(program)
+        # A buffer that changes must be read and changed in one stage.
+        self._changed_buffer_of = _values_of_changed_buffers(program)
 
     def cut(self, cuts: Sequence[str]) -> tuple[Stage, ...]:
         """Return the stages between these cuts; see ``cut_program``."""
         ends = self._ends(cuts)
-        owner, stages = self._owners(ends), len(ends)
-        pieces, travels = self._pieces(owner, stages), self._travels(owner)
-        self._check_buffers(pieces)
+        stage_of, stages = self._owners(ends), len(ends)
+        operators_of_stages, sent = self._pieces(stage_of, stages), self._sent(stage_of)
+        self._check_buffers(operators_of_stages)
         return tuple(
             Stage(
-                _part_of(self._program, pieces[stage], self._ordinals),
-                entries={a: names for (a, b), names in travels.items() if b == stage},
-                exits={b: names for (a, b), names in travels.items() if a == stage},
+                _part_of(self._program, operators_of_stages[stage], self._ordinals),
+                entries={sender: names for (sender, receiver), names in sent.items() if receiver == stage},
+                exits={receiver: names for (sender, receiver), names in sent.items() if sender == stage},
                 outputs=self._results if stage == stages - 1 else (),
             )
             for stage in range(stages)
@@ -141,9 +143,10 @@ class ProgramCutter:
         for name in refs_in(self._results):
             if name in users:
                 users[name].append(len(self._operators))
-        # `_owners` moves operators that serve mutations alone to earlier stages: out of order.
+        # Users are in order, except that `_owners` may move operators that serve mutations alone to earlier stages.
+        moved = self._for_mutations.keys()
         return tuple(
-            _ValueUses(name, at, tuple(users[name]), self._for_mutations.keys().isdisjoint((at, *users[name])))
+            _ValueUses(name, at, tuple(users[name]), in_order=moved.isdisjoint((at, *users[name])))
             for name, at in self._makers.items()
             if users[name]
         )
@@ -202,27 +205,27 @@ class ProgramCutter:
                 names.update(self._operators[at].inputs)
         return tuple(self._operators[at] for at in sorted(chosen))
 
-    def _travels(self, owner: Sequence[int]) -> dict[tuple[int, int], tuple[str, ...]]:
+    def _sent(self, owner: Sequence[int]) -> dict[tuple[int, int], tuple[str, ...]]:
         """Return (stage that sends, stage that receives) -> values, in the order in which they are computed."""
-        travels: dict[tuple[int, int], list[str]] = {}
+        sent: dict[tuple[int, int], list[str]] = {}
         for value in self._uses:
-            first = owner[value.maker]
+            sender = owner[value.maker]
             # If users are in order and the last one is in the maker's stage, all are.
-            if value.in_order and owner[value.users[-1]] == first:
+            if value.in_order and owner[value.users[-1]] == sender:
                 continue
-            for to in sorted({owner[user] for user in value.users} - {first}):
-                travels.setdefault((first, to), []).append(value.name)
-        return {edge: tuple(names) for edge, names in sorted(travels.items())}
+            for receiver in sorted({owner[user] for user in value.users} - {sender}):
+                sent.setdefault((sender, receiver), []).append(value.name)
+        return {edge: tuple(names) for edge, names in sorted(sent.items())}
 
     def _check_buffers(self, pieces: Sequence[Sequence[Operator]]) -> None:
         """Refuse a buffer that one stage changes and another reads: within a step their values would differ."""
-        stages: dict[str, set[int]] = {name: set() for name in self._watched.values()}
+        stages: dict[str, set[int]] = {name: set() for name in self._changed_buffer_of.values()}
         for stage, operators in enumerate(pieces):
             for op in operators:
                 # Outputs, too: the value after a change is an output of the operator that changes the buffer.
                 for value in (*op.inputs, *op.outputs):
-                    if value in self._watched:
-                        stages[self._watched[value]].add(stage)
+                    if value in self._changed_buffer_of:
+                        stages[self._changed_buffer_of[value]].add(stage)
         for buffer, users in stages.items():
             if len(users) > 1:
                 raise RequestError(
@@ -288,14 +291,14 @@ def free_values(program: Program, operators: Sequence[Operator]) -> set[str]:
     return free
 
 
-def _watched_buffers(program: Program) -> dict[str, str]:
+def _values_of_changed_buffers(program: Program) -> dict[str, str]:
     """Return value -> name of the buffer, for both values of each buffer that the program changes: before and after."""
     changed = {name: value for value, name in program.buffers.items() if name in program.mutations}
     return {value: name for name, value in changed.items()} | {program.mutations[name]: name for name in changed}
 
 
 def _part_of(program: Program, operators: tuple[Operator, ...], ordinals: dict[str, int]) -> Program:
-    """Return the program of some operators only, with the ``ordinals`` of all."""
+    """Return the program of some operators only; ``ordinals``: operator -> its position in the whole program."""
     computed = {o for op in operators for o in op.outputs if o is not None}
     used = {name for op in operators for name in op.inputs}
     mutations = {name: value for name, value in program.mutations.items() if value in computed}

@@ -63,12 +63,14 @@ class _WatchedModule:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._kind, self._held = module, type(module), vars(module)
         registries: list[dict[str, Any]] = [module._modules, module._buffers, module._parameters]
+        # The objects in the module's dict and in its registries are compared by identity. For constants, an empty
+        # tuple among them, this is enough: they cannot change.
+        self._contents = [_Contents(held) for held in (self._held, *filter(None, registries))]
         attributes = [(name, value) for name, value in self._held.items() if name not in REGISTRIES]
-        # Constants, an empty tuple among them, do not change: comparing the identities in ``_contents`` is enough.
         variable = [(name, value) for name, value in attributes if not is_constant(value)]
+        # Containers that must still be empty, and the names of attributes whose contents must be compared.
         self.empty = [value for _, value in variable if is_empty(value)]
         self.empty += [registry for registry in registries if not registry]
-        self._contents = [_Contents(held) for held in (self._held, *filter(None, registries))]
         self._others = [name for name, value in variable if not is_empty(value)]
         self._parameters = [p for p in module._parameters.values() if p is not None]
         self._trained = [p.requires_grad for p in self._parameters]
@@ -105,9 +107,8 @@ class StateWatch:
         self._own: dict[int, Hashable] = {}  # by id, the objects of the model itself
         self._others: list[Hashable] = []  # what `_compared` returned for the state
         self._state: ModuleState | None = None
-        self._cached: list[
-            tuple[torch.Tensor, int]
-        ] = []  # tensors passed to `compare`, and their versions at that time
+        # The tensors passed to `compare`, and their versions at that time.
+        self._cached: list[tuple[torch.Tensor, int]] = []
         self.observed: ModuleState | None = None
 
     def observe(self) -> ModuleState:
@@ -154,15 +155,16 @@ class StateWatch:
         self._cached += [(tensor, _version(tensor)) for tensor in tensors if id(tensor) not in ids]
 
     def _compute(self) -> ModuleState:
-        """Return the state of the module, and record the objects by which a later change is noticed."""
+        """Return the state of the model, and record with what the next call is compared to notice a change."""
         self._modules = [_WatchedModule(module) for module in self._model.modules()]
         self._empty = [container for module in self._modules for container in module.empty]
         self._own = own_objects(self._model)
+        # Of all objects that may change inside, such as lists, the present contents.
         self._others = self._compared()
         self._state = state = module_state(self._model)
-        # Tensors passed to ``compare`` may have changed since then: their versions are a part of the state.
+        # ``module_state`` leaves out tensors that were passed to ``compare``: add the versions of those that changed.
         if changed := self._changed():
-            # Last in the part for attributes, so that a state without such tensors stays equal to ``module_state``.
+            # In the last part, which has the attributes; a state without such tensors stays equal to ``module_state``.
             *others, attributes = state
             self._state = ModuleState((*others, (*attributes, ((OUTSIDE, "a cached tensor"), tuple(changed)))))
         return self._state

@@ -72,6 +72,7 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
             with _evaluating(model):  # a capture that fails here is reported when this mode is used
                 _compare(model, shape, dtype, output or (lambda value: value), ", in evaluation mode", stored)
     finally:
+        # Tensors that the model stored in these runs are no longer true: reading one raises an error from now on.
         stored.void()
     return reason
 
@@ -93,6 +94,7 @@ def mixes_images(model: nn.Module, shape: Shape, dtype: torch.dtype, output: Out
                 images = _image(small, dtype, model, 0)
                 others = images.clone()
                 others[1] = images[1] / 4 + 1  # other statistics
+                # The first shape that works decides: a model may refuse small images.
                 with contextlib.suppress(Exception):
                     first, second = (_evaluated(model, pick, stored, batch) for batch in (images, others))
                     return any(_first_differs(*pair) for pair in zip(first, second, strict=True))
@@ -257,7 +259,7 @@ def _exceeds_rounding(
     """Whether a difference is more than rounding: it occurs in float64, too, or is large if float64 is not possible."""
     exact_dtype = torch.float64 if dtype.is_floating_point else dtype  # of images
     if all(p.dtype == torch.float64 for p in model.parameters()):
-        return True
+        return True  # the difference was measured in float64 already
     try:
         exact = copy.deepcopy(model).double()
         with undisturbed(exact):

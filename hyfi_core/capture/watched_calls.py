@@ -70,11 +70,12 @@ class WatchedCalls(TorchFunctionMode):
         super().__init__()
         self._model = model
         self._stored = stored
-        self._tracked: set[StorageWeakRef] = set()
-        self._host = host_randomness()
-        self._seed = torch.initial_seed()
+        self._storages_with_gradients: set[StorageWeakRef] = set()
+        # States of the generators of Python and NumPy, and torch's seed: a forward that changes one is refused.
+        self._generators_before = host_randomness()
+        self._seed_before = torch.initial_seed()
         self._watching = False
-        self.checkpoints = 0
+        self.checkpoints = 0  # how many calls of torch.utils.checkpoint the current one is nested in
         self.of_image = OfImage()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,20 +134,25 @@ class WatchedCalls(TorchFunctionMode):
         Raises:
             RequestError: it has.
         """
-        for name, before, after in zip(("random", "np.random"), self._host, host_randomness(), strict=True):
+        for name, before, after in zip(
+            ("random", "np.random"), self._generators_before, host_randomness(), strict=True
+        ):
             if before != after:
                 raise RequestError(
                     f"the forward draws random numbers from {name}, at or before {calling_line()}; capture would "
                     f"keep the first number. Draw with torch (torch.rand(())), which gives new numbers in every step"
                 )
-        if torch.initial_seed() != self._seed:
+        if torch.initial_seed() != self._seed_before:
             raise RequestError(
                 f"the forward seeds torch's generator, at or before {calling_line()}; remove this: random numbers "
                 f"depend on the engine's seed and the step"
             )
 
     def _attribute(self, function: Any, args: Any) -> Any:
-        """Return an attribute of a tensor; ``x.data`` becomes ``x.detach()``, which the trace records."""
+        """Return an attribute that the forward reads of a tensor; ``x.data`` becomes ``x.detach()``.
+
+        A trace records ``detach``. ``function``: the getter of the attribute.
+        """
         if _attribute_name(function) == "data" and isinstance(args[0], torch.Tensor):
             self._track(args)
             # ``x.data`` itself would be a constant of the trace: the value of the one image that is traced.
@@ -173,12 +179,12 @@ class WatchedCalls(TorchFunctionMode):
     def _track(self, tensors: Sequence[torch.Tensor]) -> None:
         """Record the storages of values that carry gradients, to recognise other views of them."""
         # By storage: ``.data``, ``.detach()`` and views are other tensor objects with the same memory.
-        self._tracked.update(StorageWeakRef(t.untyped_storage()) for t in tensors if t.requires_grad)
+        self._storages_with_gradients.update(StorageWeakRef(t.untyped_storage()) for t in tensors if t.requires_grad)
 
     def _check_change(self, tensor: torch.Tensor) -> None:
         """Refuse an in-place change that autograd has not recorded, or that recomputation would repeat."""
         is_recorded = torch.is_grad_enabled() and tensor.requires_grad
-        if not is_recorded and StorageWeakRef(tensor.untyped_storage()) in self._tracked:
+        if not is_recorded and StorageWeakRef(tensor.untyped_storage()) in self._storages_with_gradients:
             raise RequestError(
                 f"the forward changes a tensor of shape {tuple(tensor.shape)} in place and hidden from autograd "
                 f"(through .data, .detach() or in no_grad), which capture cannot record: {calling_line()}. Compute a "

@@ -65,9 +65,9 @@ class Baton:
         # One for each cell, and one for the thread that runs tapes: waking all of them for every hand-over would take
         # time in the square of their number.
         self._wake = [threading.Condition(self._lock) for _ in range(size + 1)]
-        self._running: set[int] = set()
-        self._joined: dict[int, Waits[Any]] = {}
-        self._results: dict[int, Any] = {}
+        self._running: set[int] = set()  # cells that have not ended
+        self._joined: dict[int, Waits[Any]] = {}  # tapes of the cells that have reached one, to be run together
+        self._results: dict[int, Any] = {}  # of these tapes, until their cells take them
         self._failed = self._in_tapes = False
         self._idle = 0  # how many answers "not ready" cells have given since any of them last ran
         self._noted_outside = False
@@ -81,10 +81,7 @@ class Baton:
         """
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
-        self.cell, self._holder, self._failed, self._idle = 0, 0, False, 0
-        # A run that a signal has ended may have left entries.
-        self._joined, self._results, self._noted_outside, self._outside = {}, {}, False, set()
-        self._running = set(range(self.size))
+        self._reset()
         prepare_thread = self._prepared()
 
         def target(cell: int) -> None:
@@ -92,11 +89,11 @@ class Baton:
             try:
                 # In each thread, because settings such as CUDA's current device and stream belong to a thread.
                 prepare_thread()
-                self._take(cell)
+                self._take(cell)  # the baton
                 results[cell] = body(cell)
             except BaseException as error:
                 errors.append(error)
-                self._fail()
+                self._fail()  # all other cells raise OtherCellFailedError
             self._end(cell)
 
         # Daemons: a cell that waits for ever, after a signal has ended the others, must not keep the process alive.
@@ -104,7 +101,8 @@ class Baton:
         try:
             for thread in threads:
                 thread.start()
-            # In this thread alone: with a thread for each cell, a step had thousands of hand-overs between them.
+            # Threads run a cell between its tapes; all tapes run in this thread, because handing them over between
+            # threads takes time.
             self._run_tapes(errors)
             for thread in threads:
                 thread.join()
@@ -112,20 +110,27 @@ class Baton:
             self._fail()
             raise
         if errors:
-            self._joined, self._results = {}, {}
+            self._joined, self._results = {}, {}  # releases their tensors
             for group in self.groups:
                 group.clear()
             raise next((error for error in errors if not isinstance(error, OtherCellFailedError)), errors[0])
         return results
 
+    def _reset(self) -> None:
+        """Let all cells begin, the first one with the baton; forget what a run that a signal ended has left."""
+        self.cell, self._holder, self._failed, self._idle = 0, 0, False, 0
+        self._joined, self._results, self._noted_outside, self._outside = {}, {}, False, set()
+        self._running = set(range(self.size))
+
     def together(self, steps: Waits[T]) -> T:
-        """Return the result of a computation, which runs in lockstep with those of all other cells.
+        """Return the result of a cell's computation (its tape), which runs in lockstep with those of all other cells.
 
         It runs in the thread that has called ``run``, without gradients unless it enables them.
         """
         cell = self.cell
         self._joined[cell] = steps
         self._idle = 0
+        # Give the baton away. The thread that runs tapes gets it when all cells are here; this cell, after that.
         self._pass()
         self._take(cell)
         self._switched(cell)
@@ -136,8 +141,8 @@ class Baton:
         """Return when ``ready()``; until then other cells run.
 
         Args:
-            ready: called by this cell only, while it has the baton. If another process may make it true, it calls
-                ``note_outside``.
+            ready: called by this cell only, while it has the baton. It returns whether the wait is over; if not, and
+                another process may end it, it calls ``note_outside`` first.
 
         Raises:
             RuntimeError: all cells wait for each other.
@@ -181,7 +186,7 @@ class Baton:
         """Run the tapes of all cells in lockstep whenever all have reached one, until all cells have ended."""
         while True:
             try:
-                self._take(self.size)
+                self._take(self.size)  # the number of this thread: the baton comes here when no cell is between tapes
             except OtherCellFailedError:
                 return
             if not self._running:

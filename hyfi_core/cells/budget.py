@@ -21,10 +21,10 @@ from hyfi_core.cost.memory.forecast import (
     BORDERS,
     FORECAST_OFF,
     LIBRARY_BYTES,
-    PAGES,
-    STEP_BYTES,
+    PAGES_FACTOR,
+    RECORD_BYTES,
     WEIGHT_COPIES,
-    WORKSPACE,
+    WORKSPACE_FACTOR,
     forecast_memory,
     rank_peaks,
 )
@@ -79,7 +79,8 @@ def with_cells(
     undivided = replace(plan, cells=None, spill=None)
     forecasts = forecast_memory(program, undivided)
     weights, costs = max(forecast.largest_weight_bytes for forecast in forecasts), costs or CellCosts(program)
-    # In each case: the peak without cells, the optimizer's state, and (rows, bytes of the largest step) of cells.
+    # In each case: the peak without cells, the optimizer's state, and, for each number of rows of cells to try, the
+    # bytes of the largest step of a cell.
     if trains:
         peak, state = max(rank_peaks(undivided, forecasts)), max(forecast.state_bytes for forecast in forecasts)
         maps = max(forecast.working_bytes for forecast in forecasts)
@@ -92,23 +93,29 @@ def with_cells(
     if held_bytes + (FORECAST_OFF[device.type] if trains else _EVALUATION_OFF) * peak <= memory_bytes:
         return undivided if fewest == 1 else replace(undivided, cells=(fewest, fewest))
     held_bytes += state
-    records = len(program.operators) * STEP_BYTES[trains]
-    needs: dict[int, tuple[int, int]] = {}
+    records = len(program.operators) * RECORD_BYTES[trains]
+    least_of: dict[int, int] = {}  # rows of cells -> the least memory with which they work
     for side, step_bytes in steps:  # a generator: costs of more cells than needed would take long
         if side < fewest:
             continue
-        always, least = needs[side] = _of_cells(held_bytes, side, step_bytes, weights, records)
-        if always + _ROOM * (least - always) <= memory_bytes:
+        besides_maps, least = _of_cells(held_bytes, side, step_bytes, weights, records)
+        least_of[side] = least
+        # The fewest cells that have room to read ahead.
+        if besides_maps + _ROOM * (least - besides_maps) <= memory_bytes:
             return replace(plan, cells=(side, side))
-    for side, (_, least) in needs.items():  # without room to read ahead: slower, but it works
+    for side, least in least_of.items():  # without room to read ahead: slower, but it works
         if least <= memory_bytes:
             return replace(plan, cells=(side, side))
-    smallest = min(least for _, least in needs.values())
-    raise MemoryLimitError(
+    raise _too_little(memory_bytes, min(least_of.values()), held_bytes)
+
+
+def _too_little(memory_bytes: int, least_bytes: int, held_bytes: int) -> MemoryLimitError:
+    """Return the error for a limit with which no number of cells works."""
+    return MemoryLimitError(
         f"plan.memory_bytes is {memory_bytes:,}, but with any number of cells a rank needs at least "
-        f"{smallest:,} bytes, {held_bytes:,} of them for libraries, weights and optimizer state; raise "
+        f"{least_bytes:,} bytes, {held_bytes:,} of them for libraries, weights and optimizer state; raise "
         f"plan.memory_bytes (or --memory), or use smaller images",
-        smallest,
+        least_bytes,
     )
 
 
@@ -119,7 +126,7 @@ def _of_cells(held_bytes: int, side: int, maps_bytes: int, weights_bytes: int, r
 
 
 def evaluation_bytes(costs: CellCosts, grid: tuple[int, int], cells: tuple[int, int], held_bytes: int) -> int:
-    """Return the memory of a rank that evaluates its part of a map, in cells and without spilling.
+    """Return the largest memory of a rank that evaluates its part of an image, in cells and without spilling.
 
     Args:
         costs: costs of the program in evaluation mode.
@@ -131,10 +138,11 @@ def evaluation_bytes(costs: CellCosts, grid: tuple[int, int], cells: tuple[int, 
     if prod(cells) == 1:
         return held_bytes + int(_EVALUATION_OFF * costs.of((1, 1)).peak_bytes / ranks)
     cost = costs.of((grid[0] * cells[0], grid[1] * cells[1]))
-    records = len(costs.program.operators) * STEP_BYTES[False]
+    # A rank keeps the maps that it needs at a time of its whole part, and computes in the workspace of one cell.
+    records = len(costs.program.operators) * RECORD_BYTES[False]
     fixed_bytes = held_bytes + LIBRARY_BYTES + prod(cells) * records
     return fixed_bytes + int(
-        _EVALUATION_OFF * max(cost.peak_bytes / ranks, cost.step_bytes) + WORKSPACE * cost.step_bytes
+        _EVALUATION_OFF * max(cost.peak_bytes / ranks, cost.step_bytes) + WORKSPACE_FACTOR * cost.step_bytes
     )
 
 
@@ -181,8 +189,9 @@ def resident_limit(
     if memory_bytes is None or device.type != "cpu":
         return None
     largest = largest_step(forecasts)
-    # It is compared between two steps: the workspace of the next step must still fit.
-    return ResidentLimit(memory_bytes - workspace_bytes(largest), PAGES * largest.working_bytes)
+    # The process is measured between two steps, so the workspace of the next step must still fit.
+    most_bytes = memory_bytes - workspace_bytes(largest)
+    return ResidentLimit(most_bytes, least_bytes=PAGES_FACTOR * largest.working_bytes)
 
 
 def largest_step(forecasts: Sequence[PagedForecast]) -> PagedForecast:
@@ -194,16 +203,18 @@ def largest_step(forecasts: Sequence[PagedForecast]) -> PagedForecast:
 
 def workspace_bytes(largest: PagedForecast) -> int:
     """Return the bytes that the largest step needs besides pages."""
-    return WORKSPACE * largest.working_bytes + WEIGHT_COPIES * largest.weights_bytes
+    return WORKSPACE_FACTOR * largest.working_bytes + WEIGHT_COPIES * largest.weights_bytes
 
 
 def least_bytes(held_bytes: int, largest: PagedForecast) -> int:
     """Return the smallest memory limit with which a rank can train; see ``page_limit``."""
-    return held_bytes + PAGES * largest.working_bytes + workspace_bytes(largest)
+    return held_bytes + PAGES_FACTOR * largest.working_bytes + workspace_bytes(largest)
 
 
 def spilled_bytes(kept_bytes: int, limit_bytes: int, working_bytes: int = 0, trains: bool = False) -> int:
-    """Return how many bytes of kept maps the store will hold: those that are not in memory all the time.
+    """Return how many bytes of kept maps will be written to the store: those that do not stay in memory all the time.
+
+    A measured fraction of the memory that the largest step leaves holds maps that are never written.
 
     Args:
         kept_bytes: bytes of kept maps; see ``PagedForecast``.
@@ -237,12 +248,12 @@ class ResidentLimit:
     Attributes:
         most_bytes: largest resident memory of the process between two steps.
         least_bytes: least bytes of pages: with fewer, no step could run.
-        held_bytes: resident memory besides pages when freed memory was last returned to the system.
+        besides_bytes: resident memory besides pages after freed memory was last returned to the system.
     """
 
     most_bytes: int
     least_bytes: int
-    held_bytes: int = 0
+    besides_bytes: int = 0
 
     def pages(self, limit_bytes: int, paged_bytes: int) -> int:
         """Return how many bytes of pages may be in memory: what the rest of the process leaves, or ``least_bytes``.
@@ -253,8 +264,10 @@ class ResidentLimit:
             limit_bytes: upper bound of the result.
             paged_bytes: bytes of the pages that are in memory now.
         """
-        other_bytes = resident_bytes() - paged_bytes
-        if self.most_bytes - other_bytes < limit_bytes and other_bytes > self.held_bytes + _GROWN_BYTES:
+        besides_bytes = resident_bytes() - paged_bytes
+        # Only if it has grown since the last time, because returning memory takes time.
+        has_grown = besides_bytes > self.besides_bytes + _GROWN_BYTES
+        if self.most_bytes - besides_bytes < limit_bytes and has_grown:
             return_freed_now()
-            self.held_bytes = other_bytes = resident_bytes() - paged_bytes
-        return min(limit_bytes, max(self.least_bytes, self.most_bytes - other_bytes))
+            self.besides_bytes = besides_bytes = resident_bytes() - paged_bytes
+        return min(limit_bytes, max(self.least_bytes, self.most_bytes - besides_bytes))

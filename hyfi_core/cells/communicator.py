@@ -31,21 +31,24 @@ class _Exchange:
         self._leaving = leaving  # alive until they have been sent
 
     def test(self) -> bool:
-        """Take the messages that have arrived; return whether all have been sent and received."""
+        """Take the messages that have arrived; return whether all have been sent and received.
+
+        Those of cells of this process wait in queues of the group; other processes' are received by ``_outside``.
+        """
         missing = []
         for message in self._receives:
-            lane = self._group.lanes.get((message.peer, self._rank, message.tag))
-            if not lane:
+            queue = self._group.copies.get((message.peer, self._rank, message.tag))
+            if not queue:
                 missing.append(message)
             elif message.moves:
-                # The tensor takes over the copy's memory; the object stays, because its owner refers to it.
-                message.tensor.data = lane.popleft()
+                # The receiver takes over the copy's memory; the object stays, because its owner refers to it.
+                message.tensor.data = queue.popleft()
             else:
-                message.tensor.copy_(lane.popleft())
+                message.tensor.copy_(queue.popleft())
         self._receives = missing
-        # Tested even while messages of this process's cells are missing: other processes make progress by it.
+        # Tested even while messages of this process's cells are missing, because a test makes messages progress.
         if not self._outside.test():
-            # Without this note, the baton would take it for a deadlock when all cells wait.
+            # Without this note, the baton would report a deadlock when all cells wait.
             self._group.baton.note_outside()
             return False
         return not missing
@@ -59,38 +62,38 @@ class _Swap:
 
     Args:
         group: shared by the cells of the process.
-        lanes: (cell that shows a tensor, cell that reads it), both as ranks of the group.
+        pairs: (sender, receiver) of each tensor: cells, as ranks of the group.
     """
 
     needs_polls = False
 
-    def __init__(self, group: CellGroup, lanes: Sequence[tuple[int, int]]) -> None:
-        self._group, self._lanes = group, lanes
+    def __init__(self, group: CellGroup, pairs: Sequence[tuple[int, int]]) -> None:
+        self._group, self._pairs = group, pairs
 
     def test(self) -> bool:
-        return all(self._group.shown.get(lane) for lane in self._lanes)
+        return all(self._group.shown.get(pair) for pair in self._pairs)
 
     def wait(self) -> None:
         self._group.baton.wait(self.test)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, once all have been shown; call it once.
+        """Return the tensors, once all have been sent; call it once.
 
         Raises:
             RuntimeError: a tensor was changed before all cells had read it.
         """
-        return tuple(self._read(lane) for lane in self._lanes)
+        return tuple(self._read(sender, receiver) for sender, receiver in self._pairs)
 
-    def _read(self, lane: tuple[int, int]) -> torch.Tensor:
-        """Return a tensor that another cell shows in a lane.
+    def _read(self, sender: int, receiver: int) -> torch.Tensor:
+        """Return the sender's own tensor, the oldest that the receiver has not read.
 
         Raises:
-            RuntimeError: the other cell has changed it since.
+            RuntimeError: the sender has changed it since it sent it.
         """
-        tensor, version = self._group.shown[lane].popleft()
+        tensor, version = self._group.shown[sender, receiver].popleft()
         if version_of(tensor) != version:
             raise RuntimeError(
-                f"cell {lane[0]} changed a tensor of shape {tuple(tensor.shape)} before another cell had read it"
+                f"cell {sender} changed a tensor of shape {tuple(tensor.shape)} before another cell had read it"
             )
         return tensor
 
@@ -110,7 +113,7 @@ class _JoinedCall:
         self._number, self.call = comm.joined(value, last)
 
     def test(self) -> bool:
-        """Whether the result has arrived; the first time, it is passed to ``_land``."""
+        """Whether the call's result has arrived; the first time that it has, pass it to ``_land``."""
         if self._open and not self._group.finished(self.call):
             return False
         if self._open:
@@ -175,13 +178,14 @@ class CellCommunicator:
         """
         group = self.group
         process_rank, cells = group.comm.rank, group.baton.size
-        leaving, landing, near = [], [], []
+        # Sends to other processes, receives from other processes, receives from cells of this process.
+        leaving, arriving, near = [], [], []
         for message in sends:
             process, cell = group.members[message.peer]
             if process == process_rank:
-                lane = group.lanes.setdefault((self._rank, message.peer, message.tag), deque())
+                queue = group.copies.setdefault((self._rank, message.peer, message.tag), deque())
                 # A copy: the sender may overwrite its tensor before the receiver has its turn.
-                lane.append(message.tensor.detach().clone(memory_format=torch.contiguous_format))
+                queue.append(message.tensor.detach().clone(memory_format=torch.contiguous_format))
             else:
                 dense = message.tensor.contiguous()
                 leaving.append(Message(process, dense, tag_of_cells(self._cell, cell, cells, message.tag)))
@@ -190,8 +194,8 @@ class CellCommunicator:
             if process == process_rank:
                 near.append(message)
             else:
-                landing.append(Message(process, message.tensor, tag_of_cells(cell, self._cell, cells, message.tag)))
-        outside = group.comm.exchange(leaving, landing) if leaving or landing else Completed()
+                arriving.append(Message(process, message.tensor, tag_of_cells(cell, self._cell, cells, message.tag)))
+        outside = group.comm.exchange(leaving, arriving) if leaving or arriving else Completed()
         return _Exchange(group, self._rank, near, outside, [message.tensor for message in leaving])
 
     def swap(self, sends: Sequence[Message], peers: Sequence[int]) -> _Swap:
@@ -221,7 +225,13 @@ class CellCommunicator:
         return _Reduction(self, tensor, op)
 
     def start_combined(self, own: Callable[[], Any], combination: Combination, kept: bool) -> Combined:
-        """Start combining values of all ranks; packing and combining happen once for all cells of a process."""
+        """Start combining values of all ranks; packing and combining happen once for all cells of a process.
+
+        Args:
+            own: returns the value of this cell.
+            combination: packs values of cells into a tensor, and computes the result from the sum of these tensors.
+            kept: whether the result is used again after the next wait.
+        """
         group, copies = self.group, kept and self.group.spills
         pending = _JoinedCall(self, own(), lambda call: group.start_sum(call, combination.pack(call.inputs)))
         call = pending.call
@@ -267,16 +277,22 @@ class CellCommunicator:
         self._together(None, lambda call: self.group.comm.barrier())
 
     def split(self, color: int | None, key: int = 0) -> CellCommunicator | None:
-        """Return the group of all cells with the same ``color``, None without one; a process has one color."""
-        votes = self._all_objects([color, key, self._rank])
-        if len({c for c, _, rank in votes if rank in self.group.here}) > 1:
+        """Return the group of all cells with the same ``color``, ordered by ``key``; None for the color None.
+
+        All cells of a process have one color.
+        """
+        cells = self._all_objects([color, key, self._rank])
+        if len({c for c, _, rank in cells if rank in self.group.here}) > 1:
             raise AssertionError("cells of one process must be in the same group")
         # A process has one place in the new communicator: that of its first cell.
-        process_key = min(k for _, k, rank in votes if rank in self.group.here)
-        same_color = sorted((k, rank) for c, k, rank in votes if c == color)
+        process_key = min(k for _, k, rank in cells if rank in self.group.here)
+        same_color = sorted((k, rank) for c, k, rank in cells if c == color)
 
         def last(call: CollectiveOfCells) -> None:
-            """Split the group of processes, and make the group that the cells of this process share."""
+            """Make the new group that the cells of this process share: split the processes, then list its cells.
+
+            ``same_color``: (key, rank) of the cells in the new group, in its order.
+            """
             comm = self.group.comm.split(color, process_key)
             if comm is None:
                 return

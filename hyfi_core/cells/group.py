@@ -52,8 +52,9 @@ class CellGroup:
     ) -> None:
         self.comm, self.baton, self.members, self.spills = comm, baton, tuple(members), spills
         self.here = [rank for rank, (process, _) in enumerate(self.members) if process == comm.rank]  # of this process
-        # (from, to, tag) -> copies not yet received; (from, to) -> tensors shown by reference, with their versions.
-        self.lanes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
+        # (sender, receiver, tag) -> copies not yet received; (sender, receiver) -> tensors sent by reference, each with
+        # its version.
+        self.copies: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
         self.shown: dict[tuple[int, int], deque[tuple[torch.Tensor, int | None]]] = {}
         self._calls: dict[int, CollectiveOfCells] = {}
         # Cell -> number of calls that it has entered. Cells reach a call at different times: the number says to which
@@ -63,7 +64,7 @@ class CellGroup:
 
     def clear(self) -> None:
         """Remove unfinished messages and calls: the next run would take them for its own."""
-        for unfinished in (self.lanes, self.shown, self._calls):
+        for unfinished in (self.copies, self.shown, self._calls):
             unfinished.clear()
         self._entered = dict.fromkeys(self.here, 0)
 

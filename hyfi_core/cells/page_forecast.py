@@ -13,7 +13,7 @@ import torch
 
 from hyfi_core.cells.recomputation import DEEPEST, cheap_calls, is_cheap
 from hyfi_core.cells.spill_store import blocks_bytes
-from hyfi_core.cost.memory.forecast import STEP_BYTES
+from hyfi_core.cost.memory.forecast import RECORD_BYTES
 from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool
@@ -73,7 +73,7 @@ def forecast_pages(
     saved = _Kept.of(tape, sizes) if trains else _Kept(frozenset(), ((),) * len(tape.steps))
     saved_bytes = (*map(sizes.of_kept, saved.names), *(size for of_step in saved.besides for size in of_step))
     small = sum(size for size in saved_bytes if size < SMALLEST_BYTES)
-    records = len(tape.steps) * STEP_BYTES[trains]
+    records = len(tape.steps) * RECORD_BYTES[trains]
     waits = tuple(
         (
             sum(stored_bytes(sizes.of(name)) for name in taken_by(step)),

@@ -131,7 +131,7 @@ def check_own(loss: str, metrics: Sequence[str], outputs: int, batch: torch.Tens
 
 def without_parameters() -> LossGuard:
     """Context that refuses trainable parameters of a loss, also on one rank: no optimizer of a run updates them."""
-    return LossGuard(alone=False, trained=set(), elsewhere={})
+    return LossGuard(one_rank=False, trained=set(), elsewhere={})
 
 
 def _tried(

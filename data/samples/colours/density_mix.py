@@ -34,16 +34,16 @@ def value_table(contrast: float = 1.0) -> NDArray[np.uint8]:
 def mixed_densities(
     pixels: Pixels, to_density: NDArray[np.float32], mix: NDArray[np.float32], to_value: NDArray[np.uint8]
 ) -> Pixels:
-    """Return pixels whose densities are ``densities @ mix``; (3, …) uint8, a new array.
+    """Multiply the optical densities of pixels by a matrix; return the new pixels, (3, …) uint8.
 
     It uses only elementwise float32 products and sums in a fixed order: unlike with a matrix product, a pixel's result
     does not depend on its position in the array.
 
     Args:
         pixels: (3, …) uint8.
-        to_density: A ``density_table`` for all channels, or (3, 256): one for each channel.
-        mix: (3, 3), from densities of (red, green, blue) to densities of (red, green, blue).
-        to_value: A ``value_table``.
+        to_density: (256,) density of each pixel value, in steps (see `density_table`); or (3, 256), for each channel.
+        mix: (3, 3): the new densities of (red, green, blue) are densities @ mix.
+        to_value: (STEPS,) pixel value of each density step, from `value_table`.
     """
     result = np.empty(pixels.shape, np.uint8)
     flat, out = pixels.reshape(3, -1), result.reshape(3, -1)

@@ -55,11 +55,20 @@ class MacenkoMap:
         reference: Mapping[str, Sequence[float]],
         identity: str = "",
     ) -> MacenkoMap:
-        """Return the map from a slide's stains and glass to those of the reference."""
+        """Return the map from a slide's stains and glass to those of the reference.
+
+        Args:
+            stains: ``haematoxylin`` and ``eosin``: the density of (red, green, blue) of one unit of the stain in the
+                slide; ``strength``: a high percentile of the amounts of both stains.
+            glass: ``(3,)``, the colour of the slide's glass.
+            reference: The same values as ``stains``, of the reference.
+            identity: Text of the method and its reference.
+        """
         own, target = (np.array([one["haematoxylin"], one["eosin"]], np.float64) for one in (stains, reference))
         factors = np.asarray(reference["strength"], np.float64) / np.asarray(stains["strength"], np.float64)
-        amounts = np.linalg.pinv(own)  # (3, 2): density @ amounts
-        return cls(identity, glass, (amounts @ np.diag(factors) @ target).astype(np.float32))
+        # Densities @ `to_amounts` are the amounts of both stains, and amounts @ `target` densities in the reference.
+        to_amounts = np.linalg.pinv(own)
+        return cls(identity, glass, (to_amounts @ np.diag(factors) @ target).astype(np.float32))
 
     def __call__(self, pixels: Pixels) -> Pixels:
         """Return pixels (3, …) uint8 in the reference's colours, a new array; glass and brighter pixels become 255."""

@@ -92,11 +92,13 @@ class ReinhardMap:
             # In strips: floats of a whole image would take many times the memory of its pixels.
             strip = slice(start, start + STRIP_PX)
             values = np.ascontiguousarray(flat[:, strip])
-            share = np.minimum(_densities(values, self.glass) * np.float32(1 / STAINED_DENSITY), np.float32(1))
-            # Values plus one, because 0 (black) has no logarithm.
-            lms = np.log(_product(_TO_LMS.astype(np.float32), values + np.float32(1)))
-            lms = np.exp(_product(self.factors, lms) + self.summands[:, None])
+            # The new mean and deviation are set in logarithms of cone responses (LMS). Values plus one, because 0
+            # (black) has no logarithm.
+            log_lms = np.log(_product(_TO_LMS.astype(np.float32), values + np.float32(1)))
+            lms = np.exp(_product(self.factors, log_lms) + self.summands[:, None])
             rgb = np.clip(_product(np.linalg.inv(_TO_LMS).astype(np.float32), lms) - np.float32(1), 0, 255)
+            # Blended with white where a pixel absorbs less than stained tissue: the map would colour the glass.
+            share = np.minimum(_densities(values, self.glass) * np.float32(1 / STAINED_DENSITY), np.float32(1))
             out[:, strip] = np.rint(255 - share * (255 - rgb)).astype(np.uint8)
         return result
 

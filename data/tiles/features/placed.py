@@ -80,6 +80,7 @@ def check_slide(stored: StoredFeatures, slide: SlideStore) -> None:
     corners = level0_corners(stored, slide)
     if corners is None:
         return
+    # A tile is beyond the slide if it lies outside of all sizes that level 0 may have for another program.
     height, width = (max(size[axis] for size in sizes) for axis in (0, 1))
     beyond = (corners >= [height, width]).any(axis=1) | ~np.isfinite(corners).all(axis=1)
     if beyond.any():
@@ -93,7 +94,8 @@ def check_slide(stored: StoredFeatures, slide: SlideStore) -> None:
 def placed_tiles(stored: StoredFeatures, slide: SlideStore) -> TissueTiles | None:
     """Return the tiles of stored features, in the order of the vectors; None if the file has no positions.
 
-    Their shares of tissue are unknown (NaN).
+    They lie in a plane of the slide, at the resolution at which the encoder saw them. Their shares of tissue are
+    unknown (NaN).
 
     Raises:
         RequestError: The file is damaged.
@@ -106,13 +108,14 @@ def placed_tiles(stored: StoredFeatures, slide: SlideStore) -> TissueTiles | Non
     side_um = mpp_um * (_smallest_gap(corners) if stated_um is None else _unrounded(corners, stated_um / mpp_um))
     size_px = stored.tile_px or _USUAL_PX
     plane = _plane(slide.levels, side_um / size_px)
+    # The affine map (2, 3) from the plane to level 0, which is inverted here.
     to_source = to_source_of(slide, plane)
     matrix = np.array(to_source)
     # Map centres: if the map turns or mirrors, a tile's upper left corner becomes another corner.
     centres = corners + side_um / np.array(source_mpp(slide)) / 2
     in_plane = np.linalg.solve(matrix[:, :2], (centres - matrix[:, 2]).T).T - size_px / 2
-    square_px, whole = _square(in_plane, size_px)
-    rounded = np.round(in_plane / square_px) * square_px if whole else np.round(in_plane)
+    square_px, on_grid = _square(in_plane, size_px)
+    rounded = np.round(in_plane / square_px) * square_px if on_grid else np.round(in_plane)
     return TissueTiles(
         slide_id=slide.slide_id,
         size_px=size_px,

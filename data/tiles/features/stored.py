@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Unit = Literal["px", "um"]
-_STAMP_OLD = (256.0, 224.0)
-"""(micrometres, pixels) of the side of a tile of STAMP before version 2, whose files state neither."""
+_OLD_STAMP_TILE_UM, _OLD_STAMP_TILE_PX = 256.0, 224.0
+"""Side of a tile of STAMP before version 2, whose files do not state it; their positions are in these pixels."""
 
 
 def import_h5py() -> ModuleType:
@@ -182,17 +182,24 @@ def _rows(stored: Any, chosen: NDArray[np.int64] | None) -> Any:
 
 
 def _frame(content: Any) -> tuple[Unit | None, float | None, float]:
-    """Return (unit of positions, side of a tile in this unit, factor from stored positions to this unit)."""
+    """Return (unit of positions, side of a tile in this unit, factor from stored positions to this unit).
+
+    What a file has shows which program wrote it: ours, STAMP (``feats``), or TRIDENT or CLAM.
+    """
     if "coords" not in content:
         return None, None, 1.0
     attributes = dict(getattr(content, "attrs", {}))
     if "hyfi_features" in attributes:
-        sides = attributes["hyfi_features"]["tile_source_px"]
-        return "px", float(sum(sides) / 2), 1.0
+        height, width = attributes["hyfi_features"]["tile_source_px"]
+        return "px", float((height + width) / 2), 1.0
     if "feats" in content:
-        # The attribute's name differs between versions of STAMP. Before version 2, 224 units of positions are 256 µm.
-        size = attributes.get("tile_size_um") or (attributes.get("unit") == "um" and attributes.get("tile_size"))
-        return ("um", float(size), 1.0) if size else ("um", _STAMP_OLD[0], _STAMP_OLD[0] / _STAMP_OLD[1])
+        # The attribute's name differs between versions of STAMP.
+        size_um = attributes.get("tile_size_um")
+        if not size_um and attributes.get("unit") == "um":
+            size_um = attributes.get("tile_size")
+        if size_um:
+            return "um", float(size_um), 1.0
+        return "um", _OLD_STAMP_TILE_UM, _OLD_STAMP_TILE_UM / _OLD_STAMP_TILE_PX
     return "px", _trident_size(dict(content["coords"].attrs)), 1.0
 
 

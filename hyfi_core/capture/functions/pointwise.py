@@ -57,12 +57,10 @@ class PointwiseFunction:
         return f"{self.function.__module__}.{self.function.__qualname__}({constants})"
 
     def __call__(self, tensors: Sequence[torch.Tensor], name: str = "", number: int = 0) -> torch.Tensor:
-        """Apply the function.
+        """Apply the function to its arguments that are tensors.
 
-        Args:
-            tensors: its arguments that are tensors.
-            name: name in messages.
-            number: number of the recorded operator.
+        It takes the arguments of the operator ``hyfi::pointwise_function``, whose calls in a program it replaces: for
+        this operator, ``name`` and ``number`` say which function it is.
         """
         arguments = list(self.constants)
         for position, tensor in zip(self.places, tensors, strict=True):
@@ -99,7 +97,7 @@ def recorded(
     arguments: tuple[Any, ...],
     untraced: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> torch.Tensor:
-    """Record a call of a user's function in the current trace.
+    """Record a call of a user's function in the current trace as one operator; return the operator's result.
 
     Args:
         function: the class.

@@ -15,11 +15,11 @@ _DETECTS = "_detect_attribute_assignment"
 
 
 def created_attributes_allowed() -> contextlib.AbstractContextManager[None]:
-    """Context in which ``torch.export`` does not see attributes that the forward has created.
+    """Context in which ``torch.export`` does not see attributes that the forward has created on the model.
 
-    With any version of PyTorch, the guards decide what a forward may store.
+    Some versions of PyTorch refuse these. Here, ``trace_guards`` decides what a forward may store.
     """
-    # Private: where a version of PyTorch lacks it, nothing is refused.
+    # PyTorch's own check of attributes, a private function: a version of PyTorch that lacks it refuses nothing.
     module = importlib.import_module("torch.export._trace")
     detected: Any = getattr(module, _DETECTS, None)
 
@@ -30,6 +30,7 @@ def created_attributes_allowed() -> contextlib.AbstractContextManager[None]:
             try:
                 yield
             finally:
+                # Taken away before PyTorch's check, which runs at the end of this context, and put back after it.
                 for name in vars(model).keys() - before:
                     created[name] = vars(model).pop(name)
         vars(model).update(created)

@@ -28,12 +28,15 @@ from hyfi_core.errors import RequestError
 
 
 def of_empty_caches(model: nn.Module, program: Program, capture: Callable[[], Program]) -> Program:
-    """Return the program of a model with empty caches; ``program`` if the tensors that it reads are not a cache.
+    """Return the program that a model gives if its caches are empty, so that it computes what they hold.
 
     Args:
-        model: the user's module; not changed.
-        program: its capture.
-        capture: captures it.
+        model: the user's module; not changed, except that results of ``functools.lru_cache`` are forgotten.
+        program: its capture, which may read tensors in caches.
+        capture: captures the model again.
+
+    Returns:
+        ``program`` itself if the tensors that it reads are no cache: without them, the model fails or differs.
     """
     # A cached tensor is a constant of the graph; with none, no cache was read.
     if not program.constants:
@@ -41,13 +44,15 @@ def of_empty_caches(model: nn.Module, program: Program, capture: Callable[[], Pr
     constants = {id(constant) for constant in program.constants.values()}
     roots = [value for module in model.modules() for value in vars(module).values()]
     dicts = dicts_in([*roots, *(value for _, value in outside_values(model))])
+    # What to store so that the model finds no tensor there: items of dicts are removed, attributes become None.
     stored: list[Stored] = [
         (container, name, MISSING) for container in dicts for name, value in container.items() if _has(value, constants)
     ]
     for module in model.modules():
         tensors = [(name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
         stored += [(module, name, None) for name, value in tensors if id(value) in constants]
-    memoised = [function for function in memories(model)[0] if function.cache_info().currsize]
+    functions_with_cache, _ = memories(model)
+    memoised = [function for function in functions_with_cache if function.cache_info().currsize]
     if not stored and not memoised:
         return program
     for function in memoised:  # so that its results are computed again
@@ -67,6 +72,7 @@ def _has(value: Any, tensors: Container[int]) -> bool:
 
 def compute_the_same(program_a: Program, program_b: Program) -> bool:
     """Whether two programs of one model, for one shape, compute the same from image, weights and buffers."""
+    # Operators that depend on inputs are compared one by one, in the order of execution; all others by their results.
     first, second = _Parts(program_a), _Parts(program_b)
     if len(first.dependent) != len(second.dependent) or program_a.mutations.keys() != program_b.mutations.keys():
         return False
@@ -76,6 +82,7 @@ def compute_the_same(program_a: Program, program_b: Program) -> bool:
             return False
         if not same.arguments((a.args, [*a.kwargs.values()]), (b.args, [b.kwargs[name] for name in a.kwargs])):
             return False
+        # From now on, the results of both count as the same values.
         if not same.pair(a.outputs, b.outputs):
             return False
     mutated = [(Ref(value), Ref(program_b.mutations[name])) for name, value in program_a.mutations.items()]
@@ -117,14 +124,16 @@ class _Parts:
         return name in self._constants or name in self._makers
 
     def expression(self, name: str) -> Hashable:
-        """Return how a free value is computed; values with equal expressions are equal."""
+        """Return how a value that depends on no input is computed: values with equal expressions are equal."""
         if name in self._constants:
             return id(self._constants[name])
         op = self._makers[name]
+        # Each argument that is a value, replaced by the expression of that value.
         args, kwargs = _pytree.tree_map_only(
             Ref, lambda ref: ("value", self.expression(ref.name)), (op.args, op.kwargs)
         )
-        return op.outputs.index(name), op.text, str(args), str(sorted(kwargs.items()))
+        which_output = op.outputs.index(name)
+        return which_output, op.text, str(args), str(sorted(kwargs.items()))
 
     def value(self, name: str) -> torch.Tensor:
         """Return the tensor of a free value, computed once."""
@@ -160,8 +169,8 @@ class _Values:
 
     def _are_same(self, a: str, b: str) -> bool:
         """Whether a value of the first program equals a value of the second one."""
+        # Without inputs, both values are known. Equal expressions have equal values: most pairs need not be computed.
         if self._first.is_free(a) and self._second.is_free(b):
-            # The same expression has the same value: most pairs need not be computed.
             if self._first.expression(a) == self._second.expression(b):
                 return True
             with torch.no_grad():

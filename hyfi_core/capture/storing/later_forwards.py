@@ -113,14 +113,14 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stored_values(assigned: list[Stored]) -> Iterator[None]:
-    """Context in which these values are stored."""
+    """Context in which values are stored in modules, dicts, classes and sets; what was there before is put back."""
     before = [(holder, name, _value(holder, name)) for holder, name, _ in assigned]
     try:
         for stored in assigned:
             put(stored)
         yield
     finally:
-        # In reverse: if an attribute or key is listed twice, its first former value is restored last.
+        # In reverse: if an attribute or key is listed twice, the value that it had first is put back last.
         for stored in reversed(before):
             put(stored)
 

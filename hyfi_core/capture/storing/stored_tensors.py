@@ -41,9 +41,9 @@ _WITHOUT_VALUES |= {"new_empty", "new_full", "new_ones", "new_tensor", "new_zero
 """Functions whose results do not depend on the values of a tensor."""
 _AS_ANOTHER = frozenset({"expand_as", "reshape_as", "to", "type_as", "view_as"})
 """Functions that use only the dtype, device or shape of their second tensor."""
-_DEPTH = 6
+_MOST_DEPTH = 6
 """Depth to which containers and objects are searched for caches."""
-_ITEMS = 4096
+_MOST_ITEMS = 4096
 """Longer containers are not searched."""
 
 
@@ -116,8 +116,11 @@ class OfImage:
             args: its arguments, without containers.
             results: its result.
         """
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)][: 1 if name in _AS_ANOTHER else None]
-        if name in _WITHOUT_VALUES or not any(tensor in self for tensor in tensors):
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        # Such as ``x.type_as(y)``, which reads the dtype of y, but no values.
+        read = tensors[:1] if name in _AS_ANOTHER else tensors
+        # Functions such as ``zeros_like`` read no values at all.
+        if name in _WITHOUT_VALUES or not any(tensor in self for tensor in read):
             return
         self.add(_pytree.tree_leaves(results))
         # By PyTorch's convention, a final underscore says that the first argument changes.
@@ -138,15 +141,17 @@ class Caches:
     def __init__(self, model: nn.Module) -> None:
         roots = [value for module in model.modules() for name, value in vars(module).items() if name not in _OWN]
         roots += [value for _, value in outside_values(model)]
-        # Shallow copies: containers inside of containers are in the list themselves.
-        self._held = [(container, dict(container)) for container in dicts_in(roots)]
+        # Of each dict and set, the object itself and a copy of its contents. Shallow copies: containers inside of
+        # containers are in the list themselves.
+        self._dicts = [(container, dict(container)) for container in dicts_in(roots)]
         self._sets = [(container, set(container)) for container in _sets(roots)]
         functions, names = memories(model)
+        # Of each ``functools.lru_cache``, how often it had no result; of each global or class attribute, its value.
         self._functions = [(function, function.cache_info().misses) for function in functions]
         self._names = [(holder, name, _value(holder, name)) for holder, name in names]
 
     def undo(self, of_image: OfImage) -> list[Stored]:
-        """Remove values that were stored since then and do not depend on the image; counters stay.
+        """Remove values that the forward has stored and that do not depend on the image; counters stay.
 
         Args:
             of_image: the tensors that depend on the image.
@@ -155,9 +160,10 @@ class Caches:
             The removed flags and other constants, except those stored beside tensors, such as their sizes.
         """
         stored_values: list[Stored] = []
-        for container, before in self._held:
+        for container, before in self._dicts:
             changed = [(key, before.get(key, _MISSING)) for key in [*container]]
             changed = [(key, former) for key, former in changed if former is not container[key]]
+            # Values that fill a gap, or replace a tensor or a flag; one that replaces a number is a counter.
             stored = [(key, former) for key, former in changed if _is_cached(former, container[key], of_image)]
             # A number stored beside a tensor belongs to the cache, such as its size.
             if all(is_constant(container[key]) for key, _ in stored):
@@ -224,8 +230,11 @@ def _sets(roots: Iterable[Any]) -> list[Any]:
 
 
 def _reachable(roots: Iterable[Any], condition: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield the objects for which ``condition`` is true, among ``roots`` and all that they contain, each once."""
-    open_values, visited = [(value, _DEPTH) for value in roots], set[int]()
+    """Yield each object for which ``condition`` is true, once, among ``roots`` and what they contain.
+
+    Attributes and items are searched down to ``_MOST_DEPTH``; long containers, tensors, modules and functions are not.
+    """
+    open_values, visited = [(value, _MOST_DEPTH) for value in roots], set[int]()
     # Not recursive: objects may hold each other.
     while open_values:
         value, depth = open_values.pop()
@@ -237,7 +246,7 @@ def _reachable(roots: Iterable[Any], condition: Callable[[Any], bool]) -> Iterat
         inside: Any = value.values() if isinstance(value, dict) else value
         if not isinstance(value, (dict, list, tuple)):
             inside = (_attributes_of(value),)
-        if depth and len(inside) <= _ITEMS:
+        if depth and len(inside) <= _MOST_ITEMS:
             open_values += [(item, depth - 1) for item in inside]
 
 

@@ -40,16 +40,17 @@ FORECAST_OFF = {"cpu": 1.4, "cuda": 1.15}
 SPILLING_OFF = 1.15
 """The same for a plan that spills: its forecast counts workspaces, and maps in memory are limited."""
 
-PAGES = 2
-"""Times the inputs and outputs of a cell's largest step: its pages, and those being transferred."""
-WORKSPACE = 3
-"""Times the same: for operators (kernels reorder maps), messages, allocators."""
+PAGES_FACTOR = 2
+"""Memory for pages of maps, in inputs and outputs of a cell's largest step: its pages, and those being transferred."""
+WORKSPACE_FACTOR = 3
+"""Memory for operators (kernels reorder maps), messages and allocators, in the same unit."""
 WEIGHT_COPIES = 4
 """Of a step's weights, in cells: their gradient, and both in the kernels' own order."""
 LIBRARY_BYTES = 64 << 20
 """What kernels need from their first run on: code, and buffers of matrix products."""
-STEP_BYTES = {True: 8 << 10, False: 1 << 10}
-"""For each operator of a cell, with and without backward: objects of Python and autograd, sums; measured 6 KB with."""
+RECORD_BYTES = {True: 8 << 10, False: 1 << 10}
+"""Whether there is backward -> bytes for each operator of a cell: objects of Python and autograd, sums; measured 6 KB
+with backward."""
 BORDERS = 1.25
 """Factor for halos and unequal parts of cells."""
 
@@ -109,8 +110,13 @@ class MemoryForecast:
     def spilled_bytes(self, cells: int) -> int:
         """Return the least memory of a rank that spills all it can, with this number of cells; see ``cells.budget``."""
         working = int(BORDERS * self.working_bytes / cells)
-        records = LIBRARY_BYTES + cells * self.operators * STEP_BYTES[True]
-        return self.state_bytes + records + (PAGES + WORKSPACE) * working + WEIGHT_COPIES * self.largest_weight_bytes
+        records = LIBRARY_BYTES + cells * self.operators * RECORD_BYTES[True]
+        return (
+            self.state_bytes
+            + records
+            + (PAGES_FACTOR + WORKSPACE_FACTOR) * working
+            + WEIGHT_COPIES * self.largest_weight_bytes
+        )
 
 
 def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], way: PeakOrLeast = "peak") -> int:

@@ -141,7 +141,7 @@ class LackingProcesses:
 
 def test_a_worker_that_cannot_be_started_is_told_once_and_the_others_go_on() -> None:
     start, failures = LackingProcesses(), []
-    growth = Eager(6, failed=lambda workers, error: failures.append((workers, error.strerror)))
+    growth = Eager(6, on_failure=lambda workers, error: failures.append((workers, error.strerror)))
     received, workers = served(growth, is_late=True, start=start)
     assert workers == 1 and start.asked == 2 and same(received, inline())
     assert failures == [(1, "Resource temporarily unavailable")]
@@ -174,7 +174,7 @@ def test_none_is_due_where_memory_is_short() -> None:
 
 
 def test_what_a_worker_keeps_needs_memory() -> None:
-    growth = WorkerGrowth(4, kept_bytes=BagRows.kept_bytes, free_bytes=lambda: 10**9)
+    growth = WorkerGrowth(4, worker_kept_bytes=BagRows.kept_bytes, free_bytes=lambda: 10**9)
     late(growth, LATE_TURNS)
     assert BagRows.kept_bytes == 2**27 and not growth.is_due(1, 10**7)
 

@@ -23,7 +23,7 @@ def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a limit be about the maps of a small network, not about libraries and records."""
     monkeypatch.setattr(budget, "LIBRARY_BYTES", 0)
     for module in (budget, page_forecast):
-        monkeypatch.setattr(module, "STEP_BYTES", {True: 1, False: 1})
+        monkeypatch.setattr(module, "RECORD_BYTES", {True: 1, False: 1})
     monkeypatch.setattr(page_forecast, "SMALLEST_BYTES", 1)
 
 

@@ -14,7 +14,7 @@ from hyfi_core.capture.program import Program
 from hyfi_core.cells import budget, fused_memory
 from hyfi_core.cells.budget import SIDES, evaluation_bytes, with_cells
 from hyfi_core.cells.fused_memory import CellCosts, runs_for_cells
-from hyfi_core.cost.memory.forecast import STEP_BYTES, forecast_memory
+from hyfi_core.cost.memory.forecast import RECORD_BYTES, forecast_memory
 from hyfi_core.errors import MemoryLimitError
 from hyfi_core.models.resnet import resnet6
 from hyfi_core.plan.box import hull
@@ -50,7 +50,7 @@ def test_costs_are_computed_once_for_each_grid() -> None:
 def test_cells_are_those_that_a_look_at_all_numbers_of_cells_chooses(grid: tuple[int, int], monkeypatch: Any) -> None:
     monkeypatch.setattr(budget, "LIBRARY_BYTES", 0)
     costs, (weights,) = CellCosts(program()), forecast_memory(program(), ParallelPlan((grid,)))
-    records = len(program().operators) * STEP_BYTES[False]
+    records = len(program().operators) * RECORD_BYTES[False]
     every = {}
     for side in SIDES[1:]:
         step = int(costs.of((grid[0] * side, grid[1] * side)).step_bytes)
