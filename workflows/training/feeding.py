@@ -178,7 +178,7 @@ def make_loader(
     if most is not None and most > workers:
         messages = RaisedWorkers(roles.describe())
         kept_bytes = getattr(samples, "kept_bytes", 0)
-        growth = WorkerGrowth(most, raised=messages, failed=messages.failed, kept_bytes=kept_bytes)
+        growth = WorkerGrowth(most, on_rise=messages, on_failure=messages.failed, worker_kept_bytes=kept_bytes)
     return LoaderService(
         roles.world,
         [trainer for trainer, loaders in roles.loaders_of.items() if rank in loaders],
