@@ -107,7 +107,7 @@ class _OnceBack(torch.autograd.Function):
 def _product_rule(builder: Builder, op: Operator) -> None:
     """Lower `sleeping_product`: for its part of the map, a rank sleeps in forward and for each gradient."""
     x, weight, seconds_per_px = op.args
-    split = builder.splits[x.name]
+    split = builder.splits[x.name]  # how the ranks divide the map; the result is divided in the same way
     part = builder.part(x.name, split)
 
     def call(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

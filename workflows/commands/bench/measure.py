@@ -157,25 +157,24 @@ def _machine(
 ) -> MachineModel:
     """Return the machine model with these rates.
 
-    A node has ``devices`` ranks or GPUs; ``near``: (software cost of a message in s, link) in a node, ``far``: between.
+    Args:
+        device: What computes.
+        devices: Number of ranks or GPUs of a node.
+        alone: What one rank has measured.
+        together: What ranks have measured at the same time.
+        shared_cores: How ranks take turns, if there are more than cores.
+        near: (Software cost of a message in s, link) within a node; None: not measured.
+        far: The same between nodes.
+        disk_bytes_per_s: Rate of the disk.
+        host_bytes_per_s: Rate of copies between a GPU and its host; None on CPUs.
     """
-    from hyfi_core.cost.machine import KINDS, PRODUCTS, Crowding, MachineModel, UpdateCost
+    from hyfi_core.cost.machine import PRODUCTS, Crowding, MachineModel, UpdateCost
     from hyfi_core.cost.machines.machine_file import reference_machine
     from workflows.commands.bench.measured_layers import WEIGHTS_OF_BLOCK
 
-    rates, kinds = dict(alone.rates), alone.kinds
-    peak = max(rates[kind][0] for kind in PRODUCTS)
-    # The rate of each kind at efficiency 1.
-    best = {kind: peak if kind in PRODUCTS else alone.copied_bytes_per_s for kind in KINDS}
+    peak = max(alone.rates[kind][0] for kind in PRODUCTS)
     crowding = _crowding(alone, together)
-    # Measured on all ranks at once, while `efficiency` is that of one rank alone.
-    rates["shared_norm"] = together.norm[0] * crowding.memory, together.norm[1] * crowding.memory
     link = near or far
-    overheads = {kind: measured_kind.overhead_s for kind, measured_kind in kinds.items()}
-    # Not measured in chains, but the same operator.
-    overheads["thin_convolution"] = overheads["convolution"]
-    # The model adds kernel_s itself, with the all-reduce of the norm's sums.
-    overheads["shared_norm"] = _less(together.tiny_norm_s, alone.kernel_s)
     message_s = _rounded(link[0]) if link else reference_machine().message_s
     strip_s = _rounded_pair(_less(together.strip_s, message_s)) if together.strip_s is not None else (0.0, 0.0)
     return MachineModel(
@@ -185,7 +184,7 @@ def _machine(
         memory_bytes=_memory_bytes(device, devices),
         peak_flops_per_s={name: _rounded(peak * rate) for name, rate in alone.dtype_shares.items()},
         memory_bytes_per_s=_rounded(alone.copied_bytes_per_s),
-        efficiency={kind: (_rounded(f / best[kind]), _rounded(b / best[kind])) for kind, (f, b) in rates.items()},
+        efficiency=_efficiency(alone, together, peak, crowding),
         kernel_s=_rounded(alone.kernel_s),
         message_s=message_s,
         node=near[1] if near else reference_machine().node,
@@ -194,7 +193,7 @@ def _machine(
         crowding=Crowding(_rounded(crowding.compute), _rounded(crowding.memory)),
         cores=shared_cores,
         strip_s=strip_s,
-        overhead_s={kind: _rounded_pair(pair) for kind, pair in overheads.items()},
+        overhead_s=_overhead_s(alone, together),
         weight_bytes_per_s={kind: _rounded_pair(pair) for kind, pair in alone.weight_bytes_per_s.items()},
         half_channels={kind: _rounded_pair(pair) for kind, pair in alone.half_channels.items()},
         update=UpdateCost(
@@ -212,6 +211,31 @@ def _crowding(alone: AloneRates, together: TogetherRates) -> Crowding:
 
     slowdowns = [max(1.0, crowded_s / own) for crowded_s, own in zip(together.crowded_s, alone.crowded_s, strict=True)]
     return Crowding(*slowdowns)
+
+
+def _efficiency(
+    alone: AloneRates, together: TogetherRates, peak: float, crowding: Crowding
+) -> dict[str, tuple[float, float]]:
+    """Return kind -> its (forward, backward) rates on one rank, relative to ``peak`` flops/s or to copies in memory."""
+    from hyfi_core.cost.machine import PRODUCTS
+
+    # A shared norm is measured on all ranks at once: its rates on one rank alone would be higher.
+    shared_norm = together.norm[0] * crowding.memory, together.norm[1] * crowding.memory
+    efficiency = {}
+    for kind, (forward, backward) in (alone.rates | {"shared_norm": shared_norm}).items():
+        best = peak if kind in PRODUCTS else alone.copied_bytes_per_s
+        efficiency[kind] = _rounded_pair((forward / best, backward / best))
+    return efficiency
+
+
+def _overhead_s(alone: AloneRates, together: TogetherRates) -> dict[str, tuple[float, float]]:
+    """Return kind -> (forward, backward) overhead of an operator in seconds."""
+    overheads = {kind: measured_kind.overhead_s for kind, measured_kind in alone.kinds.items()}
+    # Not measured in chains, but the same operator.
+    overheads["thin_convolution"] = overheads["convolution"]
+    # The model adds kernel_s itself, with the all-reduce of the norm's sums.
+    overheads["shared_norm"] = _less(together.tiny_norm_s, alone.kernel_s)
+    return {kind: _rounded_pair(pair) for kind, pair in overheads.items()}
 
 
 def _less(pair: tuple[float, float], seconds: float) -> tuple[float, float]:
