@@ -67,7 +67,9 @@ def runs_and_trial(
     machine: MachineModel,
     layouts: Unfused | None = None,
 ) -> tuple[FusedRuns, RankProgram | None]:
-    """Return (the result of ``fused_runs``, the program lowered without fused runs; None if the choice needs none).
+    """Return (the cheapest fused runs for a value of ``plan.fused_halo``, the program lowered without fused runs).
+
+    The second is None if the choice did not need that program.
 
     Args:
         program: the captured model.

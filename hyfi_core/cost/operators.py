@@ -59,10 +59,11 @@ class OperatorCost:
         """
         if self.kind == "view":
             return 0.0
-        work, name = (self.flops * fraction, self.touched_bytes * fraction), kind or self.kind
-        weights_s = machine.weights_s(self.weight_bytes, name, crowded=crowded)
-        seconds = machine.operator_s(*work, name, self.dtype, crowded=crowded, channels=self.channels)
-        return machine.call_s(name) + seconds + weights_s
+        kind = kind or self.kind
+        flops, touched_bytes = self.flops * fraction, self.touched_bytes * fraction
+        weights_s = machine.weights_s(self.weight_bytes, kind, crowded=crowded)  # kernels may rearrange weights first
+        seconds = machine.operator_s(flops, touched_bytes, kind, self.dtype, crowded=crowded, channels=self.channels)
+        return machine.call_s(kind) + seconds + weights_s
 
     def backward_s(self, machine: MachineModel, fraction: float, crowded: bool, kind: str | None = None) -> float:
         """Return the seconds of the backward on a part of the map; see ``forward_s``."""
@@ -70,17 +71,19 @@ class OperatorCost:
             return 0.0
         # A product computes each gradient by its own kernel, as large as the forward; others compute all in one pass.
         count = self.gradients if self.kind in PRODUCTS else 1
-        work = count * self.flops * fraction, count * self.touched_bytes * fraction
-        name = kind or self.kind
-        seconds = machine.operator_s(*work, name, self.dtype, True, crowded, self.channels)
-        weights_s = machine.weights_s(self.weight_bytes, name, backward=True, crowded=crowded)
+        flops, touched_bytes = count * self.flops * fraction, count * self.touched_bytes * fraction
+        kind = kind or self.kind
+        seconds = machine.operator_s(
+            flops, touched_bytes, kind, self.dtype, backward=True, crowded=crowded, channels=self.channels
+        )
+        weights_s = machine.weights_s(self.weight_bytes, kind, backward=True, crowded=crowded)
         # Adding two cotangents reads both and writes their sum: three times the bytes of the result.
         added_s = machine.call_s("elementwise", backward=True) + machine.operator_s(
             0.0, 3 * self.output_bytes * fraction, "elementwise", self.dtype, backward=True, crowded=crowded
         )
         # Without ``overhead_s``, efficiencies were fitted to whole steps, and contain these additions.
         forks = self.forks if machine.overhead_s else 0
-        return count * machine.call_s(name, backward=True) + seconds + weights_s + forks * added_s
+        return count * machine.call_s(kind, backward=True) + seconds + weights_s + forks * added_s
 
 
 KnownCosts = dict[Hashable, OperatorCost]

@@ -153,7 +153,7 @@ def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dic
     # which another rank receives from the opposite side; and corners, from the sides of its halos.
     received: dict[tuple[int, int], float] = {}
     sent: dict[tuple[int, int], float] = {}
-    across: dict[tuple[int, int], float] = {}
+    corners: dict[tuple[int, int], float] = {}
     for call in ranked.instructions:
         if not isinstance(call, CollectiveCall):
             continue
@@ -175,26 +175,29 @@ def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dic
         for corner, above, beside in (((-1, 1), incoming, outgoing), ((1, -1), outgoing, incoming)):
             if (-1, 0) in above and (0, -1) in beside:
                 corner_px = above[-1, 0].height * beside[0, -1].width
-                across[corner] = across.get(corner, 0.0) + pixel_bytes * corner_px
+                corners[corner] = corners.get(corner, 0.0) + pixel_bytes * corner_px
     # The first that knows an offset counts: received, then sent, then corners. In a grid of two rows, the middle rank
     # has no neighbour below, but what it sends up is what the other row receives from below. In a grid of 2 × 2, it has
     # no peer at two of the four corners, so these are computed from the height and width of its halos.
-    return across | sent | received
+    return corners | sent | received
 
 
 def _reduced(
     program: Program, plan: ParallelPlan, placement: Placement, stages: LoweredStages, pairs: _Pairs
 ) -> dict[frozenset[int], float]:
-    """Return ``LinkTraffic.reduced``, and add what mirrors send point to point to ``pairs``."""
+    """Return ranks of a replica -> bytes of the gradients that they reduce, with the same ranks of other replicas.
+
+    What mirrors send point to point is added to ``pairs``, two ranks -> bytes between them.
+    """
     scale = 0.5 if plan.reduce_dtype == "bfloat16" else 1.0  # of the bytes of a weight, which is float32
-    owners: dict[str, list[int]] = {}
+    users_of: dict[str, list[int]] = {}  # parameter -> the stages that use it
     for stage, (piece, _, _) in enumerate(stages.each):
         for name in piece.program.parameters:
-            owners.setdefault(name, []).append(stage)
+            users_of.setdefault(name, []).append(stage)
     directions = 1 if plan.mirror == "point_to_point" else plan.directions
     firsts = range(0, plan.ranks_per_replica, placement.size)  # of the planes
     reduced: dict[frozenset[int], float] = {}
-    for name, users in owners.items():
+    for name, users in users_of.items():
         weight_bytes = float(value_bytes(program, name))
         holders = {r for stage in users for d in range(directions) for r in placement.group(stage, d)}
         ranks = frozenset(first + r for r in holders for first in firsts)

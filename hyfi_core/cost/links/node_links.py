@@ -50,9 +50,9 @@ class NodeLinks:
             stage: whose ranks exchange.
             received: peer of a rank -> bytes that the rank receives from it.
         """
-        # Sets: thousands of ranks are of a few kinds.
+        # Sets: thousands of ranks are of a few kinds. A kind says of each peer whether its message leaves the node.
         kinds = self._crossings(stage, tuple(received))
-        return tuple({self._messages_s(zip(kind, received.values(), strict=True)) for kind in kinds})
+        return tuple({self._messages_s(zip(leaves_node, received.values(), strict=True)) for leaves_node in kinds})
 
     def edge_s(self, edge: tuple[int, int], incoming: Sequence[Messages]) -> float:
         """Return the seconds until the slowest rank of a stage has received the values of another stage.
@@ -62,6 +62,7 @@ class NodeLinks:
             incoming: what each rank of the receiving stage receives; with cells, each cell of each rank.
         """
         slowest_s, per_node = 0.0, self._machine.devices_per_node
+        # ``begin``: which device of its node the first rank of a plane has; it decides which messages leave a node.
         for direction, begin in product(range(self._plan.directions), self._begins):
             for target, received in self._between(edge, direction, incoming).items():
                 node = (begin + target) // per_node
@@ -103,9 +104,15 @@ class NodeLinks:
         return self._machine.network if network else self._machine.node
 
     def _crossings(self, stage: int, peers: tuple[PeerOffset, ...]) -> frozenset[Crossings]:
-        """Return the distinct ``Crossings`` of the ranks of a stage."""
+        """Return, for each kind of rank in a stage, whether the message of each peer leaves the node.
+
+        Args:
+            stage: whose ranks exchange.
+            peers: offsets from a rank to its peers.
+        """
         grid, per_node = self._placement.grids[stage], self._machine.devices_per_node
         kinds: frozenset[Crossings] = frozenset()
+        # Where the stage's first rank is on its node depends on the direction and on the replica.
         for direction in range(self._plan.directions):
             first = self._placement.group(stage, direction)[0]
             begins = tuple(sorted({(begin + first) % per_node for begin in self._begins}))
@@ -131,7 +138,9 @@ class NodeLinks:
 def _crossings(
     grid: tuple[int, int], begins: tuple[int, ...], per_node: int, backwards: bool, peers: tuple[PeerOffset, ...]
 ) -> frozenset[Crossings]:
-    """Return the distinct ``Crossings`` of the ranks of a grid.
+    """Return, for each kind of rank in a grid, which of its messages leave the node: alike ranks are one kind.
+
+    For each peer there is True, False, or None if the grid has no rank at this offset.
 
     Args:
         grid: rows and columns of ranks.

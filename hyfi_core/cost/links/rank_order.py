@@ -65,15 +65,15 @@ def _chains(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]
 
 def _places(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]]:
     """Yield the places of a plan in the order in which nodes fill them: by rows, or by tiles of a grid."""
-    together = max(Counter(nodes).values())
-    for high in range(1, together + 1):
+    node_ranks = max(Counter(nodes).values())
+    for tile_rows in range(1, node_ranks + 1):
         # Tiles with as many ranks as a node: neighbours along both axes are on the same node.
-        if together % high == 0:
+        if node_ranks % tile_rows == 0:
             places: list[int] = []
             for _ in range(plan.replicas * plan.branches):
                 for grid in plan.grids:
                     first = len(places)
-                    places += [first + at for at in _tiled(grid, (high, together // high))]
+                    places += [first + at for at in _tiled(grid, (tile_rows, node_ranks // tile_rows))]
             yield places
 
 

@@ -26,11 +26,11 @@ class GradientHolders:
 
     Attributes:
         nodes: number of nodes with such ranks.
-        together: the largest number of such ranks on one node.
+        node_ranks: the largest number of such ranks on one node.
     """
 
     nodes: int
-    together: int
+    node_ranks: int
 
     @classmethod
     def of(cls, plan: ParallelPlan, stage: int, devices_per_node: int) -> GradientHolders:
@@ -52,7 +52,7 @@ class GradientHolders:
             backward_s: time at which the backward ends.
             machine: the machine model.
         """
-        if self.nodes * self.together == 1:
+        if self.nodes * self.node_ranks == 1:
             return 0.0
         # When each level is free again: the next bucket waits for it.
         free_s = [0.0] * 3
@@ -72,7 +72,7 @@ class GradientHolders:
 
     def _on_cores_s(self, length: float, machine: MachineModel) -> float:
         """Return the seconds that CPU cores spend on reducing ``length`` bytes of gradients within nodes."""
-        if self.together == 1:
+        if self.node_ranks == 1:
             return 0.0
         levels = self._levels_s(length, machine)
         return levels[0] + sum(levels[2:])
@@ -80,12 +80,15 @@ class GradientHolders:
     def _levels_s(self, length: float, machine: MachineModel) -> tuple[float, ...]:
         """Return the seconds of a bucket of ``length`` bytes on each level: (within nodes, between nodes, back).
 
+        Back: the first rank of a node, which has the sum of all, sends it to the others of its node.
+
         One level only if all ranks are on one node, or each is on its own.
         """
         if self.nodes == 1:
-            return (machine.all_reduce_s(self.together, length),)
-        across_s = machine.leaders_s(self.nodes, length, self.together)
-        if self.together == 1:
+            return (machine.all_reduce_s(self.node_ranks, length),)
+        across_s = machine.leaders_s(self.nodes, length, self.node_ranks)
+        if self.node_ranks == 1:
             return (across_s,)
-        back_s = machine.kernel_s + machine.messages_s(0, (self.together - 1) * length)
-        return machine.all_reduce_s(self.together, length), across_s, back_s
+        # ``kernel_s`` stands for the start of its messages; their latencies are not counted.
+        back_s = machine.kernel_s + machine.messages_s(0, (self.node_ranks - 1) * length)
+        return machine.all_reduce_s(self.node_ranks, length), across_s, back_s

@@ -214,7 +214,7 @@ class StageMaps:
 
     @classmethod
     def _of_stage(cls, program: Program, piece: Stage, lifetimes: Lifetimes) -> StageMaps:
-        """Return the bytes of the stage ``piece`` of the model ``program``, in the order of the attributes."""
+        """Return the bytes of the stage ``piece`` of the model ``program``."""
         operators = piece.program.operators
         weights = [value_bytes(program, name) for name in piece.program.parameters]
         entering = {name for names in piece.entries.values() for name in names}
@@ -222,18 +222,23 @@ class StageMaps:
         # By name: a value that several operators keep counts once.
         saved = {name: size for op in operators for name, size in lifetimes.of(op).kept.items()}
         carried = sum(value_bytes(program, name) for name in lifetimes.carried(entering))
+        between = {name: size for op in operators for name, size in lifetimes.of(op).between.items()}
+        first, later = lifetimes.of_stage(operators, leaving, carried)
+        first_in_two, later_in_two = lifetimes.of_stage(operators, leaving, carried, in_two=True)
         return cls(
-            sum(weights),
-            sum(value_bytes(program, name) for name in program.parameters),
-            max(weights, default=0),
-            sum(saved.values()),
+            weights=sum(weights),
+            all_weights=sum(value_bytes(program, name) for name in program.parameters),
+            largest_weight=max(weights, default=0),
+            saved=sum(saved.values()),
             # The first stage takes the image.
-            sum(value_bytes(program, name) for name in entering or {program.image}),
-            max((touched_bytes(program, op) for op in operators), default=0),
-            len(operators),
-            *lifetimes.of_stage(operators, leaving, carried),
-            sum({name: size for op in operators for name, size in lifetimes.of(op).between.items()}.values()),
-            *lifetimes.of_stage(operators, leaving, carried, in_two=True),
+            taken=sum(value_bytes(program, name) for name in entering or {program.image}),
+            working=max((touched_bytes(program, op) for op in operators), default=0),
+            operators=len(operators),
+            first=first,
+            later=later,
+            between=sum(between.values()),
+            first_in_two=first_in_two,
+            later_in_two=later_in_two,
         )
 
 

@@ -118,12 +118,14 @@ class Lifetimes:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._known: dict[str, Lifetime] = {}
+        self._known: dict[str, Lifetime] = {}  # by operator
+        # Values that are in memory anyway, and are no maps.
         self._fixed = {*program.parameters, *program.buffers, *program.constants}
         self.active = active_values(program, program.outputs, program.parameters)
         views = (op for op in program.operators if facts_of(op).kind == "view")
+        # Result of a view -> the value whose memory it shares.
         self._viewed = {name: op.inputs[0] for op in views for name in op.outputs if name}
-        # The last user overwrites earlier ones: its backward is the first that makes the gradient.
+        # The last user of each value, as it overwrites earlier ones: its backward is the first that makes the gradient.
         self._last_user = {name: op.name for op in program.operators if self._is_active(op) for name in op.inputs}
 
     def of(self, op: Operator) -> Lifetime:
@@ -171,22 +173,23 @@ class Lifetimes:
             in_two: whether backwards have two parts; a peak is then the larger of both.
         """
         names = {name for op in operators for name in op.inputs if name in self._program.parameters}
-        weights = missing = sum(value_bytes(self._program, name) for name in names)
+        weights = later_gradients = sum(value_bytes(self._program, name) for name in names)
         held = list(self._held(operators, leaving))
         if in_two:
             return self._in_two(held, weights, entering)
         first, later = list[Held](), list[Held]()
         for maps, adds in held:
-            # The gradients of later operators remain: their backward has run before.
-            missing -= adds.gradients
-            first.append(Held(maps, missing + adds.reorders))
+            # In the first backward, only the gradients of later operators exist: their backward has run before.
+            later_gradients -= adds.gradients
+            first.append(Held(maps, later_gradients + adds.reorders))
             later.append(Held(maps, weights + adds.reorders))
         return Peak.of(first, entering), Peak.of(later, entering)
 
     def _in_two(self, held: Sequence[tuple[int, Lifetime]], weights: int, entering: int) -> tuple[Peak, Peak]:
-        """Return the peaks of ``of_stage`` for backwards in two parts.
+        """Return the peaks of a stage's (first backward of a step, later backwards), which have two parts.
 
-        First parts of other micro-batches may run between the two parts.
+        Each is the peak of first parts, with that of second parts as its ``second``. First parts of other micro-batches
+        may run between the two parts.
 
         Args:
             held: (bytes of maps while an operator runs backward in one part, what the operator adds), for each.
@@ -222,11 +225,15 @@ class Lifetimes:
         )
 
     def _held(self, operators: Sequence[Operator], leaving: Collection[str]) -> Iterator[tuple[int, Lifetime]]:
-        """Yield (bytes of all maps while it runs backward, what it adds) for each operator, in forward order."""
+        """Yield (bytes of all maps while it runs backward, what it adds) for each operator, in forward order.
+
+        Maps are what it and earlier operators keep, the cotangents that exist by then, and what its backward makes.
+        """
         last = {name: at for at, op in enumerate(operators) for name in op.inputs}
         saved, cotangents, maps = dict[str, int](), dict[str, int](), 0
         for at, op in enumerate(operators):
             adds = self.of(op)
+            # By name: a value that several operators keep counts once.
             maps += sum(size for name, size in adds.kept.items() if name not in saved)
             saved |= adds.kept
             for name in self.carried(op.outputs):
@@ -234,6 +241,7 @@ class Lifetimes:
                 if name in leaving or last.get(name, at) > at:
                     cotangents[name] = value_bytes(self._program, name)
                     maps += cotangents[name]
+            # The cotangents of its inputs begin with its backward: later in backward is earlier in this list.
             for name in {name for name in op.inputs if last[name] == at}:
                 maps -= 0 if name in leaving else cotangents.pop(name, 0)
             yield maps + adds.makes, adds

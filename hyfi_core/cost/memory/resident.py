@@ -40,7 +40,9 @@ _OPERATOR_BYTES = 75_000
 
 
 def kept_bytes(program: Program, plan: ParallelPlan, maps_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return the bytes that each rank of a plane keeps in addition to what it needs, see above.
+    """Return the bytes that each rank of a plane keeps in addition to what it needs.
+
+    Holes of the heap, gaps before tensors that begin at huge pages, buffers of messages, and the captured program.
 
     Args:
         program: the captured model, of one micro-batch.
@@ -96,16 +98,20 @@ class _KeptMaps(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, plan: ParallelPlan, lifetimes: Lifetimes, stage: int, piece: Stage) -> _KeptMaps:
-        """Return what a rank of the plan keeps for this stage; ``piece``: the stage's part of the program."""
+        """Return the bytes that a rank of the plan keeps for a stage; ``piece``: the stage's part of the program."""
         saved = {name: size for op in piece.program.operators for name, size in lifetimes.of(op).kept.items()}
         cells, ranks = prod(plan.cell_grid or (1, 1)), prod(plan.grids[stage % len(plan.grids)])
         # Recomputation keeps the maps of one micro-batch at a time, unless the backward is divided.
-        one = plan.recomputes(stage) and not plan.divides_backwards
-        times = cells * (1 if one else microbatches_in_flight(plan, stage))
-        sizes = [size // ranks // cells for size in saved.values()]
+        is_one_at_a_time = plan.recomputes(stage) and not plan.divides_backwards
+        times = cells * (1 if is_one_at_a_time else microbatches_in_flight(plan, stage))
+        sizes = [size // ranks // cells for size in saved.values()]  # of a cell's part of each map
         in_heap = sum(size for size in sizes if size < HEAP_BLOCK_BYTES)
-        weights = gaps_bytes(value_bytes(program, name) for name in piece.program.parameters)
-        return cls(times * sum(sizes), times * in_heap, times * gaps_bytes(sizes), weights)
+        return cls(
+            maps=times * sum(sizes),
+            in_heap=times * in_heap,
+            gaps=times * gaps_bytes(sizes),
+            gaps_of_weights=gaps_bytes(value_bytes(program, name) for name in piece.program.parameters),
+        )
 
 
 def _between_bytes(piece: Stage) -> int:

@@ -58,9 +58,11 @@ class StageTable:
         candidates, last = cut_candidates(program), len(program.operators)
         places = (0, *(candidate.index for candidate in candidates), last)
         alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
+        # They depend on neither image nor weights: a stage that uses them computes them itself.
         free = free_values(program, program.operators)
         numbered = [(name, at) for at, op in enumerate(program.operators) for name in op.outputs if name is not None]
         made_at = {name: at for name, at in numbered if name not in free}
+        # By position; None for an operator on which no result depends, because stages leave it out.
         each = [op if any(name in alive for name in op.outputs) else None for op in program.operators]
         weights = [[name for name in op.inputs if name in program.parameters] if op else [] for op in each]
         sizes = {name: value_bytes(program, name) for name in (*program.values, *program.parameters)}
@@ -70,12 +72,12 @@ class StageTable:
         sizes |= {name: size for lifetime in adds for name, size in lifetime.between.items()}
         entering, between = lifetimes.carried(made_at), [lifetime.between for lifetime in adds]
         walk = _Walks(
-            places,
-            count.distinct(weights),
-            count.distinct(_taken_by(program, each, entering), made_at),
-            _maps(program, each, adds, lifetimes, count),
-            _missing(places, [lifetime.gradients for lifetime in adds]),
-            np.array([lifetime.reorders for lifetime in adds], dtype=np.int64),
+            places=places,
+            weights=count.distinct(weights),
+            entering=count.distinct(_taken_by(program, each, entering), made_at),
+            maps=_maps(program, each, adds, lifetimes, count),
+            missing=_missing(places, [lifetime.gradients for lifetime in adds]),
+            reorders=np.array([lifetime.reorders for lifetime in adds], dtype=np.int64),
         )
         kept = count.distinct(between)
         maps: dict[str, Any] = {
@@ -155,11 +157,14 @@ class TablePeak:
     def _most(self, ranks: int) -> Table:
         """Return the peak of every stage on one of ``ranks`` ranks, without the second part of its backward."""
         walk = self._walk
+        # What a stage that begins at a place (row) holds while an operator (column) runs backward, besides its weights.
         bytes_at = walk.maps // ranks + walk.reorders - (walk.missing if self._first else 0)
+        # The most between each place and the next.
         parts = np.maximum.reduceat(bytes_at, walk.places[:-1], axis=1)
         rows, columns = np.indices(parts.shape)
         # Before a stage begins: never the largest. Half of the least int64, so that sums do not overflow.
         parts[columns < rows] = np.iinfo(np.int64).min // 2
+        # The most from the stage's beginning up to each place where it may end.
         peaks = np.zeros_like(walk.weights)
         peaks[:, 1:] = np.maximum.accumulate(parts, axis=1)
         # Only ends behind beginnings are stages; all else is 0.
@@ -204,12 +209,13 @@ class _Counter(NamedTuple):
             used: for each operator, the values that it uses.
             made_at: value -> index of the operator that makes it; a stage does not count values that it makes itself.
         """
-        # Write the corners of rectangles; two cumulative sums then fill all rectangles at once.
+        # A use adds a value's bytes to a rectangle of the table: to the stages that begin behind the use before it and
+        # not behind this operator (rows), from this operator on (columns). Earlier ones count the value already.
+        # Only the rectangle's corners are written; two cumulative sums then fill all rectangles at once.
         changes = np.zeros((len(self.places) + 1, len(used)), dtype=np.int64)
-        before = dict(made_at or {})
+        before = dict(made_at or {})  # value -> index of the operator that has made or used it last
         for at, names in enumerate(used):
             for name in set(names):
-                # Rows of this use: stages that begin after the use before, and not after this operator.
                 changes[bisect_right(self.places, before.get(name, -1)), at] += self.sizes[name]
                 changes[bisect_right(self.places, at), at] -= self.sizes[name]
                 before[name] = at
@@ -233,7 +239,15 @@ def _maps(
     lifetimes: Lifetimes,
     count: _Counter,
 ) -> Table:
-    """Return the bytes of maps that a stage from each place (row) holds while each operator (column) runs backward."""
+    """Return the bytes of maps that a stage from each place (row) holds while each operator (column) runs backward.
+
+    Args:
+        program: the captured model.
+        each: the operators by position; None for those that stages leave out.
+        adds: what each operator adds.
+        lifetimes: of the program.
+        count: counts the bytes of values, each once in a stage.
+    """
     last = {name: at for at, op in enumerate(each) if op for name in op.inputs}
     # Outputs of the model count as used after all operators.
     last |= dict.fromkeys(refs_in(program.outputs), len(each))
@@ -252,7 +266,9 @@ def _maps(
 
 
 def _first_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> TablePeak:
-    """Return the peaks of backwards in two parts before any second part has run; as ``Lifetimes.of_stage``.
+    """Return the peak of every stage in the first backward of a step, if backwards have two parts.
+
+    In it, the gradients that second parts make do not exist yet: the second part makes them, operator by operator.
 
     Args:
         walk: what stages hold in a backward in one part.
@@ -260,18 +276,17 @@ def _first_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: 
         kept: bytes that each stage keeps between the two parts.
         by_each: bytes of ``kept`` by the operators from each place (row) up to each operator (column).
     """
-    apart = [lifetime.gradients_apart for lifetime in adds]
+    apart = [lifetime.gradients_apart for lifetime in adds]  # gradients that second parts make
     sums = np.cumsum([0, *apart])[list(walk.places)]
-    others = walk.weights - np.triu(np.subtract.outer(sums, sums).T)
-    missing = _missing(walk.places, apart)
-    first = replace(_first_part(walk, adds, kept, by_each), weights=others)
-    return TablePeak(
-        first, first=False, second=TablePeak(replace(_second_part(walk, adds, by_each), missing=missing), first=True)
-    )
+    other_gradients = walk.weights - np.triu(np.subtract.outer(sums, sums).T)
+    first_part = replace(_first_part(walk, adds, kept, by_each), weights=other_gradients)
+    second_part = replace(_second_part(walk, adds, by_each), missing=_missing(walk.places, apart))
+    # ``first=False``: the weights of ``first_part`` are already without the missing gradients.
+    return TablePeak(first_part, first=False, second=TablePeak(second_part, first=True))
 
 
 def _later_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> TablePeak:
-    """Return the peaks of backwards in two parts when all gradients exist; arguments as for ``_first_in_two``."""
+    """Return every stage's peak in later backwards, when all gradients exist; arguments as for ``_first_in_two``."""
     return TablePeak(
         _first_part(walk, adds, kept, by_each),
         first=False,

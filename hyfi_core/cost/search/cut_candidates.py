@@ -34,7 +34,7 @@ def cut_candidates(program: Program) -> list[CutCandidate]:
     """Return the places where a program can be cut, in order."""
     ends: dict[int, str] = {}
     for module, index in module_ends(program).items():
-        if program.ends is not None and module not in program.ends:
+        if program.ends is not None and module not in program.ends:  # no automatic cut is allowed after it
             continue
         # Of modules that end at one operator, the outermost.
         if index < len(program.operators) and (index not in ends or module.count(".") < ends[index].count(".")):

@@ -48,15 +48,15 @@ class _Measured:
 
     @classmethod
     def of(cls, program: Program, machine: MachineModel) -> _Measured:
-        """Return the places and sums of a captured model."""
+        """Return where a captured model can be cut, and the sums over its first operators."""
         candidates, costs = cut_candidates(program), operator_costs(program, machine)
         return cls(
-            tuple(candidate.module for candidate in candidates),
-            (0, *(candidate.index for candidate in candidates), len(program.operators)),
-            (0, *(candidate.crossing_bytes for candidate in candidates), 0),
-            _sums([cost.seconds for cost in costs]),
-            _sums([cost.output_bytes for cost in costs]),
-            _sums(_weight_bytes(program)),
+            names=tuple(candidate.module for candidate in candidates),
+            places=(0, *(candidate.index for candidate in candidates), len(program.operators)),
+            crossing=(0, *(candidate.crossing_bytes for candidate in candidates), 0),
+            seconds=_sums([cost.seconds for cost in costs]),
+            made=_sums([cost.output_bytes for cost in costs]),
+            weights=_sums(_weight_bytes(program)),
         )
 
 

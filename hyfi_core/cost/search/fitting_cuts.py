@@ -47,26 +47,27 @@ class StagesAnywhere:
         plan: the plan of the stages; its cuts do not matter.
         names: the module that ends at each place but the first and the last.
         stages: the forecast of each stage; each field has a ``Table``, from any place to any other.
-        off: a rank needs at most this many times its forecast.
+        error_factor: a rank needs at most this many times its forecast.
     """
 
     plan: ParallelPlan
     names: tuple[str, ...]
     stages: tuple[MemoryForecast, ...]
-    off: float
+    error_factor: float
 
     @classmethod
-    def of(cls, plan: ParallelPlan, program: Program, table: StageTable, off: float) -> StagesAnywhere:
-        """Return the memory of the stages of a plan.
+    def of(cls, plan: ParallelPlan, program: Program, table: StageTable, error_factor: float) -> StagesAnywhere:
+        """Return the memory of the stages of a plan, wherever each begins and ends.
 
         Args:
             plan: its cuts do not matter.
             program: the captured model, of one micro-batch.
             table: all stages of the same program.
-            off: a rank needs at most this many times its forecast.
+            error_factor: a rank needs at most this many times its forecast.
         """
+        # Any cuts will do: the table has the bytes of all stages, as arrays, and not only those of the plan's stages.
         anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
-        return cls(plan, table.names, forecast_memory(program, anywhere, [table.maps] * plan.stages), off)
+        return cls(plan, table.names, forecast_memory(program, anywhere, [table.maps] * plan.stages), error_factor)
 
     @cached_property
     def bytes(self) -> tuple[Table, ...]:
@@ -74,12 +75,18 @@ class StagesAnywhere:
         tables: dict[int, Table] = {}
         for hosted, moments in fullest_moments(self.plan).items():
             for at, (stage, _) in enumerate(hosted):
-                own = {
-                    Moment(0, (moment.waiting[at],), (moment.gradients[at],), moment.between[at : at + 1])
+                # The moments in which this stage runs, as if the rank held no other stage.
+                alone = {
+                    Moment(
+                        running=0,
+                        waiting=(moment.waiting[at],),
+                        gradients=(moment.gradients[at],),
+                        between=moment.between[at : at + 1],
+                    )
                     for moment in moments
                     if moment.running == at
                 }
-                needs = np.asarray(held_bytes([self.stages[stage]], own))
+                needs = np.asarray(held_bytes([self.stages[stage]], alone))
                 # In two directions two ranks hold the stage: with the smaller need, no cuts that fit are ruled out.
                 tables[stage] = np.minimum(needs, tables.get(stage, needs))
         return tuple(self._most(tables[stage]) for stage in range(len(self.stages)))
@@ -87,7 +94,7 @@ class StagesAnywhere:
     def least_bytes(self) -> int:
         """Return the bytes of the largest rank with the best cuts, by the forecast; in two directions a lower bound."""
         least, _ = shortest([table.astype(np.float64) for table in self.bytes], np.maximum)
-        return max(int(least), int(self.off * self.stages[0].start_bytes))
+        return max(int(least), int(self.error_factor * self.stages[0].start_bytes))
 
     def needed(self, rows: CutRows) -> Table:
         """Return, for each choice of cuts, the bytes of the rank that needs most, by the forecast."""
@@ -99,7 +106,7 @@ class StagesAnywhere:
         )
         return self._most(np.maximum(max_of(by_rank), self.stages[0].start_bytes))
 
-    def most_held(self, each: NDArray[_Number]) -> NDArray[_Number]:
+    def most_of_a_rank(self, each: NDArray[_Number]) -> NDArray[_Number]:
         """Return, for each choice of cuts, the largest sum of ``each`` over the stages that one rank holds.
 
         Args:
@@ -122,7 +129,7 @@ class StagesAnywhere:
 
     def _most(self, forecast: Table) -> Table:
         """Return the bytes that a rank needs at most if this is its forecast."""
-        return (self.off * forecast).astype(np.int64)
+        return (self.error_factor * forecast).astype(np.int64)
 
     def ends(self, rows: CutRows) -> CutRows:
         """Return each choice of cuts between the first and the last place: stage s is from ends[s] to ends[s + 1]."""
@@ -150,7 +157,7 @@ def average_bytes(plan: ParallelPlan, program: Program, table: StageTable) -> in
     always_bytes, saved_bytes = [], []
     for stage, (whole, size) in enumerate(zip(wholes, sizes, strict=True)):
         waiting = whole.waiting_bytes
-        if plan.divides_backwards:
+        if plan.divides_backwards:  # a micro-batch in flight may also be between the two parts of its backward
             waiting = min(waiting, whole.between_bytes)
         always_bytes.append(plan.directions * size * whole.written_bytes)
         saved_bytes.append(size * (whole.saved_bytes + (microbatches_in_flight(plan, stage) - 1) * waiting))
@@ -206,10 +213,11 @@ class FittingCuts:
         return np.asarray((np.diff(self.stages.ends(rows)) > 0).all(1))
 
     def _order(self, rows: CutRows) -> NDArray[np.intp]:
-        """Return the indices of rows, best first: by missing bytes, then by time, computed as in ``least_step_s``."""
+        """Return the indices of choices of cuts, best first: by bytes beyond a rank's room, then by a step's time."""
         plan, each_s = self.stages.plan, self.stages.at(self.seconds, rows)
         rounds = plan.microbatches // plan.directions
-        seconds = rounds * self.stages.most_held(each_s)
+        # A lower bound of the time, by the formulas of ``least_step_s``: ranks are busy with all stages that they hold.
+        seconds = rounds * self.stages.most_of_a_rank(each_s)
         if plan.schedule in ONE_IN_FLIGHT:
             seconds = np.maximum(seconds, rounds * each_s.sum(0))
         elif plan.directions == 1:  # every stage waits for those before it
@@ -232,13 +240,14 @@ class FittingCuts:
         return np.array([row, shortest(even, np.add)[1], shortest(seconds, np.add)[1]])
 
     def _near_best(self) -> CutRows:
-        """Return the best of all choices; if they are too many, the best of a coarse search and of steps from there."""
+        """Return the best choice of cuts, as one row; of too many, that of a coarse search and steps from there."""
         cuts, places = self.stages.plan.stages - 1, len(self.stages.names)
-        # The largest number of evenly spread places with at most _MOST_ROWS combinations.
-        few = next(count for count in range(places, cuts - 1, -1) if comb(count, cuts) <= _MOST_ROWS)
-        spread = np.unique(np.linspace(1, places, few).round().astype(np.int64))
-        rows = spread[_combinations(few, cuts)]
-        best, step = rows[self._order(rows)[0]], 0 if few == places else places // few
+        # Of the places for cuts, as many, evenly spread, as have at most _MOST_ROWS combinations; mostly all places.
+        count = next(count for count in range(places, cuts - 1, -1) if comb(count, cuts) <= _MOST_ROWS)
+        spread = np.unique(np.linspace(1, places, count).round().astype(np.int64))
+        rows = spread[_combinations(count, cuts)]
+        # A step moves cuts by this many places; 0: all choices have been rated, so no step is needed.
+        best, step = rows[self._order(rows)[0]], 0 if count == places else places // count
         while step:
             rows = best + step * _neighbours(cuts)
             rows = rows[self._in_order(rows)]

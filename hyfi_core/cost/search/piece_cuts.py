@@ -48,6 +48,7 @@ def least_memory_cuts(plan: ParallelPlan, program: Program) -> tuple[str, ...]:
     Raises:
         RequestError: no cut fits into ``plan.memory_bytes``.
     """
+    # The memory of all pieces, wherever each begins and ends: all are on the same grid, so one forecast is enough.
     table = StageTable.of(program)
     anywhere = replace(plan, cuts=table.names[: plan.stages - 1])
     search = PieceCuts.of(plan, forecast_memory(program, anywhere, [table.maps] * plan.stages)[0], table)
@@ -75,7 +76,7 @@ class PieceCuts:
     Attributes:
         count: number of pieces.
         taken: bytes of the inputs of a piece, which are kept until its backward.
-        peaks: bytes that a rank needs in the backward of a piece: its peak, and the gradients from its start on.
+        peaks: bytes that a rank needs in the backward of a piece: its peak, and the gradients of the pieces after it.
     """
 
     count: int
@@ -84,7 +85,7 @@ class PieceCuts:
 
     @classmethod
     def of(cls, plan: ParallelPlan, anywhere: MemoryForecast, table: StageTable) -> PieceCuts:
-        """Return the pieces of a plan.
+        """Return the memory of the pieces of a plan, wherever each begins and ends.
 
         Args:
             plan: a plan that recomputes in pieces.
@@ -93,8 +94,13 @@ class PieceCuts:
         """
         first, later = np.asarray(anywhere.first_bytes), np.asarray(anywhere.later_bytes)
         peaks = first if plan.microbatches == 1 else np.maximum(first, later)
-        gradients = np.asarray(table.maps.weights)[:, -1]  # of all pieces from a place on
-        return cls(plan.stages, np.asarray(anywhere.waiting_bytes), peaks + gradients[None, :])
+        # Backward of a piece finds the gradients of those after it, which have the size of all weights from its end on.
+        gradients_from = np.asarray(table.maps.weights)[:, -1]
+        return cls(
+            count=plan.stages,
+            taken=np.asarray(anywhere.waiting_bytes),
+            peaks=peaks + gradients_from[None, :],  # a column of ``peaks`` is the place where pieces end
+        )
 
     def least(self, more: float) -> list[int]:
         """Return the places of the cuts with the least memory.

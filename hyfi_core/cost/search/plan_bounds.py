@@ -122,12 +122,16 @@ class PlanBounds:
         self._crowded = ranks > 1 and machine.devices_per_node > 1
         # Results so far; each key begins with the number of images of a micro-batch.
         self._costs: dict[int, _PricedProgram] = {}
+        # For how a stage computes (its mode): the least work of each operator.
         self._operators: dict[tuple[int, _Mode], dict[str, _Work]] = {}
+        # The least work of the whole model; for a set of grids, the least seconds of all ranks together.
         self._whole: dict[int, _Work] = {}
         self._totals: dict[tuple[int, frozenset[tuple[int, int]]], float] = {}
+        # For the cuts: the stages; with the mode of each, its least work, and the seconds of the optimizer step.
         self._cutters: dict[int, ProgramCutter] = {}
         self._pieces: dict[tuple[int, tuple[str, ...] | str], tuple[Stage, ...]] = {}
         self._stages: dict[tuple[int, tuple[str, ...] | str, tuple[_Mode, ...]], tuple[tuple[_Work, ...], float]] = {}
+        # For the mode: the least work between each two places of ``before``.
         self._parts: dict[tuple[int, _Mode], list[_Work]] = {}
 
     def of(self, plan: ParallelPlan) -> float:
@@ -136,22 +140,24 @@ class PlanBounds:
         Raises:
             RequestError: its micro-batches cannot be captured.
         """
-        sizes = [rows * columns for rows, columns in plan.grids]
+        sizes = [rows * columns for rows, columns in plan.grids]  # ranks of each stage
         images, grids = self._images(plan), frozenset(_divided(plan))
+        # Seconds of a micro-batch: work, which ranks divide, and starting kernels, which every rank of a stage does.
         if (images, grids) not in self._totals:
             self._totals[images, grids] = self._of_microbatch(images).ranks_s(grids)
         work_s, kernels_s = self._totals[images, grids], self._of_microbatch(images).kernels_s
         total_s = work_s + min(sizes) * kernels_s
         if plan.schedule in ONE_IN_FLIGHT:
             return plan.microbatches / plan.directions * (work_s / max(sizes) + kernels_s)
-        # Of the docstring's conditions only m tₛ ≤ step holds: a stage need not wait for all before it.
+        # Only m tₛ ≤ step holds for m micro-batches that take tₛ in stage s: a stage need not wait for all before it.
         if plan.directions == 2 or plan.divides_backwards:
             return plan.microbatches * total_s / sum(sizes)
-        weights = 0.0
-        # yₛ of the class's docstring, from the last stage: as small as the condition allows.
+        # In one direction, m tₛ + Σ(j < s) tⱼ ≤ step for every stage s. Weighted by yₛ ≥ 0 and added, these conditions
+        # give total / Σ yₛ ≤ step if m yₛ + Σ(j > s) yⱼ ≥ size of stage s: from the last, yₛ is the least that does.
+        sum_of_y = 0.0
         for size in reversed(sizes):
-            weights += max(0.0, size - weights) / plan.microbatches
-        return total_s / weights
+            sum_of_y += max(0.0, size - sum_of_y) / plan.microbatches
+        return total_s / sum_of_y
 
     def of_stages(self, plan: ParallelPlan) -> tuple[tuple[float, ...], float]:
         """Return (least seconds of a micro-batch in each stage, forward and backward; least of the optimizer step).
@@ -240,13 +246,18 @@ class PlanBounds:
         return self._costs[images]
 
     def _least(self, costs: _PricedProgram, op: Operator, mode: _Mode) -> _Work:
-        """Return the least work of an operator in a stage that computes as ``mode`` says."""
+        """Return the least work of an operator in a stage that computes as ``mode`` says.
+
+        The machine model has seconds for each kind of operator; of several possible kinds, the cheapest counts.
+        """
         cost = costs.each[op.name]
         kinds: tuple[str, ...] = (cost.kind,)
         cheaper_again: tuple[str, ...] = ()  # kinds by which a second forward may be priced, too
         if cost.kind == "norm" and has_live_statistics(op):
+            # Whether ranks compute the statistics together may not be known yet; a second forward may use the first's.
             kinds = {None: ("norm", "shared_norm"), True: ("shared_norm",), False: ("norm",)}[mode.shared]
             cheaper_again = (KNOWN_NORM,)
+        # ``bare_s``: without the time to start kernels.
         bare_s, seconds = (
             min(self._of_kind(cost, machine, kind, (kind, *cheaper_again), mode.forwards) for kind in kinds)
             for machine in (self._bare, self._machine)

@@ -60,15 +60,15 @@ def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
         if request.batch % replicas:
             continue
         for grids in _arrangements(request.ranks // replicas):
-            for rounds in divisors(request.batch // replicas):
+            for microbatches in divisors(request.batch // replicas):
                 # With several stages, more micro-batches than this hardly shorten the bubble.
-                if len(grids) > 1 and rounds > _MOST_ROUNDS * len(grids):
+                if len(grids) > 1 and microbatches > _MOST_ROUNDS * len(grids):
                     continue
                 for schedule in _schedules(grids):
-                    if schedule not in BIDIRECTIONAL or rounds % 2 == 0:
-                        yield plan_of(request, grids, rounds, replicas, schedule)
-                if rounds > 1 and len(grids) > 1:  # slow, but only one micro-batch is in memory
-                    yield plan_of(request, grids, rounds, replicas, "sequential")
+                    if schedule not in BIDIRECTIONAL or microbatches % 2 == 0:
+                        yield plan_of(request, grids, microbatches, replicas, schedule)
+                if microbatches > 1 and len(grids) > 1:  # slow, but only one micro-batch is in memory
+                    yield plan_of(request, grids, microbatches, replicas, "sequential")
 
 
 def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[ScheduleName, ...]:
@@ -76,7 +76,7 @@ def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[ScheduleName, ...]:
 
     In two directions, large stages of unequal sizes would wait for each other.
     """
-    if len(grids) == 1:
+    if len(grids) == 1:  # with one stage, the order of all schedules is the same
         return _ONE_WAY[:1]
     sizes = {rows * columns for rows, columns in grids}
     few = sum(rows * columns for rows, columns in grids) <= _MOST_UNEQUAL
@@ -84,14 +84,14 @@ def _schedules(grids: tuple[tuple[int, int], ...]) -> tuple[ScheduleName, ...]:
 
 
 def plan_of(
-    request: PlanRequest, grids: tuple[tuple[int, int], ...], rounds: int, replicas: int, schedule: ScheduleName
+    request: PlanRequest, grids: tuple[tuple[int, int], ...], microbatches: int, replicas: int, schedule: ScheduleName
 ) -> ParallelPlan:
     """Return a plan of the family; fields that the search does not choose are those of ``request.base``."""
     return replace(
         request.base,
         grids=grids,
         cuts="auto",
-        microbatches=rounds,
+        microbatches=microbatches,
         schedule=schedule,
         replicas=replicas,
         interleave=1,

@@ -49,13 +49,16 @@ class PlanMemory:
         self, programs: Programs, request: PlanRequest, bounds: PlanBounds, memory: StudiedMemory | None = None
     ) -> None:
         self._programs, self._request, self._bounds = programs, request, bounds
-        self._off = FORECAST_OFF[request.machine.device]
+        # A rank needs at most this many times its forecast.
+        self._error_factor = FORECAST_OFF[request.machine.device]
         memory = StudiedMemory() if memory is None else memory
         self._maps, self._tables = memory.maps, memory.tables
+        # By the fields of a plan on which they depend: a lower bound of its bytes, the cuts to try, and for plans that
+        # cannot fit (that bound, one such plan).
         self._bounds_of: dict[Hashable, int] = {}
         self._chosen: dict[Hashable, tuple[_Cuts, ...]] = {}
         self._refused: dict[Hashable, tuple[int, ParallelPlan]] = {}
-        self._smallest: int | None = None
+        self._smallest: int | None = None  # the fewest bytes of a plan that does not fit
 
     def needed_bytes(self, plan: ParallelPlan) -> int:
         """Return the bytes of the rank that needs most, its process included.
@@ -123,7 +126,7 @@ class PlanMemory:
         key = self._images(plan), tuple(map(prod, plan.grids)), plan.schedule, plan.microbatches, plan.recompute
         if key not in self._bounds_of:
             room = self._request.memory_bytes - self._request.held_bytes
-            least = int(self._off * average_bytes(plan, self._programs(self._images(plan)), self._table(plan)))
+            least = int(self._error_factor * average_bytes(plan, self._programs(self._images(plan)), self._table(plan)))
             if least <= room:  # the tables of all stages take longer: only where the average would fit
                 least = max(least, self._anywhere(plan).least_bytes())
             self._bounds_of[key] = self._request.held_bytes + least
@@ -141,7 +144,7 @@ class PlanMemory:
     def _forecast(self, plan: ParallelPlan, stages: list[StageMaps]) -> int:
         """Return the bytes of the rank that needs most, its process included; ``stages``: the bytes of the stages."""
         most = max(rank_bytes(self._programs(self._images(plan)), plan, stages))
-        return self._request.held_bytes + int((self._off if plan.spill is None else SPILLING_OFF) * most)
+        return self._request.held_bytes + int((self._error_factor if plan.spill is None else SPILLING_OFF) * most)
 
     def counted(self, plan_bytes: int) -> int:
         """Return ``plan_bytes``; remember it if it is the least of all plans that do not fit."""
@@ -164,7 +167,7 @@ class PlanMemory:
             yield replace(plan, cuts=cuts)
 
     def _anywhere(self, plan: ParallelPlan) -> StagesAnywhere:
-        return StagesAnywhere.of(plan, self._programs(self._images(plan)), self._table(plan), self._off)
+        return StagesAnywhere.of(plan, self._programs(self._images(plan)), self._table(plan), self._error_factor)
 
     def _seconds(self, plan: ParallelPlan) -> tuple[SecondsTable, ...]:
         """Return, for each stage, the seconds from any place to any other, with messages, forward and backward."""

@@ -162,11 +162,14 @@ def _searched(model: StudiedModel, request: PlanRequest, top: int, below_s: floa
     if not fastest and request.spill is not None:
         plans = list(by_cells(request))
         fastest = search.best(plans, top, below_s)
-    if below_s < math.inf:
-        return PlanSearch(tuple(fastest), {}, search.simulated, len(plans) + search.further)
-    if not fastest:
+    if not fastest and below_s == math.inf:
         raise RequestError(search.why_none())
-    return PlanSearch(tuple(fastest), search.alternatives(), search.simulated, len(plans) + search.further)
+    return PlanSearch(
+        plans=tuple(fastest),
+        alternatives=search.alternatives() if below_s == math.inf else {},
+        simulated=search.simulated,
+        candidates=len(plans) + search.further,
+    )
 
 
 @dataclass(order=True)
@@ -179,8 +182,8 @@ class _Examined:
         plan: the plan; from the second bound on, with cuts and recomputation with which it fits.
         each_s: lower bound of a forward and a backward of each stage; empty before the second bound.
         update_s: lower bound of the optimizer step.
-        waits: whether ``each_s`` contains the least time that grids add.
-        known: number of stages, from the first, whose ``each_s`` is exact: they have been lowered.
+        has_waits: whether ``each_s`` contains the least time that grids add.
+        lowered: number of stages, from the first, whose ``each_s`` is exact: they have been lowered.
         costs: the costs of its stages once all are exact; None before.
     """
 
@@ -189,8 +192,8 @@ class _Examined:
     plan: ParallelPlan = field(compare=False)
     each_s: list[float] = field(default_factory=list, compare=False)
     update_s: float = field(default=0.0, compare=False)
-    waits: bool = field(default=False, compare=False)
-    known: int = field(default=0, compare=False)
+    has_waits: bool = field(default=False, compare=False)
+    lowered: int = field(default=0, compare=False)
     costs: StageCosts | None = field(default=None, compare=False)
 
 
@@ -212,7 +215,7 @@ class _PlanTrials:
         self._measured = model.measured
         self._memory = PlanMemory(model.programs, request, self._bounds, model.memory)
         self._lowered = model.lowered
-        self.simulated = self.further = 0
+        self.simulated = self.further = 0  # counts, see the class
 
     def best(self, plans: Iterable[ParallelPlan], top: int, below_s: float = math.inf) -> list[StepForecast]:
         """Return the ``top`` fastest of the plans that fit and take less than ``below_s``, fastest first."""
@@ -247,27 +250,27 @@ class _PlanTrials:
         return queue
 
     def _examined(self, examined: _Examined) -> list[_Examined]:
-        """Compute a plan's next bound; return the plans to queue: itself, each way in which it fits, or none.
+        """Compute the next lower bound of a plan's step; return the plan, each way in which it fits, or none.
 
-        The bounds, in this order: with cuts that fit; with the least that grids add; stage after stage lowered; all
-        stages lowered.
+        Each bound takes longer and is closer. Its basis, in this order: cuts that fit; the least time that grids add;
+        one stage after the other lowered; all stages lowered.
         """
         try:
-            if not examined.each_s:  # not cut yet
+            if not examined.each_s:  # seconds of a forward and a backward of each stage; none before the plan is cut
                 return list(self._that_fit(examined))
-            if not examined.waits:
+            if not examined.has_waits:
                 added = self.waits_s(examined.plan)
                 examined.each_s = [seconds + more_s for seconds, more_s in zip(examined.each_s, added, strict=True)]
-                examined.waits, bound_s = True, self.least_s(examined.plan, examined.each_s, examined.update_s)
-            elif not examined.known and not self._memory.fits(examined.plan):
+                examined.has_waits, bound_s = True, self.least_s(examined.plan, examined.each_s, examined.update_s)
+            elif not examined.lowered and not self._memory.fits(examined.plan):
                 return []
             # One stage at a time: the first may show already that the plan is not among the best.
-            elif examined.known + 1 < examined.plan.stages:
-                (stage,) = self._costs(examined.plan, examined.known).stages
-                examined.each_s[examined.known] = stage.forward_s + stage.backward_s
+            elif examined.lowered + 1 < examined.plan.stages:
+                (stage,) = self._costs(examined.plan, examined.lowered).stages
+                examined.each_s[examined.lowered] = stage.forward_s + stage.backward_s
                 examined.update_s = max(examined.update_s, stage.update_s)
                 bound_s = self.least_s(examined.plan, examined.each_s, examined.update_s)
-                examined.known += 1
+                examined.lowered += 1
             else:
                 examined.costs = self._costs(examined.plan)
                 each_s = [stage.forward_s + stage.backward_s for stage in examined.costs.stages]
@@ -289,7 +292,7 @@ class _PlanTrials:
             except RequestError as error:  # a buffer would be used in two stages
                 self._last_refusal = str(error)
                 continue
-            self.further += way > 0
+            self.further += way > 0  # for the number of plans: each plan counts already with its first way
             yield _Examined(bound_s, (examined.number[0], way), plan, list(each_s), update_s)
 
     def _costs(self, plan: ParallelPlan, only: int | None = None) -> StageCosts:
@@ -362,11 +365,11 @@ class _PlanTrials:
         """Return the plan with its fastest cuts; plans with the same numbers of ranks in their stages share them."""
         sizes = tuple(rows * columns for rows, columns in plan.grids)
         if sizes not in self._cuts_of:
-            free = replace(plan, memory_bytes=None)
+            without_limit = replace(plan, memory_bytes=None)
             try:
                 # From the program for a replica's whole batch: the size of micro-batches hardly changes the cuts.
                 program = self._programs(self._request.batch // plan.replicas)
-                self._cuts_of[sizes] = with_cuts(free, program, self._request.machine, self._measured).cuts
+                self._cuts_of[sizes] = with_cuts(without_limit, program, self._request.machine, self._measured).cuts
             except RequestError as error:
                 self._cuts_of[sizes] = error
         cuts = self._cuts_of[sizes]

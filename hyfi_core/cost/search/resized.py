@@ -30,24 +30,24 @@ class ResizedPrograms:
     def __init__(self, captured: Callable[[int], Program]) -> None:
         self._captured = captured
         self._derived: dict[int, Program] = {}
-        self._alike = True
+        self._can_derive = True
         self._two: Program | None = None
 
     def __call__(self, images: int) -> Program:
-        """Return the program for micro-batches of ``images`` images.
+        """Return the program for micro-batches of ``images`` images, if possible extrapolated from one and two images.
 
         Raises:
             RequestError: as ``capture``.
         """
-        if images == 1 or not self._alike:
+        if images == 1 or not self._can_derive:
             return self._captured(images)
         if images == 2:
             return self._for_two()
         if images not in self._derived:
             try:
                 self._derived[images] = resized(self._captured(1), self._for_two(), images)
-            except _DiffersError:
-                self._alike = False
+            except _DiffersError:  # these two differ in more than sizes, so no program can be derived from them
+                self._can_derive = False
                 return self._captured(images)
         return self._derived[images]
 

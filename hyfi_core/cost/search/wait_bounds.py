@@ -127,6 +127,7 @@ class WaitBounds:
         operators, turn_s = self._of_pieces(plan, pieces), self._machine.turns_s(plan.ranks)
         added, splits, links = [], list[Mapping[str, Split] | None](), NodeLinks(plan, self._machine)
         for stage, (piece, grid) in enumerate(zip(pieces, grids, strict=True)):
+            # None: the layouts are not those of the whole model on this grid, so that the bound is 0.
             waits = self._of_grid(program, grid, plan.gather_bytes)
             if waits is not None and not _holds(waits.whole, piece, grid, operators[stage], splits):
                 waits = None
@@ -159,7 +160,14 @@ class WaitBounds:
         return self._grids[id(whole)]
 
     def _exchanges_s(self, program: Program, waits: _GridWaits, operators: list[Operator], turn_s: float) -> float:
-        """Return the least seconds of exchanges or margins in a stage; an exchange waits ``turn_s`` for a core."""
+        """Return the least seconds of exchanges or margins in a stage.
+
+        Args:
+            program: the captured model, of one micro-batch.
+            waits: where ranks of the stage's grid wait in the whole model.
+            operators: the stage's operators.
+            turn_s: time for which an exchange waits for other ranks on its core.
+        """
         names = {op.name for op in operators}
         key = id(program), id(waits), turn_s
         if key not in self._seconds:
@@ -227,13 +235,15 @@ def _holds(
 
 
 def _chains(whole: WholeLayouts) -> tuple[_PointwiseChain, ...]:
-    """Return the chains of a model before the windows that need pixels of neighbours."""
+    """Return a model's chains of pointwise operators on whose results convolutions or pools need neighbours' pixels."""
     operators, ranked = list(whole.operators.values()), whole.ranked
     sketch = sketch_of(ranked.program, operators, ranked.splits, ranked.fusible, ())
     makers = {value: flow for flow in sketch.flows for value in flow.makes}
     needs: dict[Flow, list[_WindowNeed]] = {}  # the last operator of a chain -> what windows need of its results
     for window in sketch.flows:
-        for value, boxes in reaching(sketch, window, sketch.layouts[window.makes[0]].parts):
+        own_results = sketch.layouts[window.makes[0]].parts
+        # For these results, some rank needs pixels of ``value`` beyond its own part; pointwise operators need none.
+        for value, boxes in reaching(sketch, window, own_results):
             layout = sketch.layouts[value]
             # A map in strips cannot have margins; bounds without its exchanges are still bounds.
             if value in makers and boxes.same_grid_as(layout.parts):

@@ -81,15 +81,17 @@ class PartlyLowered:
         self, program: Program, fine: ParallelPlan, machine: MachineModel, lowered_plans: LoweredPlans
     ) -> None:
         assert fine.cuts != "auto" or fine.stages == 1, "cuts must be resolved first"
-        self._program, self._fine, self._machine, self._known = program, fine, machine, lowered_plans
+        # ``fine``: cells take the place of ranks.
+        self._program, self._fine, self._machine, self._cache = program, fine, machine, lowered_plans
         self._stages = lowered_plans.cutter(program).cut(() if fine.cuts == "auto" else fine.cuts)
         self.active = lowered_plans.active(program)
-        # Of each stage that has been lowered, in order.
+        # Of each stage that has been lowered, in order: how its values are split, how those are that it receives, its
+        # program and operators, and what each plane computes of it.
         self._splits: list[SplitsByName] = []
         self._entries: list[Mapping[str, Any]] = []
         self._lowered: list[tuple[Stage, RankProgram, list[Operator]]] = []
         self._divided: list[DividedStage] = []
-        self._whole: LoweredStages | None = None
+        self._whole: LoweredStages | None = None  # once all stages have been lowered
 
     def stage(self, index: int) -> tuple[Stage, DividedStage, list[Operator]]:
         """Return (stage, the stage after lowering, its operators): it and the stages before it are lowered, once.
@@ -104,7 +106,7 @@ class PartlyLowered:
         while len(self._lowered) <= index:
             at = len(self._lowered)
             stage, entries = self._stages[at], entries_of(self._stages[at], self._splits, grids[at])
-            divided, operators = self._known.stage(
+            divided, operators = self._cache.stage(
                 (self._program, stage, grids[at], entries, self._fine),
                 partial(
                     _lower_stage,
@@ -114,7 +116,7 @@ class PartlyLowered:
                     self._fine,
                     self._machine,
                     self.active,
-                    partial(self._known.layouts, self._program),
+                    partial(self._cache.layouts, self._program),
                 ),
             )
             self._entries.append(entries)
@@ -136,11 +138,11 @@ class PartlyLowered:
             between = {
                 (a, b): boundary(
                     pieces[a],
-                    b,
-                    splits[a],
-                    self._entries[b],
-                    (grids[a], grids[b]),
-                    self.active,
+                    target=b,
+                    have=splits[a],
+                    need=self._entries[b],
+                    grids=(grids[a], grids[b]),
+                    active=self.active,
                     channels_last=False,
                 )
                 for a, b in edges(pieces)
@@ -162,13 +164,17 @@ class LoweredPlans:
     """
 
     def __init__(self) -> None:
-        # Keys contain the ``id`` of a program or a stage, which the cache keeps alive: no other object gets its ``id``.
+        # Keys contain the ``id`` of a program or a stage. Values keep that object alive: no other one gets its ``id``.
         self._plans: dict[Hashable, PartlyLowered] = {}
         self._stages: dict[Hashable, tuple[DividedStage, list[Operator]]] = {}
+        # By the id of a program: values that carry gradients, and what cuts it into stages.
         self._active: dict[int, tuple[Program, frozenset[str]]] = {}
         self._cutters: dict[int, tuple[Program, ProgramCutter]] = {}
+        # By the id of a program and autocast's dtype: costs of operators.
         self._costs: dict[tuple[int, str | None], tuple[Program, KnownCosts]] = {}
+        # By the id of a stage and what was computed: results that callers have computed from it.
         self._derived: dict[Hashable, tuple[DividedStage, Any]] = {}
+        # By the id of a program, the grid, and the bytes of maps that are gathered: None if it cannot be lowered so.
         self._layouts: dict[tuple[int, tuple[int, int], int], tuple[Program, WholeLayouts | None]] = {}
 
     def clear(self) -> None:
@@ -319,6 +325,7 @@ def _lower_stage(
         ranked = trial  # the same that lowering again would return
     else:
         ranked = lower(program, replace(target, plane=planes[0]), piece.outputs, exits, runs)
+    # ``ranked`` has the instructions of plane 0; ``undivided`` are those of all planes.
     all_planes = replace(ranked, instructions=ranked.undivided or ranked.instructions, undivided=())
     further = (on_plane(all_planes, plane, middle) for plane in planes[1:])
     sent = tuple(exchange.carrying(active) for exchange in exchanges(ranked, planes[0], middle))

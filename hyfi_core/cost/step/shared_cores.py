@@ -34,6 +34,7 @@ def on_shared_cores(run: Simulation, weights: Sequence[float], cores: SharedCore
     times_s, stretched_s = _stretched(_changes(run, weights, cores), run.makespan_s, cores)
 
     def stretch(time_s: float) -> float:
+        """Return a time of the dry run as it is with shared cores: linear between two changes."""
         index = min(bisect_right(times_s, time_s), len(times_s) - 1)
         begin_s, end_s = times_s[index - 1], times_s[index]
         part = (time_s - begin_s) / (end_s - begin_s) if end_s > begin_s else 0.0
@@ -66,13 +67,19 @@ def _changes(run: Simulation, weights: Sequence[float], cores: SharedCores) -> d
 def _stretched(
     changes: Mapping[float, float], makespan_s: float, cores: SharedCores
 ) -> tuple[list[float], list[float]]:
-    """Return (times of the dry run at which the need of cores changes, the same moments with shared cores)."""
+    """Return (times of the dry run at which the need of cores changes, the same moments with shared cores).
+
+    Args:
+        changes: time -> by how many cores the need of a node's ranks changes at that time.
+        makespan_s: end of the dry run.
+        cores: the cores of the node.
+    """
     times_s = sorted({0.0, makespan_s, *changes})
-    needed, stretched_s = changes.get(0.0, 0.0), [0.0]
+    needed_cores, stretched_s = changes.get(0.0, 0.0), [0.0]
     # Time passes more slowly while more cores are needed than there are.
     for begin_s, end_s in pairwise(times_s):
-        stretched_s.append(stretched_s[-1] + (end_s - begin_s) * max(1.0, needed / cores.count))
-        needed += changes.get(end_s, 0.0)
+        stretched_s.append(stretched_s[-1] + (end_s - begin_s) * max(1.0, needed_cores / cores.count))
+        needed_cores += changes.get(end_s, 0.0)
     return times_s, stretched_s
 
 

@@ -175,9 +175,11 @@ def _update_s(plan: ParallelPlan, costs: StageCosts) -> float:
         {stage for stage, direction in placement.hosted(rank) if direction == 0 or plan.mirror == "all_reduce"}
         for rank in range(placement.size)
     ]
+    # ``watch_s``: every rank checks whether anything but the engine has changed weights.
     longest_s = costs.watch_s + max(sum(costs.stages[stage].update_s for stage in stages) for stages in updated)
     if costs.machine.cores is None:
         return longest_s
+    # Ranks of a node that share cores take turns.
     nodes = -(-plan.ranks // costs.machine.devices_per_node)
     return longest_s * max(1.0, plan.ranks / nodes / costs.machine.cores.count)
 
@@ -209,6 +211,7 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
         costs: the costs of its stages.
         free_messages: whether messages between stages take no time.
     """
+    # If possible with one rank in place of each stage's grid.
     small, edges = _collapsed(plan), tuple(costs.edges)
     copied_s = dict.fromkeys(edges, 0.0) if free_messages else _copied_s(plan, costs)
     # Copying needs a core at both ends of an edge, so it is a part of both stages' computation.
@@ -225,19 +228,22 @@ def _dry_run(plan: ParallelPlan, costs: StageCosts, free_messages: bool = False)
     cores = costs.machine.cores
     if cores is None or not costs.machine.shared(plan.ranks):
         return run
-    sizes = [prod(grid) for grid in plan.grids] if placement.size < plan.ranks_per_plane else [1] * placement.size
+    is_collapsed = placement.size < plan.ranks_per_plane
+    # Ranks of a plane that each rank of the dry run stands for, and of a node.
+    sizes = [prod(grid) for grid in plan.grids] if is_collapsed else [1] * placement.size
     nodes = -(-plan.ranks // costs.machine.devices_per_node)
-    weights = [plan.replicas * plan.branches * size / nodes for size in sizes]  # ranks that each stands for
+    weights = [plan.replicas * plan.branches * size / nodes for size in sizes]
     return on_shared_cores(run, weights, cores)
 
 
 def _copied_s(plan: ParallelPlan, costs: StageCosts) -> dict[tuple[int, int], float]:
-    """Return edge -> seconds in which both ends copy a message through shared memory, and need a core.
+    """Return (sending stage, receiving stage) -> seconds in which both copy a message, and need a core for it.
 
     0 unless ranks share cores: a rank with its own core has nothing else to do meanwhile.
     """
     if not costs.machine.shared(plan.ranks):
         return dict.fromkeys(costs.edges, 0.0)
+    # The time of a message begins with the wait for other ranks on the same core, in which nothing is copied.
     turn_s = costs.machine.turns_s(plan.ranks)
     return {edge: message_s - turn_s for edge, message_s in costs.edges.items()}
 

@@ -88,11 +88,12 @@ class SpillTimes:
         )
         forward_s, backward_s = computed_s
         return cls(
-            again_s,
-            written_s + read_s,
-            max(0.0, written_s - forward_s),
-            max(0.0, read_s - backward_s - again_s),
-            maps.forward_bytes + maps.backward_bytes,
+            again_s=again_s,
+            moving_s=written_s + read_s,
+            # Maps are moved while others are computed: only what takes longer than that counts.
+            forward_s=max(0.0, written_s - forward_s),
+            backward_s=max(0.0, read_s - backward_s - again_s),
+            moved_bytes=maps.forward_bytes + maps.backward_bytes,
         )
 
 

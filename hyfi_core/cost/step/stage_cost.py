@@ -155,13 +155,14 @@ class StageCosts:
         cells = plan.cell_grid or (1, 1)
         self._cells = cells[0] * cells[1]
         self._program = program
-        self._fine = plan.by_cells()
-        self._turn_s = machine.turns_s(plan.ranks)
+        self._fine = plan.by_cells()  # the plan, with cells as ranks
+        self._turn_s = machine.turns_s(plan.ranks)  # wait for other ranks on the same core, in each exchange
         self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
         lowered_plans = self._known = LoweredPlans() if lowered_plans is None else lowered_plans
         lowered = lowered_stages(program, plan, self._fine, machine, lowered_plans)
-        counted = spills if plan.spill is not None and only is None else None
-        self._spilled: tuple[SpilledMaps, ...] = () if counted is None else counted(program, plan, lowered_plans)
+        # With ``only``, costs are those of a bound, without what leaves memory.
+        spills = spills if plan.spill is not None and only is None else None
+        self._spilled: tuple[SpilledMaps, ...] = () if spills is None else spills(program, plan, lowered_plans)
         numbers = range(plan.stages) if only is None else (only,)
         self.stages = tuple(
             self._stage(_LoweredStage(number, *lowered.stage(number), dtype, lowered.active)) for number in numbers
@@ -178,7 +179,7 @@ class StageCosts:
         waits = max((self._waits(plane, clock.each_s, index) for plane in divided.planes), key=lambda w: w.total_s)
         waits.branch_s = self._branch_s(divided)
         recompute_s = clock.again_s if recomputes(self._plan, index) else 0.0
-        scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0
+        scale = 0.5 if self._plan.reduce_dtype == "bfloat16" else 1.0  # of the bytes of gradients, which are float32
         # Gradients become complete during the whole backward; of one in two parts, during the second part, in the same
         # order.
         weight_s = clock.weight_s if self._plan.divides_backwards else clock.backward_s
@@ -235,11 +236,11 @@ class StageCosts:
         backward: dict[str, float] = {}
         for op in operators:
             fraction, cost = self._fraction(ranked, op, ranks), costs[op.name]
-            measures = cost.kind == "norm" and has_live_statistics(op)
-            kind = "shared_norm" if measures and ranks * self._cells > 1 else None
+            has_statistics = cost.kind == "norm" and has_live_statistics(op)
+            kind = "shared_norm" if has_statistics and ranks * self._cells > 1 else None
             seconds = forward[op.name] = self._of_cells(cost, cost.forward_s, fraction, kind)
             clock.each_s[op.first_output] = again[op.name] = seconds
-            if measures:
+            if has_statistics:  # a second forward may use those of the first
                 again[op.name] = min(seconds, self._of_cells(cost, cost.forward_s, fraction, KNOWN_NORM))
             backward[op.name] = self._of_cells(cost, cost.backward_s, fraction, kind)
         gradients, branches = _gradient_bytes(ranked.program, operators), divided.branches
@@ -328,7 +329,7 @@ class StageCosts:
         sent_px = sum(strip.box.area for strip in transfer.sends)
         length = pixel_bytes * max(transfer.received_px, sent_px)
         if hasattr(call.operator, "halo"):
-            # The mean of forward and backward: these waits count once in each.
+            # A window operator also computes on each received strip: the mean of forward and backward counts in both.
             waits.strips_s += self._cells * len(transfer.receives) * sum(self.machine.strip_s) / 2
         if self._cells > 1:  # cells exchange by copies within the process
             waits.halo_s += self._cells * (self.machine.kernel_s + 2 * length / self.machine.memory_bytes_per_s)
