@@ -44,7 +44,7 @@ def collection_paused() -> Iterator[None]:
 
 
 def start_quickly() -> None:
-    """Keep the garbage collector out of the import of PyTorch and of the end of this process; for programs.
+    """Keep the garbage collector out of the import of PyTorch and of the end of this process; not for a library.
 
     The collector would go through PyTorch's hundreds of thousands of objects several times while they are created, and
     once more at the end. That is a quarter of the processor time of a process that only imports what a rank needs.
@@ -61,10 +61,10 @@ class _PausedImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of PyTorch; None for all other modules."""
+        """Return the spec of PyTorch, whose loader pauses garbage collection; None for all other modules."""
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)  # the other finders find it
+        sys.meta_path.remove(self)  # so that the other finders find it now
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec

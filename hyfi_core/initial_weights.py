@@ -49,7 +49,9 @@ class _Forgotten(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Read the tensor's shape or another attribute, or draw the tensor again.
+        """Call a function of PyTorch on a tensor without values, if it needs none.
+
+        It may read the tensor's shape or another attribute, or draw new values, which are dropped again.
 
         Raises:
             _ForgottenUsedError: the function does something else.
@@ -94,7 +96,7 @@ class InitialWeights:
     def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
         self._build, self._seed = build, seed
         self._values: dict[str, torch.Tensor] = {}
-        order = _Order(None)
+        order = _Order(None)  # records all tensors
         # Registration hooks apply to all modules of the process, so only one build may install them at a time.
         with _BUILDING, torch.device("meta"), order.watching():
             self.model = build()
@@ -154,7 +156,7 @@ class _Order:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which modules are built."""
+        """Context in which a model is built: hooks record its tensors, and forget those that are not wanted."""
         handles = [
             register_module_parameter_registration_hook(self._register),
             register_module_buffer_registration_hook(self._register),

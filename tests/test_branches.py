@@ -106,8 +106,8 @@ class SmallCells(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = _unit(3, 8, 3)
-        self.normal = AmoebaCell(8, 8, 8, reduction=False, halved=False)
-        self.reducing = AmoebaCell(8, self.normal.outputs, 8, reduction=True, halved=False)
+        self.normal = AmoebaCell(8, 8, 8, reduction=False, older_is_larger=False)
+        self.reducing = AmoebaCell(8, self.normal.outputs, 8, reduction=True, older_is_larger=False)
         self.fc = nn.Linear(self.reducing.outputs, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ class NormalCell(nn.Module):
         super().__init__()
         self.begin = Inner()
         self.newer, self.older = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1)
-        self.cell = AmoebaCell(8, 8, 8, reduction=False, halved=False)
+        self.cell = AmoebaCell(8, 8, 8, reduction=False, older_is_larger=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.begin(x)

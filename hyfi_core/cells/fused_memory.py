@@ -49,7 +49,7 @@ class RunCost:
 
 
 def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, RunCost]:
-    """Return the fused runs with the smallest product of peak and work, and their cost.
+    """Return the fused runs with the smallest product of peak memory and work, and their cost.
 
     Args:
         program: the captured model in evaluation mode.
@@ -62,7 +62,8 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
     if grid == (1, 1):
         made_here = {name for op in operators for name in op.outputs if name is not None}
         lives = _lives(program.image, made_here, operators)
-        return FusedRuns(), RunCost(_peak(lives, {name: value_bytes(program, name) for name in lives}), 1.0)
+        peak_bytes = _peak(lives, {name: value_bytes(program, name) for name in lives})
+        return FusedRuns(), RunCost(peak_bytes, work=1.0)
     # Lowered once without fused runs: this gives the layouts, and the operators that can be in a run.
     trial = lower(program, Target(grid, 0, CELL_OPERATORS))
     sketch = sketch_of(program, operators, trial.splits, trial.fusible, ())
@@ -89,13 +90,13 @@ class CellCosts:
         self._known: dict[tuple[int, int], RunCost] = {}
 
     def of(self, grid: tuple[int, int]) -> RunCost:
-        """Return the cost with these rows and columns of cells.
+        """Return the peak memory and the work with these rows and columns of cells, by the best fused runs; cached.
 
         Raises:
             RequestError: as ``runs_for_cells``.
         """
         if grid not in self._known:
-            self._known[grid] = runs_for_cells(self.program, grid)[1]
+            _, self._known[grid] = runs_for_cells(self.program, grid)
         return self._known[grid]
 
 
@@ -113,8 +114,11 @@ def cost_of(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str]
     def touched_bytes(op: Operator) -> float:
         return sum(sizes.get(str(name), 0.0) for name in (*op.inputs, *op.outputs))
 
-    step = max(map(touched_bytes, operators), default=0.0)
-    return RunCost(_peak_bytes(sketch, operators, maps, margins, sizes), _work(sketch, margins), step)
+    return RunCost(
+        peak_bytes=_peak_bytes(sketch, operators, maps, margins, sizes),
+        work=_work(sketch, margins),
+        step_bytes=max(map(touched_bytes, operators), default=0.0),
+    )
 
 
 def _peak_bytes(
@@ -164,7 +168,7 @@ def _lives(image: str, values: Collection[str], operators: Sequence[Operator]) -
 
 
 def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], margins: Margins) -> Iterator[int]:
-    """Yield the places at which cells wait for each other.
+    """Yield the places at which cells wait for each other: where they exchange parts of maps, or reduce maps.
 
     A place is 2 · index for a wait before an operator, while its inputs are alive, and 2 · index + 1 for one after it
     (in a reduction, whose inputs have then been freed). So a value made by operator ``first`` and last used by ``last``
@@ -176,10 +180,12 @@ def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str],
         flow = flows.get(op.name)
         if flow is not None:
             boxes = margins.computed.get(flow.name, sketch.layouts[flow.makes[0]].parts)
+            # Each value is exchanged once, before the first operator that needs neighbours' pixels of it.
             exchanges = {value for value, _ in reaching(sketch, flow, boxes) if value in margins.exchanged} - exchanged
             exchanged |= exchanges
             if exchanges:
                 yield 2 * at
+        # Any other operator on maps needs those of all cells; its result may be a map again, or no longer be one.
         elif any(name in maps for name in op.inputs):
             yield 2 * at if any(name in maps for name in op.outputs) else 2 * at + 1
 

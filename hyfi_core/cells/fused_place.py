@@ -15,8 +15,9 @@ from hyfi_core.rules.windows.taps import Tap
 
 
 def _in_runs(record: OperatorFacts) -> OperatorFacts:
-    """Return the record with a rule that lowers paddings and slices of rows and columns as windows of one tap.
+    """Return the record of a padding or slice with a rule by which a fused run can compute it with margins.
 
+    Each output of such an operator reads a single pixel, its tap: it is lowered like a window with a kernel of 1 x 1.
     Records of other operators are returned as they are.
     """
     rule, find = record.rule, record.tap
@@ -26,7 +27,7 @@ def _in_runs(record: OperatorFacts) -> OperatorFacts:
     def lowered(builder: Builder, op: Operator) -> None:
         name = op.args[0].name
         tap = find(op, builder.shape(name), builder.splits[name])
-        if tap is None:
+        if tap is None:  # it is not along height or width
             rule(builder, op)
         else:
             _emit_tap(builder, op, tap)

@@ -78,6 +78,7 @@ def for_training(instruction: Instruction) -> Instruction:
     Indices of maxima are not packed into bytes: a pager may recompute them, and the first run of a forward that is
     computed again does not need them.
     """
+    # The memory of a ``FreshHalo``'s messages is not kept between steps: it is freed with the last reference.
     changed = _with_halo(instruction, lambda halo: FreshHalo(halo.transfer, halo.dims, halo.fill))
     if isinstance(changed, CollectiveCall) and isinstance(changed.operator, MaxPool):
         return replace(changed, operator=replace(changed.operator, holds_map=False))

@@ -69,7 +69,7 @@ class Page:
         """Whether it can be dropped without being written."""
         return self.recomputation is not None or self.written
 
-    def check(self) -> None:
+    def update_written(self) -> None:
         """Update ``written`` after a step that may have changed the memory."""
         tensor = self.tensor()
         # A storage has no version, but a tensor with its memory has: it counts changes in place.

@@ -70,10 +70,12 @@ def forecast_pages(
         pixels: type of the pixels from which the image is computed when it is needed; None: the image is kept.
     """
     sizes = _Sizes(ranked, position, pixels)
+    # What is kept for backward: names of values, and for each step the bytes of other tensors.
     saved = _Kept.of(tape, sizes) if trains else _Kept(frozenset(), ((),) * len(tape.steps))
     saved_bytes = (*map(sizes.of_kept, saved.names), *(size for of_step in saved.besides for size in of_step))
     small = sum(size for size in saved_bytes if size < SMALLEST_BYTES)
     records = len(tape.steps) * RECORD_BYTES[trains]
+    # For each wait of the tape: bytes of the inputs, and of the cotangents that arrive there in backward.
     waits = tuple(
         (
             sum(stored_bytes(sizes.of(name)) for name in taken_by(step)),
@@ -111,12 +113,12 @@ class _Sizes:
         """Return the bytes of this cell's part of a value; 0 for weights and for values without a layout."""
         if name in self._fixed or not (name in self.ranked.splits or name in self.ranked.program.values):
             return 0
-        return self.values(name) * self.ranked.values[name].dtype.itemsize
+        return self.elements(name) * self.ranked.values[name].dtype.itemsize
 
     def of_kept(self, name: str) -> int:
         """Return the bytes that are kept for a value; for the image, those of its pixels."""
         if self._pixels is not None and name == self.ranked.program.image:
-            return self.values(name) * self._pixels.itemsize
+            return self.elements(name) * self._pixels.itemsize
         return self.of(name)
 
     def of_weight(self, name: str) -> int:
@@ -125,7 +127,7 @@ class _Sizes:
             return 0
         return prod(self.ranked.values[name].shape) * self.ranked.values[name].dtype.itemsize
 
-    def values(self, name: str) -> int:
+    def elements(self, name: str) -> int:
         """Return the number of elements of this cell's part of a value."""
         shape, split = self.ranked.values[name].shape, self.ranked.splits.get(name)
         return prod(shape if split is None else split.local_shape(shape, self._position))
@@ -141,10 +143,12 @@ class _Sizes:
             return ()
         operator = step.call.operator
         if isinstance(operator, MaxPool):
-            return () if remade and operator.remakes else tuple(map(self.values, made_by(step)))
+            # An index of a maximum takes a byte.
+            return () if remade and operator.remakes else tuple(map(self.elements, made_by(step)))
         if not isinstance(operator, Convolution) or operator.halo.transfer.have.empty:
             return ()
         transfer = operator.halo.transfer
+        # Either the strips that it has received, or its whole input, the part with its halo.
         if operator.own is not None or not operator.keeps_canvas:
             pixels = tuple(strip.box.area for strip in transfer.receives)
         else:
@@ -228,7 +232,7 @@ class _Kept:
                     depth[name] = own_depth
                     if not in_place:
                         recomputed.append(name)
-        return cls(frozenset(names), tuple(besides), tuple(recomputed))
+        return cls(names=frozenset(names), besides=tuple(besides), recomputed=tuple(recomputed))
 
 
 def _is_cheap(step: Step, name: str, sizes: _Sizes) -> bool:

@@ -113,7 +113,8 @@ class UseOrder:
             collective = isinstance(step, OperatorStep) and isinstance(step.call, CollectiveCall)
             # An operator that waits counts twice, before and after its own time: what follows runs in a later turn.
             waits += collective
-            self._times.append(waits << PLACES | index)  # see ``page.PLACES``
+            # One integer, by which uses are sorted: first by the number of waits before them, then by the index.
+            self._times.append(waits << PLACES | index)
             waits += collective
 
     def at(self, step: Step, back: bool = False) -> int:
@@ -171,7 +172,12 @@ class PagedSteps:
 
     @contextlib.contextmanager
     def saving(self, segment: Segment, outputs: NamedTensors) -> Iterator[None]:
-        """Register the tensors that autograd saves; see ``StepMemory``."""
+        """Context in which autograd saves a segment's tensors, each in a page that is loaded when backward needs it.
+
+        Args:
+            segment: the segment that runs.
+            outputs: what it has computed so far.
+        """
         uses = [self._backward_use]
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -197,7 +203,13 @@ class PagedSteps:
             yield
 
     def end(self, step: Step, values: NamedTensors, saved: Any) -> Any:
-        """Register the outputs of a step; see ``StepMemory``."""
+        """Register the outputs of a step, and what it saves for backward, with the pager; return what it saves.
+
+        Args:
+            step: the step that has run.
+            values: its outputs by name.
+            saved: what its operator saves for backward; None for a segment.
+        """
         index, made_bytes = self._order.steps[id(step)], 0
         for name in made_by(step):
             if name in values:
@@ -223,8 +235,8 @@ class PagedSteps:
         self._pager.begin([saved, touched], self._room(step, back=True))
 
     def end_back(self, step: Step, cotangents: NamedTensors) -> None:
-        """Register the cotangents; see ``StepMemory``."""
-        made_bytes = 0
+        """Register the cotangents that the backward of a step has made, by the value to which they belong."""
+        made_bytes = 0  # the room to make for this step in the next cell
         for name in taken_by(step):
             if name in cotangents:
                 page = self._pager.track(cotangents[name], self._order.of_cotangent(name))
@@ -246,6 +258,7 @@ class PagedSteps:
         """Return what to keep of an operator's saved values: all, if they are recomputed, or a compacted form."""
         if not isinstance(step, OperatorStep) or not isinstance(step.call.operator, RemakesSaved) or saved is None:
             return saved
+        # The operator can compute a part of what it saves again from its first input, such as indices of maxima.
         operator, own = step.call.operator, self._taken[str(step.call.inputs[0])]
         remade, source = operator.remade(saved), self._pager.page_of(own)
         # Only if the input is recomputed as well: otherwise it might have to be kept just for this.
@@ -254,8 +267,14 @@ class PagedSteps:
         page = self._pager.track(remade)
         if page is None or not self._recomputes:
             return operator.compact(saved)
-        depth, form = source.recomputation.depth + 1, form_of(remade)
-        again = Recomputation((lambda so_far: operator.remake(own),), (own,), form, remade.dtype, depth, self._context)
+        again = Recomputation(
+            calls=(lambda so_far: operator.remake(own),),
+            sources=(own,),
+            form=form_of(remade),
+            dtype=remade.dtype,
+            depth=source.recomputation.depth + 1,
+            context=self._context,
+        )
         self._pager.note_recomputation(page, again)
         return saved
 
@@ -291,4 +310,11 @@ class PagedSteps:
         depth = 1 + max((again.depth for again in recomputations if again is not None), default=0)
         if depth > DEEPEST or not sources:
             return None
-        return Recomputation(tuple(calls), sources, form_of(source.result), source.result.dtype, depth, self._context)
+        return Recomputation(
+            calls=tuple(calls),
+            sources=sources,
+            form=form_of(source.result),
+            dtype=source.result.dtype,
+            depth=depth,
+            context=self._context,
+        )

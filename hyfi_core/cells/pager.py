@@ -97,12 +97,12 @@ class Pager:
         """Release the inputs of the step that has ended.
 
         Args:
-            when: time of the step, see ``page.PLACES``; uses up to it are past and are removed.
+            when: time of the step, as for the pages' uses; uses up to it are past and are removed.
         """
         for page in self._pinned.pop(self._cell(), []):
             while page.uses and page.uses[-1] <= when:
                 page.uses.pop()
-            page.check()
+            page.update_written()  # the step may have changed the memory
             self._enqueue(page)
         self._write_early()
 
@@ -310,7 +310,7 @@ class Pager:
         budget = _AHEAD * self.limit_bytes - sum(page.size for page in self._ahead.values())
         while self._order.nearest and budget > 0:
             when, cell, _, page = self._order.nearest[0]
-            if (when, cell) != page.next or page.in_memory or page.memory.expired():
+            if (when, cell) != page.next or page.in_memory or page.memory.expired():  # the entry is outdated
                 heappop(self._order.nearest)
                 continue
             upcoming = [page] if page.recomputation is None else self._pages_of(page.recomputation.sources)
@@ -318,7 +318,7 @@ class Pager:
                 candidate for candidate in upcoming if not candidate.in_memory and candidate.recomputation is None
             ]
             size = sum(candidate.size for candidate in upcoming)
-            # Pages without a next use are last on the heap: no page behind this one is needed, either.
+            # ``when``: the high bits of a use. Pages without a use are last: no page behind this one is needed, either.
             if when >= NEVER >> PLACES or not self._drop_later_pages(room_bytes + size, (when, cell)):
                 return
             heappop(self._order.nearest)
@@ -336,8 +336,9 @@ class Pager:
             if latest_use is None or latest_use <= before:
                 return False
             page = pop_latest(self._order.farthest)
-            if page is None:
+            if page is None:  # the entry was outdated
                 continue
+            # If this page cannot be dropped at once, do not wait for it: less is read ahead.
             writing = page.work is not None and not page.work.done()
             if id(page) in pinned or page.reading or page.stays or writing or not page.can_be_dropped:
                 self._enqueue(page)

@@ -146,6 +146,7 @@ def _segment_call(segment: Segment, source: Made, overwritten: Sequence[str]) ->
     name = source.name  # the function must not refer to ``source``, which keeps the map and its sources alive
 
     def call(overwritten_value: torch.Tensor | None) -> torch.Tensor:
+        """Return the result, computed by the segment's calls from its inputs and the value that it overwrites."""
         values: dict[str, Any] = {**inputs, **dict.fromkeys(overwritten, overwritten_value)}
         for step in calls:
             results = step.function(*(values[name] for name in step.inputs))
@@ -237,7 +238,14 @@ def image_of(
         image: what ``prepare`` has computed from the pixels.
         prepare: computes the image; returns the same each time.
     """
-    return Recomputation((lambda so_far: prepare(pixels),), (pixels,), form_of(image), image.dtype, 0, nullcontext)
+    return Recomputation(
+        calls=(lambda so_far: prepare(pixels),),
+        sources=(pixels,),
+        form=form_of(image),
+        dtype=image.dtype,
+        depth=0,
+        context=nullcontext,
+    )
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -63,6 +63,7 @@ class SpillForecast:
         assert plan.spill is not None
         placement = Placement.of(plan)
         stages = self._stages(program, plan, lowered_plans, placement.stages)
+        # Bytes of weights, gradients and optimizer state, for each stage.
         states = [forecast.state_bytes for forecast in forecast_memory(program, replace(plan, cells=None, spill=None))]
         in_flight = max(microbatches_in_flight(plan, stage) for stage in range(plan.stages))
         cells = prod(plan.cell_grid or (1, 1))

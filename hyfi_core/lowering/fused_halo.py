@@ -113,13 +113,13 @@ def unfused(sketch: Sketch) -> Margins:
 
 
 def margins_of(sketch: Sketch, depth: int) -> Margins:
-    """Return the margins for fused runs of at most ``depth`` windows along any path."""
+    """Return what ranks compute and exchange with fused runs of at most ``depth`` windows along any path."""
     exchanged = _starts_of_runs(sketch, depth)
     # Other stages receive owned parts, and an exchange begins with them: neither may have a margin.
     inner = {value for flow in sketch.flows for value in flow.makes} - sketch.fixed - exchanged
-    wide: dict[str, Boxes] = {}
-    computed: dict[str, Boxes] = {}
-    needed_boxes: dict[str, tuple[Boxes, ...]] = {}
+    wide: dict[str, Boxes] = {}  # value -> the boxes of it that ranks compute, with margins
+    computed: dict[str, Boxes] = {}  # operator -> the same
+    needed_boxes: dict[str, tuple[Boxes, ...]] = {}  # exchanged value -> what each of its users needs
     for flow in reversed(sketch.flows):  # what an operator computes depends on what later ones need
         layout = sketch.layouts[flow.makes[0]]
         boxes = _joined([wide.get(value, layout.parts) for value in flow.makes])
@@ -132,7 +132,7 @@ def margins_of(sketch: Sketch, depth: int) -> Margins:
             else:
                 needed_boxes[value] = (*needed_boxes.get(value, ()), need)
     needed_boxes.pop(sketch.image, None)  # a wider box is read
-    return Margins(computed, needed_boxes)
+    return Margins(computed=computed, exchanged=needed_boxes)
 
 
 def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]]:
@@ -161,7 +161,10 @@ def _owned(layout: Layout, need: Boxes) -> bool:
 
 
 def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
-    """Return the values at which runs begin."""
+    """Return the values that ranks exchange: a fused run begins at each, and has at most ``depth`` windows.
+
+    Where the next window would be one too many, its input is exchanged, or a value with several users that leads to it.
+    """
     made_by = {value: at for at, flow in enumerate(sketch.flows) for value in flow.makes}
     windows_behind: dict[str, float] = {sketch.image: 0}  # value -> windows since the last exchange
     exchanged: set[str] = set()
@@ -188,7 +191,7 @@ def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
 
 
 def _branch_point(sketch: Sketch, made_by: Mapping[str, int], value: str, depth: int) -> str:
-    """Return the value to exchange before a window that takes ``value``; see the module's docstring.
+    """Return the value to exchange before a window that takes ``value``: this value, or one that several users share.
 
     It is the nearest value with several users that leads to ``value`` by a chain of operators with one input each, if
     the windows of that chain and the window that takes ``value`` are at most ``depth``. Otherwise it is ``value``.
@@ -229,6 +232,7 @@ def _widened(layout: Layout, boxes: Boxes | None, need: Boxes) -> Boxes:
     Along such an axis, the native call pads, so it must get all of the axis: also on a rank whose own part is empty.
     """
     result = (layout.parts if boxes is None else boxes).hull(need)
+    # ``layout.rows`` has the start of each row of ranks and the end of the last: two numbers for one row.
     if len(layout.rows) == 2:
         result = replace(result, rows=((0, layout.height),))
     if len(layout.columns) == 2:

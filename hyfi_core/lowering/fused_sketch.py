@@ -18,7 +18,7 @@ def sketch_of(
     fusible: Collection[str],
     exits: Sequence[str],
 ) -> Sketch:
-    """Return the sketch.
+    """Return a program reduced to what the choice of fused runs needs: operators on maps, their layouts and sizes.
 
     Args:
         program: the captured model.

@@ -30,6 +30,8 @@ def for_gpu(instruction: Instruction, of_cells: bool) -> Instruction:
     if not isinstance(instruction, CollectiveCall) or not isinstance(instruction.operator, Convolution):
         return instruction
     convolution = instruction.operator
+    # Cells wait for no message, so nothing would be hidden by computing inner pixels apart; a window with stride and
+    # dilation is computed on a canvas because its gradients might be wrong otherwise.
     if not is_sparse(convolution.window) and not of_cells:
         return instruction
     # Rebuilt in backward: the own part is there anyway, and a kept canvas would be a second copy of each map.

@@ -111,7 +111,7 @@ def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[s
 def _lower_operator(builder: Builder, op: Operator, facts: OperatorFacts) -> None:
     """Add the instructions of an operator: computed by all ranks, on one rank, or divided by its rule."""
     rule = facts.rule
-    if not any(name in builder.splits for name in op.inputs):
+    if not any(name in builder.splits for name in op.inputs):  # no input is divided among ranks
         # Rules draw numbers by position, the same on all ranks; the operator itself would use torch's generator.
         if rule is not None and draws_numbers(op):
             rule(builder, op)
@@ -120,6 +120,7 @@ def _lower_operator(builder: Builder, op: Operator, facts: OperatorFacts) -> Non
     elif builder.grid == (1, 1):
         _lower_alone(builder, op, rule)
     else:
+        # Only inside of a fused run, an operator computes margins of its inputs, too.
         _lower_split(builder, op if op.name in builder.runs.inside else _without_margins(builder, op), facts)
 
 

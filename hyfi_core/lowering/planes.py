@@ -77,6 +77,7 @@ def on_plane(ranked: RankProgram, plane: Plane, rank: int) -> RankProgram:
         instruction, computing = step
         if plane.index in computing:
             instructions.append(instruction)
+    # ``undivided``: from the instructions of all planes, each finds the same values that carry gradients.
     return replace(ranked, instructions=tuple(instructions), undivided=ranked.instructions)
 
 

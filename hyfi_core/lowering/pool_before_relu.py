@@ -22,7 +22,7 @@ _POOLS = ("aten.max_pool2d.default", "aten.max_pool2d_with_indices.default")
 
 
 def pool_before_relu(program: Program, results: Iterable[str]) -> Program:
-    """Return the program with every relu that is used only by a max pool moved after that pool.
+    """Return the program with every relu that is used only by a max pool moved after that pool, on a smaller map.
 
     Names keep their order: the pool's result gets the name of the relu's.
 
@@ -56,6 +56,8 @@ def pool_before_relu(program: Program, results: Iterable[str]) -> Program:
 
 
 def _misses(pool: Operator, program: Program) -> bool:
+    """Whether a window of a pool covers no pixel of the map: its maximum is -inf before relu, and 0 after it."""
+
     def shape(name: str) -> tuple[int, ...]:
         return program.values[name].shape
 

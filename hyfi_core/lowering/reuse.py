@@ -79,18 +79,19 @@ class BackwardMemory:
 
     def __init__(self, facts: TapeFacts, to_end: bool = False) -> None:
         self._facts, self._to_end = facts, to_end
-        self._pieces = 0  # of memory so far: each has its number
-        self._shared: set[int] = set()  # pieces that others may hold, too
+        self._pieces = 0  # number of pieces of memory so far: a number stands for each
+        self._shared: set[int] = set()  # pieces that others may hold, too: never overwritten
         self._deferred: Memory = _NOTHING  # pieces that gradients of weights will still read
-        self._held: dict[str, _Cotangent] = {}
-        # Cotangents from other stages are held only here; one may be missing, so it is not certain to arrive.
+        self._held: dict[str, _Cotangent] = {}  # value -> its cotangent, until the backward of what has made the value
+        # Backward begins with the cotangents of the values that leave the stage; any of them may be missing, so none is
+        # certain. Those from other stages are held only here, but the user's loss may keep those of the outputs.
         for name in facts.exits:
             self._held[name] = _Cotangent(self._new(), certain=False)
         for name in facts.outputs:
             self._held[name] = _Cotangent(self._given_to_others(self._new()), certain=False)
 
     def operator(self, call: CustomCall | CollectiveCall) -> tuple[bool, dict[str, Over]]:
-        """Simulate the backward of an operator with its own.
+        """Simulate the backward of an operator that does not use autograd.
 
         Returns:
             Whether it may overwrite its first output's cotangent; input -> which of two added cotangents may be
@@ -119,13 +120,17 @@ class BackwardMemory:
                 else:
                     # Nothing is known of this operator's backward: it may return its cotangent, or keep it.
                     memory = self._given_to_others(everything | self._new())
-                # If no output has a cotangent, no input gets one.
+                # Whether the input gets a cotangent for sure: if no output has one, no input gets one.
                 certain = returns_own and any(item.certain for item in of_outputs)
                 of_inputs.append((name, _Cotangent(memory, certain)))
         return may_overwrite, self._add(of_inputs)
 
     def segment(self, calls: Iterable[LocalCall], inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, Over]:
-        """Simulate the backward of a segment, autograd's; return its sums, as for ``operator``."""
+        """Simulate the backward of a segment, by autograd.
+
+        Returns:
+            Input -> which of two added cotangents may be overwritten by their sum, if one is held for it already.
+        """
         cotangents = {name: self._pop(name) for name in outputs if name in self._held}
         for call in reversed(tuple(calls)):
             of_outputs = [cotangents.pop(name) for name in call.outputs if name in cotangents]
@@ -169,13 +174,20 @@ class BackwardMemory:
         return "unknown"
 
     def _add(self, arriving: list[tuple[str, _Cotangent]]) -> dict[str, Over]:
-        """Simulate ``BackwardPass._add``; return which of two added cotangents may be overwritten."""
+        """Hold cotangents, each added to the one of the same value that is held already, if any.
+
+        Args:
+            arriving: (value, its cotangent), in the order in which ``BackwardPass._add`` adds them.
+
+        Returns:
+            Value -> which of the two cotangents may be overwritten by their sum, the ``held`` or the ``new`` one.
+        """
         sums: dict[str, Over] = {}
         times = Counter(name for name, _ in arriving)
         while arriving:
             name, addend = arriving.pop(0)
             if name in self._facts.parameters:
-                self._given_to_others(addend.memory)
+                self._given_to_others(addend.memory)  # the parameter's ``grad``
                 continue
             if name in self._held:
                 present = self._pop(name)
@@ -230,6 +242,7 @@ def writing_over(
     operator = call.operator
     if isinstance(operator, (Relu, BatchNorm)) and operator.overwrites_cotangent != may_overwrite:
         return replace(call, operator=replace(operator, overwrites_cotangent=may_overwrite))  # type: ignore[arg-type]
+    # A max pool may write its input's cotangent over the input, but not over the caller's memory.
     if isinstance(operator, (MaxPool, WholeMaxPool)) and operator.overwrites_map and call.inputs[0] not in computed:
         return replace(call, operator=replace(operator, overwrites_map=False))  # type: ignore[arg-type]
     return call

@@ -113,7 +113,14 @@ def build_tape(
 
 
 def _writing_over(ranked: RankProgram, steps: list[Step], active: set[str], in_two: bool) -> tuple[Step, ...]:
-    """Return the steps with what their backward may overwrite; see ``lowering.reuse``."""
+    """Return the steps, each with the decision which cotangents its backward may overwrite; see ``lowering.reuse``.
+
+    Args:
+        ranked: the rank's program.
+        steps: all steps, in forward order.
+        active: values that carry a gradient.
+        in_two: whether backward has two parts, so that deferred gradients are computed after the first.
+    """
     outputs, exits = active.intersection(refs_in(ranked.outputs)), active.intersection(ranked.exits)
     memory = BackwardMemory(TapeFacts(active, ranked.program.parameters, outputs, exits, ranked.values), in_two)
     calls = [call for step in steps for call in (step.calls if isinstance(step, Segment) else (step.call,))]

@@ -65,8 +65,19 @@ def boundary(
         if split is None or entry is None:
             carried.append(BoundaryValue(name, info.shape, info.dtype, gradient))
         else:
-            parts = split.layout.parts, entry.layout.parts
+            # With height and width as separate dims, as boxes divide them; the receiver folds them again.
             shape, dims = split.opened(info.shape)
-            carried.append(BoundaryValue(name, shape, info.dtype, gradient, dims, *parts, split.folded()))
+            carried.append(
+                BoundaryValue(
+                    name,
+                    shape,
+                    info.dtype,
+                    gradient,
+                    dims,
+                    have=split.layout.parts,
+                    need=entry.layout.parts,
+                    folded=split.folded(),
+                )
+            )
     sizes = [rows * columns for rows, columns in grids]
     return BoundaryTransfer(tuple(carried), sizes[0], sizes[1], channels_last, torch.device(device))

@@ -48,5 +48,10 @@ def _apart(
     if all(is_parameter):  # without a map, nothing comes first
         return instruction
     facts = facts_of(op)
-    operator = LocalProduct(instruction.function, is_parameter, facts.gradient == "new", facts.fresh)
+    operator = LocalProduct(
+        function=instruction.function,
+        weights=is_parameter,
+        own_cotangents=facts.gradient == "new",  # gradients in new memory may be overwritten in turn
+        fresh=facts.fresh,
+    )
     return CustomCall(operator, instruction.inputs, instruction.outputs)

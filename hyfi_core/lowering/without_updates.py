@@ -12,7 +12,7 @@ from dataclasses import replace
 from hyfi_core.capture.program import Operator, Program
 from hyfi_core.rules.batch_norm import has_live_statistics
 
-_RUNNING = slice(3, 5)
+_RUNNING_STATISTICS = slice(3, 5)
 """Running mean and variance among the arguments of a live batch norm: it updates them, but normalises without them."""
 
 
@@ -25,7 +25,7 @@ def updates_are_apart(program: Program, results: Iterable[str]) -> bool:
             since cells would send old ones.
     """
     results = set(results)
-    read, of_image = _read(program, results), _of_image(program)
+    read, of_image = _values_behind(program, results), _of_image(program)
     # The forward itself reads what it updates, such as a power iteration: all cells need the new values.
     if any(value in read for value, name in program.buffers.items() if name in program.mutations):
         return False
@@ -68,13 +68,14 @@ def _of_image(program: Program) -> set[str]:
     return names
 
 
-def _read(program: Program, results: set[str]) -> set[str]:
-    """Return the values on which the results depend: a live batch norm normalises by its map alone."""
+def _values_behind(program: Program, results: set[str]) -> set[str]:
+    """Return the names of the values from which the results are computed, step by step."""
     names = set(results)
     for op in reversed(program.operators):
         if any(name in names for name in op.outputs if name is not None):
-            # Only the map is needed, not new running statistics: the old ones are not read either.
+            # A batch norm in training normalises by the statistics of its map, its first input and output. It reads the
+            # running statistics only to update them: they count if the updated ones, its other outputs, do.
             only_map = has_live_statistics(op) and not any(name in names for name in op.outputs[1:] if name is not None)
-            unread = {getattr(item, "name", None) for item in op.args[_RUNNING]} if only_map else set()
+            unread = {getattr(item, "name", None) for item in op.args[_RUNNING_STATISTICS]} if only_map else set()
             names.update(name for name in op.inputs if name not in unread)
     return names

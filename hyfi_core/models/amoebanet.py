@@ -135,21 +135,24 @@ class AmoebaCell(nn.Module):
     """One cell: takes the maps of the two cells before it.
 
     Args:
-        before: channels of the older input.
-        previous: channels of the newer input.
+        older_channels: channels of the older input.
+        newer_channels: channels of the newer input.
         channels: channels of every state inside the cell.
         reduction: whether the cell halves height and width.
-        halved: whether the cell before halved them, so that the older input is twice as large.
+        older_is_larger: whether the cell before has halved them, so that the older input is twice as large.
     """
 
-    def __init__(self, before: int, previous: int, channels: int, reduction: bool, halved: bool) -> None:
+    def __init__(
+        self, older_channels: int, newer_channels: int, channels: int, reduction: bool, older_is_larger: bool
+    ) -> None:
         super().__init__()
-        self.newer = nn.Sequential(*_relu_conv_norm(previous, channels))
+        # Both inputs get the size and the channels of the newer one's states.
+        self.newer = nn.Sequential(*_relu_conv_norm(newer_channels, channels))
         self.older: nn.Module = nn.Identity()
-        if halved:
-            self.older = FactorizedReduction(before, channels)
-        elif before != channels:
-            self.older = nn.Sequential(*_relu_conv_norm(before, channels))
+        if older_is_larger:
+            self.older = FactorizedReduction(older_channels, channels)
+        elif older_channels != channels:
+            self.older = nn.Sequential(*_relu_conv_norm(older_channels, channels))
         wiring = _REDUCTION if reduction else _NORMAL
         self._sources = tuple(source for source, _ in wiring)
         self._concat = _REDUCTION_CONCAT if reduction else _NORMAL_CONCAT
@@ -193,14 +196,15 @@ class AmoebaNetD(nn.Module):
         )
         normal = [False] * (layers // 3)
         self.cells = nn.ModuleList()
-        before = previous = channels
-        halved = False
+        older_channels = newer_channels = channels
+        older_is_larger = False
         for reduction in (True, True, *normal, True, *normal, True, *normal):
             channels = channels * 2 if reduction else channels
-            cell = AmoebaCell(before, previous, channels, reduction, halved)
+            cell = AmoebaCell(older_channels, newer_channels, channels, reduction, older_is_larger)
             self.cells.append(cell)
-            before, previous, halved = previous, cell.outputs, reduction
-        self.fc = nn.Linear(previous, classes)
+            # For the next cell: the map that this one halves is its older input.
+            older_channels, newer_channels, older_is_larger = newer_channels, cell.outputs, reduction
+        self.fc = nn.Linear(newer_channels, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return logits ``(B, classes)``."""

@@ -51,7 +51,7 @@ def call_of_model(model: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         RequestError: As `build_model`.
     """
     call = _factory_call(model)
-    _, arguments = call_of("model", **call._asdict())
+    _, arguments = call_of("model", **call._asdict())  # (the factory, its arguments)
     return call.path, arguments
 
 

@@ -48,15 +48,16 @@ class AvgPool(Banded):
     divisor: int | None = None
 
     def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
-        """Return (means,); saves the map's shape and format."""
-        (own,) = inputs
-        if self.own is None:
+        """Return (means,); saves (what the halo saves, shape of the kernel's input, a small tensor of its format)."""
+        (own,) = inputs  # this rank's part of the map
+        if self.own is None:  # one call on a canvas, the part with its halo
             (canvas,), back = yield from self.halo.forward(comm, (own,))
             # After the exchange: a rank without outputs may own pixels that others need.
             if self.output.empty:
                 return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas.shape, like(own, _PATTERN))
             result = self._pooled(canvas, self.canvas_padding)
             return (self._corrected(result),), (back, canvas.shape, like(own, _PATTERN))
+        # Else one call on the part, while the halo is sent, and one for each band of outputs that need the halo.
         pending_strips = yield from self.halo.start(comm, own)
         with polled(pending_strips.pending):
             result = self._pooled(self.call_input(own), self.own.padding)
@@ -70,7 +71,7 @@ class AvgPool(Banded):
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
     ) -> Waits[Cotangents]:
         """Return (the cotangent of the map,): each output's cotangent is spread over its window."""
-        back, shape, pattern = saved
+        back, shape, pattern = saved  # what the halo has saved, shape of the kernel's input, a tensor of its format
         form = like(pattern, list(shape))
         dy = cotangents[0]
         if dy is None or self.output.empty:
@@ -79,9 +80,10 @@ class AvgPool(Banded):
         else:
             # A new tensor, which ``_back_of_own`` may therefore change.
             dy = self._corrected(dy.clone())
-        if self.own is None:
+        if self.own is None:  # one call on a canvas, the part with its halo
             d_canvas = form.zero_() if self.output.empty else self._back(dy, form, self.canvas_padding)
             return (yield from self.halo.backward(comm, back, (d_canvas,)))
+        # Bands are outputs that need the halo: their cotangents are computed first, and sent during the large call.
         d_bands = []
         for band in self.bands:
             canvas = like(pattern, [*shape[:2], *self.window.input_box(band).shape])
@@ -90,13 +92,15 @@ class AvgPool(Banded):
         return (d_own,)
 
     def _back_of_own(self, dy: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        """Return the cotangent of the own part from the inner outputs, in the memory of ``into``.
+        """Return the cotangent of this rank's part of the input, from outputs whose windows are within it.
 
-        ``dy`` is set to zero in the bands; for bands and their canvases see ``ops.bands``.
+        Args:
+            dy: the cotangent of all outputs; it is set to zero in those whose windows reach into neighbours' parts.
+            into: memory of the result.
         """
         assert self.own is not None
         for band in self.bands:
-            # The canvases of bands have used their cotangents: here they would count twice.
+            # The caller computes the cotangents of these outputs' inputs: here they would count twice.
             at(dy, band, self.output).zero_()
         if self.own.start == (0, 0):
             return self._back(dy, into, self.own.padding)
@@ -114,11 +118,13 @@ class AvgPool(Banded):
     def _back(self, dy: torch.Tensor, into: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
         """Return the cotangent of the input of ``_pooled``, in the memory of ``into``."""
         call = torch.ops.aten.avg_pool2d_backward.grad_input
+        ceil_mode, count_include_pad = False, True  # as in ``_pooled``
         result = into
         if forgets_padding(into, padding):
             result = torch.empty_like(into, memory_format=torch.contiguous_format)
         # The kernel reads only the shape of its input, so that the result's memory stands for it.
-        call(dy, result, *self.steps[:2], padding, False, True, self._divisor, grad_input=result)
+        kernel, stride, _ = self.steps
+        call(dy, result, kernel, stride, padding, ceil_mode, count_include_pad, self._divisor, grad_input=result)
         return into if result is into else into.copy_(result)
 
     def _corrected(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -188,8 +194,9 @@ def avg_pool2d(
     *settings: Any,
     **more: Any,
 ) -> torch.Tensor:
-    """Return ``aten.avg_pool2d``, in the format of the map; its gradient is right on a GPU, too."""
+    """Return ``aten.avg_pool2d`` in the memory format of the map; its gradient is right on a GPU, too."""
     call = torch.ops.aten.avg_pool2d.default
+    # PyTorch's gradient of a padded channels-last map on a GPU is wrong: such a map is pooled in the other format.
     if not forgets_padding(tensor, padding):
         return call(tensor, kernel_size, stride, padding, *settings, **more)  # type: ignore[no-any-return]
     # A clone, since a map of one channel counts as contiguous already, with the strides of the other format.

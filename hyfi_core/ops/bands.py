@@ -107,13 +107,15 @@ class Banded:
         d_bands: Sequence[torch.Tensor],
         back_of_own: Callable[[], torch.Tensor],
     ) -> Waits[torch.Tensor]:
-        """Return the cotangent of the own part.
+        """Return the cotangent of this rank's part of the input, with what other ranks send for it.
+
+        A band is a box of outputs whose windows reach into neighbours' parts; its canvas is the input of these windows.
 
         Args:
             comm: the ranks.
             form: a tensor with the batch, channels, dtype, device and memory format of the map.
             d_bands: the cotangent of each band's canvas.
-            back_of_own: computes the cotangent from inner outputs, during the exchange.
+            back_of_own: computes the part's cotangent from all other outputs; called during the exchange.
         """
         boxes = [self.window.input_box(band) for band in self.bands]
         received = self.halo.transfer.receives

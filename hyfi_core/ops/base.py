@@ -128,10 +128,10 @@ class SplitBackward(ABC):
         """Return the map's cotangent (None for other inputs), and a function that computes the others.
 
         Args:
-            comm: see ``backward``.
-            saved: likewise.
-            cotangents: likewise.
-            needs_grad: likewise.
+            comm: the ranks of the stage.
+            saved: what ``forward`` saved.
+            cotangents: cotangents of the outputs; None means zero.
+            needs_grad: for every input, whether its cotangent is needed; empty: all are.
             waits: whether to compute the others at once if this rank would have to wait for messages.
         """
 

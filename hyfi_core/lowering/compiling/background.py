@@ -57,7 +57,7 @@ class BackgroundBatch:
         for index in sorted(range(len(jobs)), key=lambda index: -len(jobs[index].code)):
             shortest = min(shares, key=lambda share: sum(len(jobs[job].code) for job in share))
             shortest.append(index)
-        self._open = dict.fromkeys(range(len(jobs)))
+        self._open = dict.fromkeys(range(len(jobs)))  # the jobs that are not finished, in order
         self._running: list[_Child] = []
         # Before the first child: if a later one cannot be started, those that run are ended, too.
         self._stop = weakref.finalize(self, _end, self._running)

@@ -79,7 +79,7 @@ def forget_code() -> None:
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _CompileRequest:
     """A request to compile joined calls, for these inputs and this mode of autograd and autocast."""
 
     calls: _CompiledCalls
@@ -89,8 +89,8 @@ class _Wish:
     cast: torch.dtype | None
 
 
-_TracedWish = tuple[_Wish, Traced]
-_GraphAndCalls = tuple[GraphJob, list[_TracedWish]]
+_TracedRequest = tuple[_CompileRequest, Traced]
+_GraphAndCalls = tuple[GraphJob, list[_TracedRequest]]
 """What one job compiles, with all calls that wait for it."""
 
 
@@ -110,7 +110,7 @@ class SegmentCompiler:
         self.seconds = 0.0
         self.left: dict[str, int] = {}
         self._background = False
-        self._wishes: list[_Wish] = []  # for the next batch
+        self._requests: list[_CompileRequest] = []  # for the next batch
         self._batch: BackgroundBatch | None = None  # that child processes compile now
         self._jobs: list[_GraphAndCalls] = []  # of this batch
         self._news: list[str] = []  # not told yet
@@ -132,19 +132,19 @@ class SegmentCompiler:
             return replace(instruction, function=_CompiledCalls(instruction.function, self))
         return instruction
 
-    def function(self, wish: _Wish) -> CompiledFunction:
+    def function(self, request: _CompileRequest) -> CompiledFunction:
         """Return what runs these calls now: compiled code, or the joined calls as they are.
 
         Joined calls stay for good if they cannot be compiled, else until child processes have compiled them.
         """
-        # In the background, the wish is only noted: this call is in the middle of a step.
+        # In the background, the request is only noted: this call is in the middle of a step.
         if self._background:
-            self._wishes.append(wish)
-            return wish.calls.joined
+            self._requests.append(request)
+            return request.calls.joined
         with self._timed(), _COMPILING:
-            graph = self._traced(wish)
+            graph = self._traced(request)
             function = None if graph is None else self._loaded(graph.job, 1)
-            return wish.calls.joined if graph is None or function is None else graph.bound(function)
+            return request.calls.joined if graph is None or function is None else graph.bound(function)
 
     def change_over(self) -> None:
         """Between two calls of the model: begin to use what child processes have compiled, and start new ones."""
@@ -155,14 +155,14 @@ class SegmentCompiler:
             if not self._batch.left:
                 self._news.append(f"{self._counted()} in {time.monotonic() - self._batch.began_s:.0f} s")
                 self._batch = None
-        if self._batch is None and self._wishes:
+        if self._batch is None and self._requests:
             with self._timed(), _COMPILING:
                 self._begin()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is being compiled, and nothing waits for it."""
-        return self._batch is None and not self._wishes
+        return self._batch is None and not self._requests
 
     def news(self) -> str | None:
         """Return what has happened since the last call, as text; None if nothing has."""
@@ -188,18 +188,18 @@ class SegmentCompiler:
         self.left[why] = self.left.get(why, 0) + 1
 
     def _begin(self) -> None:
-        """Trace the calls of all wishes, load those that are compiled already, and start children for the rest."""
+        """Trace the calls of all requests, load those that are compiled already, and start children for the rest."""
         begin, before = time.monotonic(), self.segments
         jobs: dict[Hashable, _GraphAndCalls] = {}
-        for wish in self._wishes:
-            if (graph := self._traced(wish)) is None:
+        for request in self._requests:
+            if (graph := self._traced(request)) is None:
                 continue
             # What is compiled already is loaded here: children are only for what has to be compiled.
             if graph.job.key in _CODE or is_marked(graph.job):
-                self._take(graph.job, [(wish, graph)], None)
+                self._take(graph.job, [(request, graph)], None)
             else:
-                jobs.setdefault(graph.job.key, (graph.job, []))[1].append((wish, graph))
-        self._wishes, self._jobs = [], [*jobs.values()]
+                jobs.setdefault(graph.job.key, (graph.job, []))[1].append((request, graph))
+        self._requests, self._jobs = [], [*jobs.values()]
         if self.segments > before:
             seconds = time.monotonic() - begin
             self._news.append(f"{_segments(self.segments - before)} of the model loaded in {seconds:.0f} s")
@@ -208,32 +208,32 @@ class SegmentCompiler:
         try:
             self._batch = BackgroundBatch([job for job, _ in self._jobs])
         except OSError as error:  # no memory for a process, no room for a temporary file
-            for job, wishes in self._jobs:
-                self._take(job, wishes, f"no process to compile it could be started: {reason(error)}")
+            for job, requests in self._jobs:
+                self._take(job, requests, f"no process to compile it could be started: {reason(error)}")
             return
-        count, processes = sum(len(wishes) for _, wishes in self._jobs), self._batch.children
+        count, processes = sum(len(requests) for _, requests in self._jobs), self._batch.children
         self._news.append(
             f"compiling {_segments(count)} of the model ({len(self._jobs)} different) in the background, in "
             f"{processes} {'process' if processes == 1 else 'processes'}; until then they run as they are"
         )
 
-    def _traced(self, wish: _Wish) -> Traced | None:
+    def _traced(self, request: _CompileRequest) -> Traced | None:
         try:
-            return traced(wish.calls.joined, wish.inputs, wish.grad, wish.cast)
+            return traced(request.calls.joined, request.inputs, request.grad, request.cast)
         except Exception as error:
             self.leave(reason(error))
         return None
 
-    def _take(self, job: GraphJob, wishes: Sequence[_TracedWish], failure: str | None) -> None:
+    def _take(self, job: GraphJob, requests: Sequence[_TracedRequest], failure: str | None) -> None:
         """Let the calls that wait for ``job`` run compiled; ``failure``: why it could not be compiled, or None."""
         if failure is not None:
-            for _ in wishes:
+            for _ in requests:
                 self.leave(failure)
             return
         # From the disk, where the child has put it; if it is gone again, this process compiles.
-        function = self._loaded(job, len(wishes))
-        for wish, graph in wishes:
-            wish.calls.use(wish.key, wish.calls.joined if function is None else graph.bound(function))
+        function = self._loaded(job, len(requests))
+        for request, graph in requests:
+            request.calls.use(request.key, request.calls.joined if function is None else graph.bound(function))
 
     def _loaded(self, job: GraphJob, calls: int) -> CompiledFunction | None:
         """Return the function of a job that ``calls`` segments wait for; None if it cannot be compiled."""
@@ -294,9 +294,9 @@ class _CompiledCalls:
         if function is None:
             function = self.joined
             if len(self._functions) < _LAYOUTS_KEPT:
-                wish = _Wish(self, key, tuple(map(InputFacts.of, tensors)), grad, cast)
-                function = self._compiler.function(wish)
-            # Noted even if it is the plain function: the wish is made once.
+                request = _CompileRequest(self, key, tuple(map(InputFacts.of, tensors)), grad, cast)
+                function = self._compiler.function(request)
+            # Noted even if it is the plain function: the request is made once.
             self._functions[key] = function
         if function is self.joined or cast is None:
             return function(*tensors)

@@ -102,10 +102,13 @@ class NystromLayer(nn.Module):
         tokens = F.pad(self.norm(x), (0, 0, padding, 0))  # in front, so that landmarks are means of equal parts
         q, k, v = self.qkv(tokens).unflatten(1, (3, self.heads, -1)).permute(1, 2, 0, 3)
         q = q / math.sqrt(q.shape[-1])
+        # A landmark is the mean of a part of the tokens.
         parts = min(self.landmarks, len(x))
-        few_q, few_k = (of.unflatten(1, (parts, -1)).mean(2) for of in (q, k))
-        left, middle, right = ((a @ b.mT).softmax(-1) for a, b in ((q, few_k), (few_q, few_k), (few_q, k)))
+        landmark_q, landmark_k = (of.unflatten(1, (parts, -1)).mean(2) for of in (q, k))
+        pairs = (q, landmark_k), (landmark_q, landmark_k), (landmark_q, k)
+        left, middle, right = ((queries @ keys.mT).softmax(-1) for queries, keys in pairs)
         middle = pseudo_inverse(middle)
+        # The three matrices stand for the attention of all tokens to all. ``along`` is a convolution along the tokens.
         mixed = left @ (middle @ (right @ v)) + self.along(v[None])[0]
         result = x + self.output(mixed.transpose(0, 1).flatten(1))[padding:]
         return result, (left, middle, right)

@@ -22,9 +22,9 @@ def test_it_has_as_many_parameters_as_published(filters: int, millions: float) -
 
 
 def test_three_by_three_maximum_pools_take_maxima() -> None:
-    cell = AmoebaCell(8, 8, 8, reduction=False, halved=False)
+    cell = AmoebaCell(8, 8, 8, reduction=False, older_is_larger=False)
     assert sum(isinstance(module, nn.MaxPool2d) for module in cell.modules()) == 2
-    reduction = AmoebaCell(8, 8, 8, reduction=True, halved=False)
+    reduction = AmoebaCell(8, 8, 8, reduction=True, older_is_larger=False)
     assert sum(isinstance(module, nn.MaxPool2d) for module in reduction.modules()) == 4
     assert all(sum(isinstance(module, nn.AvgPool2d) for module in cells.modules()) == 1 for cells in (cell, reduction))
 
