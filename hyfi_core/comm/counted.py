@@ -182,8 +182,9 @@ class _TimedPending:
         return self._pending.test()
 
     def wait(self) -> None:
+        """Wait, and count the time: on a GPU by events, because its stream waits later, and not this thread now."""
         if self._on_stream:
-            begin = marked()
+            begin = marked()  # an event in the stream
             self._pending.wait()
             self._counts.spend_on_stream(self._kind, begin)
             return

@@ -132,6 +132,7 @@ class _Requests:
         finish: Callable[[], None] | None = None,
         landing: Iterable[tuple[Any, HostSlice]] = (),
     ) -> None:
+        # (request, slice of a device's message that it receives on the host), not yet copied to the device.
         self._landing = deque(landing)
         self._stream = torch.cuda.current_stream() if any(part.pinned for _, part in self._landing) else None
         self._requests = requests
@@ -340,6 +341,8 @@ def _initialise() -> None:
     """Initialise MPI without holding the interpreter's lock, unless it is initialised; mpi4py finalises it."""
     if MPI.Is_initialized():
         return
+    # By ctypes, which gives the lock up during a call: the main thread can then say which ranks it waits for, and can
+    # be interrupted. mpi4py's extension module is linked to the MPI library, so the function is found through it.
     provided = ctypes.c_int()
     code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(provided))
     if code != MPI.SUCCESS:

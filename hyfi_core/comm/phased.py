@@ -31,7 +31,10 @@ class PhasedQueue:
         return reduction
 
     def advance(self, wait_for: PhasedReduction | None = None) -> None:
-        """Start phases, the oldest reduction first; with ``wait_for``, wait until that one has completed."""
+        """Start the next phase of the oldest reduction when its previous one has completed; drop complete reductions.
+
+        With ``wait_for``, wait until that reduction is complete; otherwise return as soon as a phase is pending.
+        """
         while self._open:
             first = self._open[0]
             # Later reductions stay where they are: all ranks must start phases on the same communicators in one order.

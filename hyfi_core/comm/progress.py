@@ -121,7 +121,7 @@ def polled(pending: Pending | None) -> Iterator[None]:
         _PROGRESS.leave(pending)
 
 
-def backed_off(ready: Callable[[], bool], describe: Callable[[], str], nbytes: Callable[[], int] = int) -> None:
+def backed_off(ready: Callable[[], bool], describe: Callable[[], str], nbytes: Callable[[], int] = lambda: 0) -> None:
     """Return when ``ready()``: first spin, then yield the core, then sleep for increasing times.
 
     Args:

@@ -58,7 +58,13 @@ class RecordingCommunicator(ForwardingCommunicator):
         return self._kept(self._comm.start_all_reduce(tensor, op), [tensor])
 
     def start_combined(self, own: Callable[[], Any], combination: Combination, kept: bool) -> Combined:
-        """Start combining; the values are kept, so that a second run neither contributes nor combines."""
+        """Start combining what ranks contribute; the results are logged, so that a second run need not combine again.
+
+        Args:
+            own: returns what this rank contributes.
+            combination: the same on all ranks.
+            kept: whether the results are used again after the next wait.
+        """
         combined = start_combined(self._comm, own, combination, kept)
         entry: list[torch.Tensor] = []
         self.log.append(entry)

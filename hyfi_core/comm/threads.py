@@ -79,25 +79,28 @@ class _ThreadReduction:
         self._comm = comm
         name = f"all_reduce {op} of {tuple(tensor.shape)} {tensor.dtype}"
         # A copy: this rank may overwrite its tensor with the sum while other ranks still read its input.
-        self._number, self._call = comm._enter(name, tensor.detach().clone())
+        self._call_number, self._call = comm._enter(name, tensor.detach().clone())
 
     def test(self) -> bool:
+        """Return whether all ranks have entered this call; if so, the result is in this rank's tensor."""
         world = self._comm._group.world
         with world.lock:
             world.check()
             if self._tensor is not None and not self._comm._group.complete(self._call):
+                # The caller tests in a loop: let the ranks run for which it waits.
                 world.pause(self._comm._group.members[self._comm._rank])
                 return False
         self.wait()
         return True
 
     def wait(self) -> None:
-        if self._tensor is None:
+        """Wait until all ranks have entered this call, and write the result into this rank's tensor."""
+        if self._tensor is None:  # written already
             return
         group = self._comm._group
         with group.world.lock:
             self._comm._wait_for(self._call)
-            result = group.reduce(self._number, self._call, self._op)
+            result = group.reduce(self._call_number, self._call, self._op)
         self._tensor.copy_(result)
         self._tensor = None
 
@@ -186,7 +189,7 @@ class ThreadCommunicator:
         return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
-        """Return (peer, value) of one received value, or None."""
+        """Return (sender, value) of the oldest value with a tag, or None; ``peer``: only of this sender."""
         with self._group.world.lock:
             self._group.world.check()
             values = self._group.objects.get((self._rank, tag), deque())
@@ -194,6 +197,7 @@ class ThreadCommunicator:
                 if peer is None or item[0] == peer:
                     values.remove(item)
                     return item[0], json.loads(item[1])
+            # The caller polls in a loop: let ranks run on whose value it may wait for.
             self._group.world.pause(self._group.members[self._rank])
         return None
 

@@ -63,14 +63,15 @@ class _Works:
         on_gpu: bool = False,
     ) -> None:
         self._works = works
-        self._what = describe
-        self._keep = keep
+        self._what = describe  # called only if a message says what is waited for
+        self._keep = keep  # tensors that must outlive the works
         self._nbytes = sum(tensor.nbytes for tensor in keep)
         self._finish = finish  # copies the result to its destination, once
         self._on_gpu = on_gpu
-        self._waiting: Future[None] | None = None
+        self._waiting: Future[None] | None = None  # a thread's wait, once ``test`` was called on a CPU
 
     def test(self) -> bool:
+        """Return whether all have completed, without waiting for them."""
         if self._on_gpu:  # test without waiting: a wait would make the caller's stream wait for the messages
             is_over = all(work.is_completed() for work in self._works)
             if is_over:
@@ -85,10 +86,11 @@ class _Works:
         return False
 
     def wait(self) -> None:
+        """Wait until all have completed, and copy the result to its destination."""
         with ACTIVITY.waiting(self._what, self._nbytes):
             if self._waiting is None:
                 self._wait_for_all()
-            else:
+            else:  # a thread waits already
                 self._waiting.result()
         if self._finish is not None:
             self._finish()
@@ -296,7 +298,7 @@ def world(
     Args:
         limit_s: time limit of a message in the library; 0 for its default.
         expected: what the environment says about the other ranks, for messages.
-        interrupted: see ``joined``.
+        interrupted: whether a request to stop has been received; it ends the wait for other ranks.
 
     Raises:
         RendezvousError: they have not come in time, or the variables are wrong.

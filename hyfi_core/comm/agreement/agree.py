@@ -173,7 +173,7 @@ class CallConsensus:
         loss: the loss function; the values that it holds are compared, too.
         shares: whether the plan gives replicas different numbers of images.
         stages: number of stages of the plan; with several, the optimizer's groups may differ between ranks.
-        unmixed: device type; the caller must not set its autocast around a call. None: it may.
+        no_autocast_on: device type; the caller must not set its autocast around a call. None: it may.
         judges: whether this rank computes the loss. Only such ranks compare it, because a loss may keep values when it
             is computed, such as its terms for a log.
     """
@@ -188,10 +188,10 @@ class CallConsensus:
         loss: object,
         shares: bool = False,
         stages: int = 1,
-        unmixed: str | None = None,
+        no_autocast_on: str | None = None,
         judges: bool = True,
     ) -> None:
-        self._weights, self._unmixed, self._judges = weights, unmixed, judges
+        self._weights, self._no_autocast_on, self._judges = weights, no_autocast_on, judges
         self._loss, self._modules = loss, frozenset(model.modules())
         self._shares, self._stages = shares, stages
         # Number of optimizer steps, and the clipping norm and the factor of the last one: see `updated`.
@@ -259,18 +259,24 @@ class CallConsensus:
     def check_evaluation(self, call: str, shape: Shape, program: str) -> None:
         """Refuse evaluation calls that differ between the ranks of a replica (collective over them).
 
+        Args:
+            call: name of the call.
+            shape: shape of the images.
+            program: digest of the captured program to run; "" or "new" if there is none yet.
+
         Raises:
             RequestError: on every rank; names what differs and on which ranks.
         """
         around = self._autocast_around()
-        self._check(self._replica, call, shape, program, self._loaded | around, "evaluation")
+        facts = self._loaded | around  # the last state loaded, and the caller's autocast
+        self._check(self._replica, call, shape, program, facts, "evaluation")
         _refuse_modes(around)
 
     def _autocast_around(self) -> dict[str, str]:
         """Return the autocast that the caller has set around an engine without one, as a fact to compare; or none."""
-        if self._unmixed is None or not torch.is_autocast_enabled(self._unmixed):
+        if self._no_autocast_on is None or not torch.is_autocast_enabled(self._no_autocast_on):
             return {}
-        return {_AUTOCAST: str(torch.get_autocast_dtype(self._unmixed))}
+        return {_AUTOCAST: str(torch.get_autocast_dtype(self._no_autocast_on))}
 
     def _check(
         self,

@@ -77,16 +77,19 @@ class SameWeights:
         Args:
             comm: the ranks to compare.
             scope: scope of the call.
-            largest: the maximum over the ranks of each of ``words``.
+            largest: the maximum over the ranks of each of ``words``: whether a weight was changed, then for each group
+                of weights a digest and its negative.
 
         Raises:
             RequestError: on every rank; names the weights and the ranks.
         """
         any_changed, pairs = bool(largest[0]), zip(largest[1::2], largest[2::2], strict=True)
+        # The largest digest of a group, and the negative of the smallest.
         differ = [group for group, (high, minus_low) in enumerate(pairs) if high != -minus_low]
         if any_changed or differ:
             suspects = [name for group in differ for name in self._held.groups[group] or ()]
             self._compare(comm, scope, suspects)
+        # The weights are the same on all ranks: later calls ask only for changes from now on.
         self._watch.agreed(scope)
 
     def _compare(self, comm: Communicator, scope: Scope, suspects: Iterable[str]) -> None:

@@ -58,12 +58,16 @@ class WeightWatch:
     ) -> None:
         self._tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.names = [*self._tensors]
+        # Tensors on the meta device belong to stages of other ranks.
         self._held = {name: tensor for name, tensor in self._tensors.items() if not tensor.is_meta}
         self._arriving = arriving
+        # Parameters of which a few values are compared with earlier ones.
         self._compared = [name for name in self._held if not self.is_buffer(name)] if keeps_values else []
         self._flat: dict[str, _FlatTensor] = {}
+        # Names of changed tensors, for each kind of call until its ranks have compared them.
         self._changed: dict[Scope, set[str]] = {"training": set(), "evaluation": set()}
-        self._lost: set[str] = set()
+        self._lost: set[str] = set()  # names whose change was overwritten by values sent to this rank
+        # Version counters, addresses and values as the engine left them: other ones show a change.
         self._last = self._marks()
 
     def changed(self, scope: Scope) -> set[str]:
@@ -133,7 +137,7 @@ class WeightWatch:
         return [change_mark(tensor) for tensor in self._held.values()], self._selected(self._compared, 0)
 
     def _selected(self, names: Sequence[str], turn: int) -> list[_Selection]:
-        """Return a few values of each tensor, copied into one tensor for each dtype."""
+        """Return a few values of each tensor: for each dtype, (name -> number of its values, copies of all of them)."""
         views: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         for name in names:
             flat = self._flattened(name)

@@ -74,7 +74,14 @@ class Heart:
         if frozen:
             where += f", whose child process {', '.join(frozen)} does not run"
         idle = time_s - activity.idle_s < _IDLE_S
-        return Beat(activity.begun, where, moved, wait is not None or idle, bool(activity.slow), self._stops())
+        return Beat(
+            begun=activity.begun,
+            where=where,
+            moved=moved,
+            waits=wait is not None or idle,
+            slow=bool(activity.slow),
+            stops=self._stops(),
+        )
 
 
 def _process(pid: int) -> tuple[str, float] | None:

@@ -88,11 +88,12 @@ class PeerWatch:
     ) -> None:
         self._rank, self._peers, self._tell, self._tell_stalled = rank, peers, tell, tell_stalled
         self._places, self._ends_with_dead = tuple(places), ends_with_dead
+        self._leaving = False  # whether this rank has told the others that it ends
         # Ranks to which no more heartbeats are sent, because their connection is full: after half a heartbeat, the
         # receiver would misread all later words.
-        self._leaving, self._full = False, set[int]()
-        self.rule = StallRule(dict(enumerate(self._places)))
-        self._heart = Heart(stops)
+        self._full = set[int]()
+        self.rule = StallRule(dict(enumerate(self._places)))  # judges from heartbeats which ranks do not go on
+        self._heart = Heart(stops)  # makes the heartbeats of this rank
         # A child that outlives this process would keep the connections open.
         os.register_at_fork(after_in_child=self._close)
         threading.Thread(target=self._watch, daemon=True, name="hyfi-peers").start()
@@ -235,10 +236,10 @@ def watch_peers(
 
     Args:
         world: all ranks of the job.
-        tell: see :class:`PeerWatch`.
-        tell_stalled: see :class:`PeerWatch`; None: ranks that do not go on are not detected.
-        stops: see :class:`PeerWatch`.
-        ends_with_dead: see :class:`PeerWatch`.
+        tell: reports that a rank has died; called on one rank, before its process ends.
+        tell_stalled: reports ranks that do not go on, likewise; None: these are not detected.
+        stops: whether this rank was requested to stop.
+        ends_with_dead: whether this process ends when another has died; not if a launcher sees to that.
     """
     if world.size == 1:
         return None

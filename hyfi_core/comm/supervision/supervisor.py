@@ -113,6 +113,7 @@ class RankSupervisor:
         if isinstance(error, RequestError):
             words = str(error)
         elif is_lost_peer(error):
+            # Most likely another rank has failed first: give it time to report the cause, so that this rank is silent.
             time.sleep(PEER_LOST_S)
             words = "\n".join([words, *self._who_ended()])
         self._end_all(f"hyfi: rank {self._comm.rank} failed, all ranks stop:\n{words}")

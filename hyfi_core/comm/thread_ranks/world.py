@@ -76,13 +76,13 @@ class ThreadWorld:
         # As many as there are cores at first: more would only wait for each other.
         self._turns = min(size, len(os.sched_getaffinity(0)))
         self._running: dict[int, float] = {}  # rank -> when its turn began
-        self._ready: deque[_Waiter] = deque()
-        self._waiting: dict[int, list[_Waiter]] = {}
-        self._handed = 0
-        self._deadlock: str | None = None
+        self._ready: deque[_Waiter] = deque()  # those whose wait is over, in the order of their turns
+        self._waiting: dict[int, list[_Waiter]] = {}  # rank -> its waits that are not over
+        self._handed = 0  # turns that were handed on since the number of turns was last chosen
+        self._deadlock: str | None = None  # the message, once there is one
         self._ended: set[int] = set()
         self._all_ended = threading.Event()
-        self._still_since_s = time.monotonic()
+        self._still_since_s = time.monotonic()  # when a rank last ended or was notified
 
     def begin(self, rank: int) -> None:
         """Wait for a rank's first turn."""
@@ -192,6 +192,7 @@ class ThreadWorld:
         waiters = [waiter for _, of_rank in sorted(self._waiting.items()) for waiter in of_rank]
         lines = [f"rank {waiter.rank} waits for {waiter.what()}" for waiter in waiters]
         lines += [f"rank {rank} has ended" for rank in sorted(self._ended)]
+        # All ranks run at once now: each wait ends with this error.
         self._deadlock, self.failed, self._turns = "deadlock: " + "; ".join(lines), True, self.size
         self.notify(range(self.size))
 
