@@ -276,7 +276,7 @@ class MpiCommunicator:
         return _Requests(requests, lambda: f"a value for {self._named([peer])}", [data])
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
-        """Return (peer, value) of one received value, or None."""
+        """Return (sender, value) of one received value with a tag, or None; ``peer``: only of this sender."""
         status = MPI.Status()
         # A matched probe: exactly the message that it found is received, even if another thread receives, too.
         probed = self._comm.Improbe(MPI.ANY_SOURCE if peer is None else peer, tag, status)
@@ -329,7 +329,13 @@ def _largest_tag() -> int:
 def world(expected: Expected | None = None, interrupted: Callable[[], bool] = lambda: False) -> MpiCommunicator:
     """Return all ranks of the job, on a duplicate of MPI's world, so that users' messages cannot interfere.
 
-    For the arguments and the errors raised see ``joined``.
+    Args:
+        expected: what the environment says about the other ranks, for messages.
+        interrupted: whether a request to stop has been received; it ends the wait for other ranks.
+
+    Raises:
+        RendezvousError: they have not come in time.
+        KeyboardInterrupt: a request to stop was received.
     """
     # ``joined`` starts a new thread, whose stack is still all zeros. MPICH sends the other ranks 4 KB of that stack,
     # although only an address in it matters. With other contents the lines are longer, Slurm's PMI-2 cuts them off, and

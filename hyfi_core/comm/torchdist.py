@@ -234,7 +234,7 @@ class TorchCommunicator:
         return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
-        """Return (peer, value) of one received value, or None."""
+        """Return (sender, value) of one received value with a tag, or None; ``peer``: only of this sender."""
         # Values are taken in the order of arrival; those of other peers wait in ``aside`` until a call asks for them.
         aside = self._aside.setdefault(tag, deque())
         key = f"hyfi/{self._name}/{self.rank}/{tag}/{self._taken.get(tag, 0) + 1}"

@@ -235,10 +235,15 @@ class MachineModel:
         return 2 * self.move_s(moved_bytes, ranks, to_disk)
 
     def move_s(self, moved_bytes: float, ranks: int = 1, to_disk: bool = True) -> float:
-        """Return the time to move maps out of memory, or back; the arguments are those of ``spill_s``.
+        """Return the time to move maps out of memory, or back.
 
         Maps of a GPU reach the disk through the memory of its host; both ways are used at the same time. Each device
         has its link for itself. On a CPU, a copy in memory is read and written.
+
+        Args:
+            moved_bytes: bytes that each rank moves.
+            ranks: number of ranks that do so at the same time; those of a node share its disk.
+            to_disk: True: to the disk; False: to the memory of the host.
         """
         disk_s = moved_bytes * min(ranks, self.devices_per_node) / self.disk_bytes_per_s if to_disk else 0.0
         if self.device == "cpu":

@@ -58,7 +58,7 @@ def _normalises(op: Operator, needed: set[str]) -> bool:
 
 
 def _of_image(program: Program) -> set[str]:
-    """Return the values that depend on the image other than through the statistics of live batch norms."""
+    """Return the values that depend on the image other than through statistics of batch norms, which all cells have."""
     names = {program.image}
     for op in program.operators:
         if any(name in names for name in op.inputs):

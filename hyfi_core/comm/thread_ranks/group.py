@@ -121,7 +121,7 @@ class ThreadGroup:
         return moved
 
     def send(self, rank: int, post: PostedMessage) -> None:
-        """Begin a send; done at once unless the world is strict."""
+        """Begin a send; it is done at once, in a strict world only when the receive is there, too (as in NCCL)."""
         message = post.message
         queues = self._queues_of(rank, message.peer, message.tag)
         queues.sends.append(post)

@@ -175,7 +175,8 @@ class ThreadWorld:
 
     def _choose_how_many(self, ticks: float) -> None:
         """Choose how many ranks run at once, after ``ticks`` ticks with the same number."""
-        handed, self._handed = self._handed, 0
+        handed, self._handed = self._handed, 0  # turns that were handed on in this time
+        # One rank has kept its turn all the time while others could go on: it computes for long, or waits elsewhere.
         if self._ready and not handed:
             self._turns = min(self.size, self._turns + 1)
             self._wake_next()

@@ -101,7 +101,7 @@ class MemoryForecast:
 
         Args:
             gradients: whether gradients of earlier micro-batches exist.
-            way: whether to count the peak or the least, see ``PeakOrLeast``.
+            way: whether to count the peak, or the least: only what is kept when the backward begins.
         """
         if way == "peak":
             return self.later_bytes if gradients else self.first_bytes
@@ -125,7 +125,7 @@ def held_bytes(forecasts: Sequence[MemoryForecast], moments: Iterable[Moment], w
     Args:
         forecasts: the forecast of each stage that the rank holds.
         moments: what the rank does when it may hold the most, stage by stage in the order of ``forecasts``.
-        way: whether to count the peak or the least, see ``PeakOrLeast``.
+        way: whether to count the peak, or the least: only what is kept when a backward begins.
     """
     # During the update no maps are left, but the optimizer's temporary tensors of one weight.
     update = sum(forecast.state_bytes for forecast in forecasts)
@@ -157,7 +157,7 @@ def rank_peaks(plan: ParallelPlan, stages: Sequence[MemoryForecast], way: PeakOr
     Args:
         plan: with as many stages; without cells.
         stages: forecast for each stage.
-        way: whether to count the peak or the least, see ``PeakOrLeast``.
+        way: whether to count the peak, or the least: only what is kept when a backward begins.
     """
     placement, moments = Placement.of(plan), fullest_moments(plan)
     # Ranks that hold the same stages have the same peak; at start, a rank has the whole model.

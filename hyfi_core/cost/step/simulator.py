@@ -255,7 +255,7 @@ def _actions(plan: ParallelPlan, edges: tuple[tuple[int, int], ...]) -> Schedule
 
 
 def rank_bytes(program: Program, plan: ParallelPlan, stages: Sequence[StageMaps] | None = None) -> tuple[int, ...]:
-    """Return the peak memory of each rank of a replica, in addition to the process.
+    """Return the peak memory of each rank of a replica, without what its process takes anyway.
 
     Args:
         program: the captured model, of one micro-batch.

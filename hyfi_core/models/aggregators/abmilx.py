@@ -43,7 +43,7 @@ class Abmilx(nn.Module):
         self.compress = nn.Sequential(nn.Linear(features, hidden), nn.GELU(), nn.Dropout(dropout))
         self.score = nn.Sequential(nn.Linear(part, part), nn.GELU(), nn.Linear(part, 1))
         self.norm, self.similarity = nn.LayerNorm(part), nn.Linear(part, 2 * part, bias=False)
-        self.shared = nn.Parameter(torch.ones(1))
+        self.shared = nn.Parameter(torch.ones(1))  # by how much a tile's attention is that of similar tiles
         self.projection, self.classifier = nn.Linear(hidden, hidden), nn.Linear(hidden, classes)
 
     def forward(self, bag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
