@@ -106,7 +106,7 @@ class AvgPool(Banded):
             return self._back(dy, into, self.own.padding)
         # No inner output reads the rows and columns before ``start``: their cotangent is zero.
         d_own = into.zero_()
-        pooled = self.call_input(d_own)
+        pooled = self.call_input(d_own)  # a view of the rows and columns from ``start`` on
         pooled.copy_(self._back(dy, like(into, list(pooled.shape)), self.own.padding))
         return d_own
 

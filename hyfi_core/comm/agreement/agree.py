@@ -313,6 +313,7 @@ class CallConsensus:
         comm.all_reduce(extremes, "max")
         # ``minus_…``: a maximum of negatives, so the negative of the smallest.
         highest, minus_lowest, most, minus_least, largest, minus_smallest, *words = extremes.tolist()
+        # ``most`` and ``minus_least`` are of digests of the loss; both are ``_NO_FACTOR`` if no rank has one.
         if highest != -minus_lowest or (most != minus_least and most != -minus_least):
             # Causes first, their consequences last: the message names the first difference.
             compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))

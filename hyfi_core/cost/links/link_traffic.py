@@ -157,6 +157,7 @@ def _received(ranked: RankProgram, middle: tuple[int, int], columns: int) -> dic
     for call in ranked.instructions:
         if not isinstance(call, CollectiveCall):
             continue
+        # An exchange by itself, or that of the halo of a window operator.
         operator: Any = call.operator
         transfer = getattr(getattr(operator, "halo", operator), "transfer", None)
         name = next(iter(call.inputs), None)

@@ -262,6 +262,7 @@ class _PlanTrials:
                 added = self.waits_s(examined.plan)
                 examined.each_s = [seconds + more_s for seconds, more_s in zip(examined.each_s, added, strict=True)]
                 examined.has_waits, bound_s = True, self.least_s(examined.plan, examined.each_s, examined.update_s)
+            # Before stages are lowered, which takes longer than to count the bytes of exactly these stages.
             elif not examined.lowered and not self._memory.fits(examined.plan):
                 return []
             # One stage at a time: the first may show already that the plan is not among the best.

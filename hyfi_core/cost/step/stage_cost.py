@@ -300,6 +300,7 @@ class StageCosts:
         for call in ranked.instructions:
             if not isinstance(call, CollectiveCall) or call.between_planes:
                 continue
+            # An exchange by itself, or that of the halo of a window operator, which computes meanwhile.
             operator: Any = call.operator
             transfer = getattr(getattr(operator, "halo", operator), "transfer", None)
             if isinstance(transfer, Transfer):
