@@ -52,8 +52,8 @@ class CellGroup:
     ) -> None:
         self.comm, self.baton, self.members, self.spills = comm, baton, tuple(members), spills
         self.here = [rank for rank, (process, _) in enumerate(self.members) if process == comm.rank]  # of this process
-        # Messages between cells of this process. (sender, receiver, tag) -> copies not yet received; (sender, receiver) ->
-        # tensors that the receiver reads in place, each with its version: has the sender changed it too early?
+        # Messages between cells of this process. (sender, receiver, tag) -> copies not yet received; (sender, receiver)
+        # -> tensors that the receiver reads in place, each with its version: has the sender changed it too early?
         self.copies: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
         self.shown: dict[tuple[int, int], deque[tuple[torch.Tensor, int | None]]] = {}
         self._calls: dict[int, CollectiveOfCells] = {}

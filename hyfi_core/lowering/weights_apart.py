@@ -50,7 +50,7 @@ def _apart(
     facts = facts_of(op)
     operator = LocalProduct(
         function=instruction.function,
-        weights=is_parameter,
+        are_parameters=is_parameter,
         own_cotangents=facts.gradient == "new",  # gradients in new memory may be overwritten in turn
         fresh=facts.fresh,
     )
