@@ -169,19 +169,19 @@ class FirstMaximum:
         own_where = where.clone()
         # Of ranks with equal maxima, the one with the first position gets the gradient, as in one process.
         yield comm.start_all_reduce(where, "min")
-        hits = (own_where == where) & (where != _NOWHERE)
-        return (top[:, :, None, None], where.abs()[:, :, None, None]), (own.shape, top, local, hits)
+        is_here = (own_where == where) & (where != _NOWHERE)
+        return (top[:, :, None, None], where.abs()[:, :, None, None]), (own.shape, top, local, is_here)
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
     ) -> Waits[Cotangents]:
         """Return (cotangent of the map,): zero except at the first maximum."""
-        shape, top, local, hits = saved
+        shape, top, local, is_here = saved  # ``local``: the maximum's index in this rank's part, if it ``is_here``
         cotangent = cotangents[0]
         # The output is replicated, so each rank has a share of its cotangent.
         total = torch.zeros_like(top) if cotangent is None else cotangent.reshape(top.shape).clone()
         yield comm.start_all_reduce(total)
         result = top.new_zeros((shape[0], shape[1], shape[2] * shape[3]))
         if result.numel():
-            result.scatter_(2, local[:, :, None], torch.where(hits, total, 0.0)[:, :, None])
+            result.scatter_(2, local[:, :, None], torch.where(is_here, total, 0.0)[:, :, None])
         return (result.view(shape),)

@@ -41,7 +41,7 @@ class WindowPlaces:
 
     def narrow(self, indices: torch.Tensor) -> torch.Tensor:
         """Return flat indices ``(..., h, w)`` as indices in their windows, uint8; requires ``fits``."""
-        (dy, dx), (_, columns), first = self.dilation, self.kernel, self._first(indices)
+        (dy, dx), (_, columns), first = self.dilation, self.kernel, self._first_pixels(indices)
         rows_apart = dy * self.width
         # 32 bits take half the memory of 64: enough for offsets in a window, and for flat indices of most maps.
         if (indices.shape[-2] * self.stride[0] + self.kernel[0] * dy) * self.width < 1 << 31:
@@ -60,13 +60,13 @@ class WindowPlaces:
         (dy, dx), (rows, columns) = self.dilation, self.kernel
         # Few passes over eight bytes: first + dx · (index − row · columns) + dy · width · row.
         flat = torch.empty_like(indices, dtype=torch.int64)
-        torch.add(self._first(indices), indices, alpha=dx, out=flat)
+        torch.add(self._first_pixels(indices), indices, alpha=dx, out=flat)
         if rows == 1:  # then there may be 256 columns, and dividing a byte by 256 would divide by 0
             return flat
         row = indices.div(columns, rounding_mode="floor")
         return flat.add_(row, alpha=dy * self.width - columns * dx)
 
-    def _first(self, like: torch.Tensor) -> torch.Tensor:
+    def _first_pixels(self, like: torch.Tensor) -> torch.Tensor:
         """Return the flat index of each window's first pixel, which may be in the padding."""
         height, width = like.shape[-2:]
         # Negative in the padding; only differences from it count.

@@ -52,16 +52,16 @@ class Placement:
 
     @classmethod
     def of(cls, plan: Stages) -> Placement:
-        """Return the placement of a plan."""
+        """Return the placement of a plan: its grids one after the other, in each direction."""
         groups: list[tuple[int, ...]] = []
         size = 0
         for rows, columns in plan.grids:
             groups.append(tuple(range(size, size + rows * columns)))
             size += rows * columns
-        forward = tuple(groups) * plan.interleave
+        forward = tuple(groups) * plan.interleave  # stage s is on grid s mod the number of grids
         directions = [forward]
         if plan.directions == 2:
-            # Counted from the other end, see the picture above.
+            # From the other end, so that a rank of an early stage of one direction has a late one of the other.
             directions.append(tuple(tuple(size - 1 - rank for rank in group) for group in forward))
         return cls(plan.grids * plan.interleave, tuple(directions))
 

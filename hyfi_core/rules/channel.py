@@ -116,19 +116,19 @@ def along(dim_at: int, keepdim_at: int | None, default: int | None = -1, positio
         dim = op.args[dim_at] if len(op.args) > dim_at else op.kwargs.get("dim", default)
         if not isinstance(dim, int):
             builder.refuse(op, "works on the flattened tensor, across all dims", "an explicit dim")
-        reduced = None if keepdim_at is None else _keeps(op, keepdim_at)
+        keepdim = None if keepdim_at is None else _keepdim(op, keepdim_at)  # None: the operator does not reduce
         # A flat map (B, C, H · W) first: the rule for positions sends the few results of each part, not whole rows.
         if positions is not None and over_positions(builder, op, dim):
             positions(builder, op)
         elif dim % dims in split.dims:
-            along_space(builder, op, (dim % dims,), reduced)
+            along_space(builder, op, (dim % dims,), keepdim)
         else:
-            _per_pixel(builder, op, split if reduced is None else _reduced(split, dim % dims, reduced))
+            _per_pixel(builder, op, split if keepdim is None else _reduced(split, dim % dims, keepdim))
 
     return rule
 
 
-def _keeps(op: Operator, at: int) -> bool:
+def _keepdim(op: Operator, at: int) -> bool:
     """Return an operator's ``keepdim``, its argument ``at``."""
     return bool(op.args[at] if len(op.args) > at else op.kwargs.get("keepdim", False))
 

@@ -78,6 +78,7 @@ def _spelled(equation: str, dim_counts: list[int]) -> str:
         return equation
     operands, arrow, result = equation.partition("->")
     terms = operands.split(",")
+    # How many dims each ellipsis stands for; it has three characters itself.
     counts = [dim_count - len(term) + 3 for term, dim_count in zip(terms, dim_counts, strict=True) if "..." in term]
     dots = "ABCDEFGH"[: max(counts)]
     # The letters for the ellipsis must be new ones.

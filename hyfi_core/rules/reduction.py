@@ -206,10 +206,10 @@ def vector_norm(builder: Builder, op: Operator) -> None:
         return
     part, result_dtype = builder.part(name, builder.splits[name]), builder.values[op.first_output].dtype
     if order == math.inf and set(dims) == set(builder.splits[name].dims):
-        size = builder.fresh(name)
-        builder.compute(lambda tensor: tensor.abs(), (part,), (size,), builder.splits[name])
+        magnitude = builder.fresh(name)
+        builder.compute(lambda tensor: tensor.abs(), (part,), (magnitude,), builder.splits[name])
         top = builder.fresh(op.first_output, dtype=builder.values[name].dtype)
-        builder.communicate(MaxOverSpace(dims, keepdim, nan_ties=True), (size,), (top,), "reduce")
+        builder.communicate(MaxOverSpace(dims, keepdim, nan_ties=True), (magnitude,), (top,), "reduce")
         builder.compute(lambda tensor: tensor.to(result_dtype, copy=True), (top,), op.outputs)
         return
     if not 1.0 <= order < math.inf:

@@ -251,7 +251,7 @@ def _call(
         results = tuple(_nothing(info, inputs) for info in call.empty)
     if isinstance(results, torch.Tensor):
         results = (results,)
-    # Not strict: see ``_operate``.
+    # Not strict: the program does not name outputs that are not used.
     for name, result in zip(call.outputs, results, strict=False):
         if name is not None:
             local[name] = result

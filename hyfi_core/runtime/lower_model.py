@@ -246,8 +246,9 @@ class _StagesOfRank:
         else:
             ranked = self._by_cost(program, index, position, exits)
         instructions = ranked.instructions
-        if settings.cells > 1 and not (settings.cell_runs is not None and settings.shares_memory):
-            # In evaluation without spilling, cells of one process read each other's maps in place instead.
+        # In evaluation without spilling, the cells of a process read each other's maps in place.
+        reads_in_place = settings.cell_runs is not None and settings.shares_memory
+        if settings.cells > 1 and not reads_in_place:
             instructions = tuple(for_training(instruction) for instruction in instructions)
         if settings.plane.device == "cuda":
             of_cells = settings.cells > 1 and settings.cell_runs is None

@@ -341,8 +341,8 @@ class Pipeline:
         if not self._is_last(key):
             return {}
         # The output is replicated, its cotangent a sum over ranks: zero on all ranks but one.
-        first = self._groups[key].rank == self._between_planes.rank == 0
-        cotangents = step.loss.cotangents(microbatch, flight.leaves, first)
+        leads = self._groups[key].rank == self._between_planes.rank == 0
+        cotangents = step.loss.cotangents(microbatch, flight.leaves, leads)
         # Freed now: outputs may be whole maps, and the flight stays until its cotangents have been sent.
         flight.leaves = []
         outputs = self._lowered.hosted[key].ranked.outputs

@@ -191,18 +191,18 @@ class StepGraph:
         self._begin()
         return image
 
-    def _cotangents(self, number: int, step: Step, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
+    def _cotangents(self, number: int, step: Step, microbatch: int, leaves: Leaves, leads: bool) -> LeafCotangents:
         """End a graph, compute the loss of its output, and begin the next, which reads the cotangents returned."""
         self._end()
         before = self._marks()
-        of_loss = step.loss.cotangents(microbatch, _copies(leaves), first)
+        of_loss = step.loss.cotangents(microbatch, _copies(leaves), leads)
         # Cotangents are copied, too: a loss may keep its argument, whose ``grad`` must stay that of its own step.
         cotangents = [None if cotangent is None else cotangent.clone() for cotangent in of_loss]
         if self._marks() != before:
             raise NotRecordableError("the loss uses parameters of the model by itself")
 
         def compute_next(steps: Sequence[Step]) -> None:
-            computed = steps[number].loss.cotangents(microbatch, _copies(leaves), first)
+            computed = steps[number].loss.cotangents(microbatch, _copies(leaves), leads)
             for memory, cotangent in zip(cotangents, computed, strict=True):
                 _put(memory, cotangent)
 
@@ -222,9 +222,9 @@ class _RecordedLoss(StepLoss):
         super().__init__(loss.value.device)
         self._compute = compute
 
-    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
+    def cotangents(self, microbatch: int, leaves: Leaves, leads: bool) -> LeafCotangents:
         """Return the cotangents, in memory that later graphs read; see ``StepLoss``."""
-        return self._compute(microbatch, leaves, first)
+        return self._compute(microbatch, leaves, leads)
 
 
 def _copies(leaves: Leaves) -> Leaves:

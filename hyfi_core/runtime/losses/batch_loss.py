@@ -79,7 +79,7 @@ class BatchLoss(StepLoss):
             leaves = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
             return leaves, self._function(self._pick(leaves), labels)
 
-    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
+    def cotangents(self, microbatch: int, leaves: Leaves, leads: bool) -> LeafCotangents:
         """Return a micro-batch's part of the gradients of all logits; see ``StepLoss``."""
         if self._gradients is None:
             return zeros_of(leaves)
@@ -90,7 +90,7 @@ class BatchLoss(StepLoss):
         ]
         # A leaf that is the same for all images gets its whole gradient in the first micro-batch.
         is_first = (self._groups.index, microbatch) == self._sample_order[0]
-        counted = [first and (is_first or at not in self._common_leaves) for at in range(len(parts))]
+        counted = [leads and (is_first or at not in self._common_leaves) for at in range(len(parts))]
         # In new memory: it may be spilled.
         copies = [torch.clone if counts else torch.zeros_like for counts in counted]
         return [None if part is None else copy(part) for copy, part in zip(copies, parts, strict=True)]

@@ -83,21 +83,21 @@ class StepLoss(ABC):
         return gradients
 
     @abstractmethod
-    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
+    def cotangents(self, microbatch: int, leaves: Leaves, leads: bool) -> LeafCotangents:
         """Return the cotangents of a micro-batch's output.
 
         Args:
             microbatch: index of the micro-batch.
             leaves: leaves of its output.
-            first: whether this is the one rank of the stage whose cotangents are not zero: those of a replicated value
-                are summed over ranks.
+            leads: whether this rank leads the stage: only its cotangents are not zero, since those of a replicated
+                value are summed over ranks.
         """
 
 
 class NoLoss(StepLoss):
     """For forwards without backwards."""
 
-    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
+    def cotangents(self, microbatch: int, leaves: Leaves, leads: bool) -> LeafCotangents:
         """Return zeros: nothing depends on the output; see ``StepLoss``."""
         return zeros_of(leaves)
 
@@ -109,7 +109,7 @@ class MicrobatchLoss(StepLoss):
         function: the loss.
         pick: turns the leaves of the output into the loss's argument.
         labels: for each micro-batch, its labels.
-        weight: the divisor of each loss.
+        divisor: the divisor of each loss.
         device: device of the value.
     """
 
@@ -118,31 +118,31 @@ class MicrobatchLoss(StepLoss):
         function: LossFunction,
         pick: Callable[[Leaves], Any],
         labels: Sequence[torch.Tensor],
-        weight: float,
+        divisor: float,
         device: torch.device,
     ) -> None:
         super().__init__(device)
-        self._function, self._pick, self._labels, self._weight = function, pick, labels, weight
+        self._function, self._pick, self._labels, self._divisor = function, pick, labels, divisor
 
-    def cotangents(self, microbatch: int, leaves: Leaves, first: bool) -> LeafCotangents:
+    def cotangents(self, microbatch: int, leaves: Leaves, leads: bool) -> LeafCotangents:
         """Compute the loss of a micro-batch; see ``StepLoss``."""
 
         def compute() -> tuple[Leaves, torch.Tensor]:
             with torch.enable_grad():
                 # The tape has detached them: the loss has a graph of its own, and its backward ends at these leaves.
                 inputs = [leaf.requires_grad_() if is_float(leaf) else leaf for leaf in leaves]
-                return inputs, self._function(self._pick(inputs), self._labels[microbatch]) / self._weight
+                return inputs, self._function(self._pick(inputs), self._labels[microbatch]) / self._divisor
 
         try:
             inputs, loss = self.computed.get(microbatch, compute)
         except RequestError as refusal:
             self.refusal = refusal
             return zeros_of(leaves)
-        seed = torch.ones_like(loss) if first else torch.zeros_like(loss)
-        gradients = self._differentiated(inputs, loss, seed, counts=first)
+        seed = torch.ones_like(loss) if leads else torch.zeros_like(loss)
+        gradients = self._differentiated(inputs, loss, seed, counts=leads)
         value = loss.detach().double().reshape(())
         self.value = self.value + value
-        if first:
+        if leads:
             self.counted = self.counted + value
         return gradients
 
