@@ -30,7 +30,7 @@ def entries_of(stage: Stage, splits: Sequence[SplitsByName], grid: tuple[int, in
             if split is not None:
                 # Evenly, whatever the sender has: each stage has a grid of its own, and operators expect even parts.
                 layout = Layout.even(split.layout.height, split.layout.width, grid)
-                split = Split(layout, split.dims, leads=split.leads)
+                split = Split(layout, split.dims, map_counts=split.map_counts)
             entries[name] = split
     return entries
 

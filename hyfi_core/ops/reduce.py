@@ -154,7 +154,7 @@ class FirstMaximum:
         if flat.numel():
             own_top, local = flat.max(2)  # of equal values PyTorch takes the first
             if self.last_nan:
-                # The largest index among the NaN.
+                # Of several NaN the last counts: the largest index among them.
                 last = (flat.isnan() * torch.arange(flat.shape[2], device=own.device)).amax(2)
                 local = torch.where(own_top.isnan(), last, local)
         top = own_top.clone()
@@ -170,7 +170,8 @@ class FirstMaximum:
         # Of ranks with equal maxima, the one with the first position gets the gradient, as in one process.
         yield comm.start_all_reduce(where, "min")
         is_here = (own_where == where) & (where != _NOWHERE)
-        return (top[:, :, None, None], where.abs()[:, :, None, None]), (own.shape, top, local, is_here)
+        position_in_map = where.abs()  # some were negated
+        return (top[:, :, None, None], position_in_map[:, :, None, None]), (own.shape, top, local, is_here)
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()

@@ -3,7 +3,7 @@
 A model may view its image as tiles and encode each of them. Tiles are a flat map in the batch dim: its positions are
 tiles, in row-major order of the image, and each rank has those of its part::
 
-    image (B, C, H, W)                 tiles (B · H/p · W/p, C, p, p)        dims (0, 0), leads (B, 1)
+    image (B, C, H, W)                 tiles (B · H/p · W/p, C, p, p)        dims (0, 0), map counts (B, 1)
     ┌───┬───┬───┐
     │ 0 │ 1 │ 2 │   rank 0: 0 1 3 4    what an operator does to each entry of a batch, it does to each rank's tiles:
     ├───┼───┼───┤   rank 1: 2 5        no halo, since a tile ends at its border, and no communication
@@ -88,7 +88,7 @@ def on_maps_or_flat(rule: Rule, tiles: Rule = on_tiles) -> Rule:
         if split is not None and split.in_batch:
             one_map(tiles)(builder, op)
             return
-        if split is None or split.dims != (2, 2) or split.leads != (1, 1) or output is None:
+        if split is None or not split.is_flat_map or output is None:
             rule(builder, op)
             return
         # On each rank, height and width are separate dims until the rule has run.

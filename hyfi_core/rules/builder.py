@@ -230,7 +230,7 @@ class Builder:
         current = self.splits[name]
         if (current is split or current == split) and name != self.program.image:
             return name
-        if (current.dims, current.space) != (split.dims, split.space):
+        if (current.dims, current.pixels) != (split.dims, split.pixels):
             raise RequestError(
                 f"a map of {current.layout.map.shape} pixels in dims {current.dims} is combined with one of "
                 f"{split.layout.map.shape} pixels in dims {split.dims}; what works: maps of equal size in the same dims"

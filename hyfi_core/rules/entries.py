@@ -107,7 +107,7 @@ def _fitted(builder: Builder, op: Operator, name: str, split: Split, dim_count: 
     dims = (split.dims[0] - fewer, split.dims[1] - fewer)
     own = builder.splits.get(name)
     if own is not None:
-        if own.dims != dims or own.space != split.space:
+        if own.dims != dims or own.pixels != split.pixels:
             builder.refuse(
                 op,
                 f"writes a map whose height and width are dims {own.dims} where dims {dims} are expected",

@@ -34,7 +34,7 @@ class Split:
     pixels of its part, in row-major order of the part. A dim may also contain several maps, one after the other, like
     ``x.view(B * H * W, C)``: each rank has its part of each map.
 
-        tensor                 dims      leads
+        tensor                 dims      map counts
         (B, C, H, W)           (2, 3)    (1, 1)    plain
         (B, C, H · W)          (2, 2)    (1, 1)    flat
         (B · H · W, C)         (0, 0)    (B, 1)    flat, in the batch dim
@@ -43,13 +43,13 @@ class Split:
         layout: the part of each rank.
         dims: which tensor dims are (y, x); twice the same if the value is flat.
         boxes: the box of each rank, if a fused run computes margins; None: its part.
-        leads: number of maps that these dims contain, one after the other; (n, 1) for n maps in a flat dim.
+        map_counts: number of maps that each of ``dims`` contains, one after the other; (n, 1) for n in a flat dim.
     """
 
     layout: Layout
     dims: tuple[int, int] = (2, 3)
     boxes: Boxes | None = None
-    leads: tuple[int, int] = (1, 1)
+    map_counts: tuple[int, int] = (1, 1)
 
     @property
     def held(self) -> Boxes:
@@ -62,6 +62,11 @@ class Split:
         return self.dims[0] == self.dims[1]
 
     @property
+    def is_flat_map(self) -> bool:
+        """Whether it is ``(B, C, H · W)``, or the same with other dims behind: one flat map for each channel."""
+        return self.dims == (2, 2) and self.map_counts == (1, 1)
+
+    @property
     def in_batch(self) -> bool:
         """Whether its positions are entries of the batch, such as the tiles of an image: dim 0, and no other."""
         return self.dims == (0, 0)
@@ -69,19 +74,19 @@ class Split:
     @property
     def plain(self) -> bool:
         """Whether height and width are separate tensor dims, with nothing else in them."""
-        return not self.flat and self.leads == (1, 1)
+        return not self.flat and self.map_counts == (1, 1)
 
     @property
-    def space(self) -> tuple[Box, tuple[int, int], bool]:
-        """(map, leads, whether flat): equal for values with the same pixels, in any dims."""
-        return self.layout.map, self.leads, self.flat
+    def pixels(self) -> tuple[Box, tuple[int, int], bool]:
+        """(map, map counts, whether flat): equal for values with the same pixels, in any dims."""
+        return self.layout.map, self.map_counts, self.flat
 
     @property
     def sides(self) -> tuple[int, int]:
         """Global sizes of the tensor dims ``dims``."""
         height, width = self.layout.height, self.layout.width
-        size = self.leads[0] * height * width
-        return (size, size) if self.flat else (self.leads[0] * height, self.leads[1] * width)
+        size = self.map_counts[0] * height * width
+        return (size, size) if self.flat else (self.map_counts[0] * height, self.map_counts[1] * width)
 
     def opened(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, int]]:
         """Return (shape, dims of height and width) of a value of this shape, with height and width as separate dims."""
@@ -102,8 +107,8 @@ class Split:
                 result.append(side)
                 continue
             # Of several maps in one dim, the number of maps is the outermost factor.
-            if self.leads[axes[0]] != 1:
-                result.append(self.leads[axes[0]])
+            if self.map_counts[axes[0]] != 1:
+                result.append(self.map_counts[axes[0]])
             for axis in axes:
                 dims[axis] = len(result)
                 result.append(sides[axis])
@@ -120,7 +125,7 @@ class Split:
         for dim in sorted(set(self.dims)):
             axes = [axis for axis in (0, 1) if self.dims[axis] == dim]
             # Opened, it is a dim for each axis, and one for the number of maps if there are several.
-            added = len(axes) - 1 + (self.leads[axes[0]] != 1)
+            added = len(axes) - 1 + (self.map_counts[axes[0]] != 1)
             if added:
                 folds.append((dim + added_before, dim + added_before + added))
             added_before += added
@@ -129,15 +134,15 @@ class Split:
     @property
     def owned(self) -> Split:
         """This split without margins."""
-        return Split(self.layout, self.dims, leads=self.leads)
+        return Split(self.layout, self.dims, map_counts=self.map_counts)
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
         """Return the shape of ``rank``'s tensor of a value of this global shape."""
         sides, box = list(shape), self.held[rank]
         if self.flat:
-            sides[self.dims[0]] = self.leads[0] * box.area
+            sides[self.dims[0]] = self.map_counts[0] * box.area
         else:
-            sides[self.dims[0]], sides[self.dims[1]] = self.leads[0] * box.height, self.leads[1] * box.width
+            sides[self.dims[0]], sides[self.dims[1]] = self.map_counts[0] * box.height, self.map_counts[1] * box.width
         return tuple(sides)
 
 

@@ -83,7 +83,7 @@ def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[i
     y, x = first.dims
     of_result_size = next((split for split in maps if _fits(split, sizes)), None)
     elsewhere = next(
-        (split for split in maps if set(split.dims) != {y, x} or split.flat or split.leads != (1, 1)), None
+        (split for split in maps if set(split.dims) != {y, x} or split.flat or split.map_counts != (1, 1)), None
     )
     if elsewhere is not None or not all(_broadcasts(split, sizes) for split in maps):
         unfit = elsewhere or next(split for split in maps if not _broadcasts(split, sizes))
@@ -107,7 +107,7 @@ def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[i
 
 def _same_pixels(split: Split, other: Split) -> bool:
     """Whether two maps have the same pixels in the same dims."""
-    return split.dims == other.dims and split.space == other.space
+    return split.dims == other.dims and split.pixels == other.pixels
 
 
 def _fits(split: Split, sizes: Sequence[int]) -> bool:

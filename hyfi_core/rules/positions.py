@@ -33,7 +33,7 @@ def over_positions(builder: Builder, op: Operator, dim: int) -> bool:
     return (
         split is not None
         and split.flat
-        and split.leads == (1, 1)
+        and split.map_counts == (1, 1)
         and dim % dim_count == split.dims[0]
         and builder.values[name].dtype.is_floating_point
     )

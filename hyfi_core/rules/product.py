@@ -140,7 +140,7 @@ def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Spli
         space: the letters of the anchor's height and width.
     """
     split = builder.splits.get(name)
-    if split is not None and (term[split.dims[0]], term[split.dims[1]]) == space and split.space == anchor.space:
+    if split is not None and (term[split.dims[0]], term[split.dims[1]]) == space and split.pixels == anchor.pixels:
         return builder.part(name, replace(anchor, dims=split.dims))
     # A map with other pixels or letters, such as the second factor of all pairs.
     if split is not None:

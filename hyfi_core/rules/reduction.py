@@ -71,7 +71,7 @@ def _sum(builder: Builder, op: Operator, mean: bool) -> None:
 def _fewer(split: Split, gone: tuple[int, ...]) -> Split:
     """Return how a value is split after the dims ``gone``, which are neither height nor width, are removed."""
     y, x = (dim - sum(removed < dim for removed in gone) for dim in split.dims)
-    return Split(split.layout, (y, x), leads=split.leads)
+    return Split(split.layout, (y, x), map_counts=split.map_counts)
 
 
 def _in_profile(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool) -> Any:

@@ -104,7 +104,7 @@ def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[t
 def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function of ``cut_of_whole`` for a value whose height and width are not dims of their own.
 
-    They are one dim (flat), or share theirs with a number of maps, ``split.leads``.
+    They are one dim (flat), or share theirs with a number of maps, ``split.map_counts``.
     """
     box, map_box, (y, x) = split.held[rank], split.layout.map, split.dims
     cuts = [(y, box.y0, box.height), (x, box.x0, box.width)]
@@ -115,13 +115,13 @@ def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[
             # Missing or of size 1, the dim is broadcast: all positions have the same value, so nothing is cut.
             if y < 0 or (shape[y] == 1 and split.sides[0] != 1):
                 return tensor
-            opened = tensor.unflatten(y, (split.leads[0], *map_box.shape))
+            opened = tensor.unflatten(y, (split.map_counts[0], *map_box.shape))
             cut: torch.Tensor = opened.narrow(y + 1, box.y0, box.height).narrow(y + 2, box.x0, box.width)
             return cut.flatten(y, y + 2)
         # From the last dim to the first, so that opening a dim does not renumber the next ones.
         for axis, (dim, start, length) in sorted(enumerate(cuts), key=lambda item: -item[1][0]):
             if dim >= 0 and shape[dim] > 1:
-                opened = tensor.unflatten(dim, (split.leads[axis], map_box.shape[axis]))
+                opened = tensor.unflatten(dim, (split.map_counts[axis], map_box.shape[axis]))
                 tensor = opened.narrow(dim + 1, start, length).flatten(dim, dim + 1)
         return tensor
 

@@ -3,7 +3,7 @@
 view (B, 8, H, W) -> (B, 2, 4, H, W)          channels are regrouped; dims (2, 3) become (3, 4)
 view (B, 8, H, W) -> (B, 8, H · W)            the map becomes flat; dims (2, 3) become (2, 2)
 view (B, 8, H, W) -> (B, 8, H/4, 4, W/4, 4)   the map is divided into blocks; see ``moves.blocks``
-view (B, H, W, 8) -> (B · H · W, 8)           the map becomes flat with the batch; dims (0, 0), leads (B, 1)
+view (B, H, W, 8) -> (B · H · W, 8)           the map becomes flat with the batch; dims (0, 0), map counts (B, 1)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _viewed(shape: tuple[int, ...], split: Split, sizes: tuple[int, ...]) -> tup
     y, x = (_survivor(shape, dim, sizes) for dim in split.dims)
     if y is not None and x is not None and (split.flat or y != x):
         return y, x
-    if split.leads != (1, 1):
+    if split.map_counts != (1, 1):
         return None
     # The product of the sizes before a dim identifies it: a view does not change this product.
     ahead = prod(shape[: split.dims[0]])

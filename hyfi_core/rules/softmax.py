@@ -70,7 +70,7 @@ def logsumexp(builder: Builder, op: Operator) -> None:
     part = builder.part(name, split)
     if not reduced:
         map_dims = split.dims if keepdim else tuple(d - sum(r < d for r in dims) for d in split.dims)
-        emit(builder, op, {name: part}, Split(split.layout, (map_dims[0], map_dims[1]), leads=split.leads))
+        emit(builder, op, {name: part}, Split(split.layout, (map_dims[0], map_dims[1]), map_counts=split.map_counts))
         return
     if reduced != set(split.dims):
         along_space(builder, op, dims, keepdim)
@@ -148,7 +148,7 @@ def attention(builder: Builder, op: Operator) -> None:
         return
     if key not in builder.splits or value not in builder.splits:
         builder.refuse(op, "has keys and values, and only one of them is a map", "maps for both, or for neither")
-    if builder.splits[key].space != builder.splits[value].space:
+    if builder.splits[key].pixels != builder.splits[value].pixels:
         builder.refuse(op, "has keys and values of different maps", "maps of equal size for both")
     if _heads(builder, names) is None:
         builder.refuse(op, "has different numbers of heads for queries and keys", "the same number of heads, or one")
@@ -164,7 +164,7 @@ def _try_attention_within_windows(builder: Builder, op: Operator, arguments: dic
     # attention.
     if first is None or max(first.dims) >= dims - 2 or arguments.get("dropout_p"):
         return False
-    if any(split is None or split.dims != first.dims or split.space != first.space for split in splits):
+    if any(split is None or split.dims != first.dims or split.pixels != first.pixels for split in splits):
         return False
     names, split = operands(builder, op, builder.shape(op.first_output))
     function, inputs = bound(renamed(op, names))
@@ -199,7 +199,7 @@ def _over_all_pixels(builder: Builder, op: Operator, names: tuple[str, str, str]
     factor = 1.0 / math.sqrt(shape[-1]) if scale is None else float(scale)
     # Scores (..., N, H · W): each rank computes those of its pixels.
     scores, last = builder.fresh(query, (*shape[:-1], builder.shape(key)[-2]), wide), len(shape) - 1
-    score_split = Split(key_split.layout, (last, last), leads=key_split.leads)
+    score_split = Split(key_split.layout, (last, last), map_counts=key_split.map_counts)
     builder.compute(lambda q, k: ((q * factor) @ k.transpose(-1, -2)).to(wide), (query, key), (scores,), score_split)
     largest = largest_over_ranks(builder, scores, (last,))
     partial, total = builder.fresh(output, dtype=wide), builder.fresh(output, dtype=wide)

@@ -281,7 +281,7 @@ class _Bucket:
     parameters: list[nn.Parameter]
     flat: torch.Tensor
     # Ids of parameters whose gradients this rank has not completed yet.
-    open: set[int] = field(default_factory=set)
+    incomplete: set[int] = field(default_factory=set)
     # The message of a pending reduction: ``flat`` itself, or a copy in fewer bits.
     message: torch.Tensor | None = None
     pending: Pending | None = None
@@ -312,7 +312,7 @@ class ReductionGroup:
         self._next_bucket = 0
         for bucket in self._buckets:
             bucket.flat.zero_()
-            bucket.open = {id(parameter) for parameter in bucket.parameters}
+            bucket.incomplete = {id(parameter) for parameter in bucket.parameters}
             offset = 0
             for parameter in bucket.parameters:
                 # A view, so that autograd's addition fills the bucket, and the reduced sums are the gradients without a
@@ -323,7 +323,7 @@ class ReductionGroup:
     def wait_for(self, parameters: Collection[int]) -> None:
         """Wait for the gradients of these parameters (by ``id``) only: other planes compute the rest alone."""
         for bucket in self._buckets:
-            bucket.open.intersection_update(parameters)
+            bucket.incomplete.intersection_update(parameters)
 
     def complete(self, parameters: Sequence[nn.Parameter]) -> None:
         """Record gradients that are complete on this rank; start reductions of complete buckets, in order."""

@@ -3,7 +3,7 @@
     H             -> (H/4, 4)           blocks: ranks share the H/4, each block is on one rank. Parts are cut at
                                         multiples of 4; if the map is too small for this, some ranks own nothing
     (H/4, 4)      -> H                  the inverse
-    (B, H/4, W/4) -> B · H/4 · W/4      the windows of all images: flat, with leads (B, 1)
+    (B, H/4, W/4) -> B · H/4 · W/4      the windows of all images: flat, with map counts (B, 1)
     H             -> (4, H/4)           a grid: rows with the distance H/4 belong together; ranks share the H/4
 
 Of the factors of H, ranks share the one that counts windows, if this can be determined (see ``moves.ahead``); else the
@@ -78,10 +78,10 @@ def try_view_of_blocks(builder: Builder, op: Operator) -> bool:
     split = _folded(coarse, factors, (carriers[0], carriers[1]))
     if split is None:
         return False
-    part = builder.part(value, Split(Layout(rows, columns), value_split.dims, leads=value_split.leads))
+    part = builder.part(value, Split(Layout(rows, columns), value_split.dims, map_counts=value_split.map_counts))
     local = split.local_shape(sizes, builder.rank)
     # Otherwise height and width each share a dim with a dim before it: whole rows and columns are needed to merge.
-    if split.flat or 1 in split.leads:
+    if split.flat or 1 in split.map_counts:
         builder.compute(lambda tensor: tensor.reshape(local), (part,), op.outputs, split)
         return True
     folded = builder.fresh(op.first_output)
@@ -240,7 +240,7 @@ def _folded(layout: Layout, factors: list[_Factor], carriers: tuple[int, int]) -
             return None
         behind = prod(factors[at].size for at in members[0] if at > x)
         ahead = prod(factors[at].size for at in members[0] if at < y)
-        return Split(Layout(layout.rows, _times(layout.columns, behind)), dims, leads=(ahead, 1))
+        return Split(Layout(layout.rows, _times(layout.columns, behind)), dims, map_counts=(ahead, 1))
     ahead_y, ahead_x = (
         prod(factors[at].size for at in dims if at < own) for dims, own in zip(members, carriers, strict=True)
     )
@@ -248,7 +248,7 @@ def _folded(layout: Layout, factors: list[_Factor], carriers: tuple[int, int]) -
         prod(factors[at].size for at in dims if at > own) for dims, own in zip(members, carriers, strict=True)
     )
     folded = Layout(_times(layout.rows, behind_y), _times(layout.columns, behind_x))
-    return Split(folded, dims, leads=(ahead_y, ahead_x))
+    return Split(folded, dims, map_counts=(ahead_y, ahead_x))
 
 
 def _times(cuts: tuple[int, ...], factor: int) -> tuple[int, ...]:

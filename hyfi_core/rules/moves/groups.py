@@ -69,7 +69,7 @@ def _split_in_order(cuts: tuple[int, ...]) -> Split:
 
 def _is_in_order(split: Split) -> bool:
     """Whether each rank has consecutive tiles, in the order of ranks."""
-    return split.in_batch and split.leads == (1, 1) and split.layout.rows == (0, 1)
+    return split.in_batch and split.map_counts == (1, 1) and split.layout.rows == (0, 1)
 
 
 def _joined(groups: list[Split]) -> tuple[int, ...] | None:
@@ -107,7 +107,7 @@ def _put_in_order(builder: Builder, name: str) -> str:
     """Emit tiles in the order of the batch, each rank with a row of consecutive ones; return the value's name."""
     split, shape, result = builder.splits[name].owned, builder.shape(name), builder.fresh(name)
     part, (down, across) = builder.part(name, split), split.layout.map.shape
-    images, ranks = split.leads[0], len(split.layout.parts)
+    images, ranks = split.map_counts[0], len(split.layout.parts)
     # Where ranks have whole rows of one image, each rank's tiles are consecutive as they are.
     whole_rows = images == 1 and len(split.layout.columns) == 2
     cuts = tuple(cut * across for cut in split.layout.rows) if whole_rows else _even(shape[0], ranks)

@@ -31,7 +31,7 @@ def strips(builder: Builder, split: Split, dim: int) -> Split:
         layout = Layout((0, map_box.height), Layout.even(1, map_box.width, (1, ranks)).columns)
     else:
         layout = Layout(Layout.even(map_box.height, 1, (ranks, 1)).rows, (0, map_box.width))
-    return Split(layout, split.dims, leads=split.leads)
+    return Split(layout, split.dims, map_counts=split.map_counts)
 
 
 def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool | None) -> None:

@@ -135,7 +135,7 @@ def _rows_with_ends(builder: Builder, op: Operator, line: _Line, stride: int) ->
     if alone or (split.in_batch and len(shape) == 3):
         emit_on_part(builder, op, split, split)
         return None
-    if len(shape) != 3 or split.dims != (2, 2) or split.leads != (1, 1):
+    if len(shape) != 3 or not split.is_flat_map:
         builder.refuse(op, f"works over dims (1, 2) of {shape}, not over positions", "(B, C, H · W)")
     if stride != 1 or count != shape[2]:
         builder.refuse(op, f"makes {count} results of {shape[2]} positions, with stride {stride}", _INSTEAD)
@@ -187,7 +187,7 @@ def adaptive_pool1d(builder: Builder, op: Operator) -> None:
     if split.in_batch and len(shape) == 3:
         on_tiles(builder, op)
         return
-    if len(shape) != 3 or split.dims != (2, 2) or split.leads != (1, 1) or builder.shape(op.first_output)[2] != 1:
+    if len(shape) != 3 or not split.is_flat_map or builder.shape(op.first_output)[2] != 1:
         builder.refuse(op, f"pools {shape} to {builder.shape(op.first_output)}", "(B, C, H · W) pooled to one value")
     if "avg" in op.text:
         mean_over_space(builder, name, op.outputs[0], keepdim=True)

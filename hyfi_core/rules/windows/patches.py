@@ -56,11 +56,7 @@ def fold(builder: Builder, op: Operator) -> None:
     sizes = (int(op.args[1][0]), int(op.args[1][1]))
     kernel, dilation, padding, stride = (pair(setting) for setting in op.args[2:6])
     split = builder.splits[name].owned
-    if (
-        split.dims != (2, 2)
-        or split.leads != (1, 1)
-        or split.layout.map.shape != _windows(sizes, kernel, dilation, padding, stride)
-    ):
+    if not split.is_flat_map or split.layout.map.shape != _windows(sizes, kernel, dilation, padding, stride):
         builder.refuse(
             op,
             f"folds a map of {split.layout.map.shape} positions, which does not match its settings",

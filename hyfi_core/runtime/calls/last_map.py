@@ -89,8 +89,8 @@ def _has_vectors_of_tiles(ranked: RankProgram, name: str, grids: set[tuple[int, 
         return False
     images = ranked.values[ranked.program.image].shape[0]
     if split.in_batch:
-        return len(shape) == 2 and split.leads == (images, 1)
-    return len(shape) == 3 and shape[0] == images and split.leads == (1, 1)
+        return len(shape) == 2 and split.map_counts == (images, 1)
+    return len(shape) == 3 and shape[0] == images and split.map_counts == (1, 1)
 
 
 def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:
