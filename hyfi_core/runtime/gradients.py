@@ -328,9 +328,9 @@ class ReductionGroup:
     def complete(self, parameters: Sequence[nn.Parameter]) -> None:
         """Record gradients that are complete on this rank; start reductions of complete buckets, in order."""
         for parameter in parameters:
-            self._bucket_of[id(parameter)].open.discard(id(parameter))
+            self._bucket_of[id(parameter)].incomplete.discard(id(parameter))
         # In order, although a later bucket may be full: all ranks must start the same reduction.
-        while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].open:
+        while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].incomplete:
             self._start(self._buckets[self._next_bucket])
             self._next_bucket += 1
 
