@@ -105,7 +105,8 @@ def _product(builder: Builder, op: Operator, letters: Letters) -> None:
     survives = [letter in letters.result for letter in space]
     if survives[0] != survives[1]:
         builder.refuse(op, "sums over only one of height and width", "a sum over both, or over neither")
-    # Keyed by letters, too: a value multiplied by itself may be needed as its part and whole.
+    # (value, dims with the letters of height and width, -1: none) -> name of what the product takes. With these dims,
+    # because a value multiplied by itself may be needed as its part and whole.
     names: dict[tuple[str, int, int], str] = {}
     factors = [(name, term.find(space[0]), term.find(space[1])) for name, term in letters.factors]
     for (name, term), factor in zip(letters.factors, factors, strict=True):

@@ -57,7 +57,7 @@ class PagedCall:
         For an evaluation that is the optimizer's state, which exists between training steps.
         """
         weight_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad and not p.is_meta)
-        # Each as large as the weights: the optimizer's moments, if it has none yet, and the gradient of a training step.
+        # Each as large as the weights: the optimizer's moments if it has none yet, and the gradient of a training step.
         moments = STATE_COPIES - 1 if optimizer is not None and not optimizer.state else 0
         return weight_bytes * (moments + self.trains)
 
