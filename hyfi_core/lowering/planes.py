@@ -69,7 +69,7 @@ def on_plane(ranked: RankProgram, plane: Plane, rank: int) -> RankProgram:
     instructions: list[Instruction] = []
     for step in _steps(ranked, plane, rank):
         if isinstance(step, PlaneExchange):
-            sent, received = (tuple(value.name for value in values) for values in (step.sent, step.taken))
+            sent, received = (tuple(value.name for value in values) for values in (step.sent, step.received))
             # Where only other planes exchange, this one makes no call.
             if sent or received:
                 instructions.append(CollectiveCall(step, sent, received, "stage", between_planes=True))

@@ -121,7 +121,7 @@ class BatchNorm(AsyncBackward, Recomputable):
             # One tensor, as a cell that spills has a copy of it.
             return (torch.stack((mean, variance, (variance + self.eps).rsqrt())),)
 
-        combination = Combination(pack, combine, prod(shape) * torch.float64.itemsize)
+        combination = Combination(pack, combine, sent_bytes=prod(shape) * torch.float64.itemsize)
         combined = start_combined(comm, lambda: moments_of(own), combination, kept=True)
         yield combined.pending
         (statistics,) = combined.result()
@@ -166,7 +166,7 @@ class BatchNorm(AsyncBackward, Recomputable):
                 return self._kernel_inputs(mean, variance, sums)
             return self._terms(weight, mean, variance, sums / self.count, own.dim())
 
-        combination = Combination(_added, combine, 2 * mean.numel() * torch.float64.itemsize)
+        combination = Combination(_added, combine, sent_bytes=2 * mean.numel() * torch.float64.itemsize)
         combined = start_combined(comm, lambda: (d_bias, d_weight), combination)
         # This rank's sums only: gradients of all parameters are summed over ranks later.
         d_affine = d_weight.to(dtype), d_bias.to(dtype)

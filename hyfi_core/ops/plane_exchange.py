@@ -75,7 +75,7 @@ class PlaneExchange:
         return tuple(value for value in self.values if value.owner == self.plane)
 
     @property
-    def taken(self) -> tuple[PlaneValue, ...]:
+    def received(self) -> tuple[PlaneValue, ...]:
         """Values that this plane receives."""
         return tuple(value for value in self.values if self.plane in value.takers)
 
@@ -94,20 +94,20 @@ class PlaneExchange:
     def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (the values of other planes); saves nothing. Received tensors are new memory."""
         own_values = {value.name: tensor for value, tensor in zip(self.sent, inputs, strict=True)}
-        received = yield from self._swap(comm, self.values, own_values, back=False)
+        arrived = yield from self._swap(comm, self.values, own_values, back=False)
         # Values without elements are in no message.
-        return tuple(received[v.name][0] if v.name in received else self._zeros(v) for v in self.taken), None
+        return tuple(arrived[v.name][0] if v.name in arrived else self._zeros(v) for v in self.received), None
 
     def backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
     ) -> Waits[Cotangents]:
         """Return, for each sent value, the sum of its cotangents in other planes; None if it is inactive."""
-        carried = [value for value in self.values if value.name in self.active]
+        active_values = [value for value in self.values if value.name in self.active]
         own_cotangents = {}
-        for value, cotangent in zip(self.taken, cotangents, strict=True):
+        for value, cotangent in zip(self.received, cotangents, strict=True):
             # Zeros, not nothing: the owner waits for a message of this length.
             own_cotangents[value.name] = self._zeros(value) if cotangent is None else cotangent
-        returned = yield from self._swap(comm, carried, own_cotangents, back=True)
+        returned = yield from self._swap(comm, active_values, own_cotangents, back=True)
         return tuple(_total(returned[value.name]) if value.name in returned else None for value in self.sent)
 
     def _swap(

@@ -308,14 +308,14 @@ class Reader:
         }
 
     def read(
-        self, images: Images, parts: Mapping[Key, InputPart], counted: Collection[InputPart] = ()
+        self, images: Images, parts: Mapping[Key, InputPart], already_counted: Collection[InputPart] = ()
     ) -> dict[Key, torch.Tensor]:
-        """Return (stage, direction) -> pixels; equal parts are read once, those in ``counted`` not counted again."""
+        """Return (stage, direction) -> pixels; equal parts are read once. ``already_counted``: not as traffic again."""
         boxes: dict[InputPart, torch.Tensor] = {}
         for part in parts.values():
             if part not in boxes:
                 local = read_part(images, part, self._shape[1], self._dtype)
-                self._groups.all.counts.count("input", 0, sent_bytes=0 if part in counted else local.nbytes)
+                self._groups.all.counts.count("input", 0, sent_bytes=0 if part in already_counted else local.nbytes)
                 boxes[part] = uploaded(local, self._device).to(dtype=self._dtype, memory_format=self._order)
         return {key: boxes[part] for key, part in parts.items()}
 

@@ -123,9 +123,9 @@ class ParameterOwnership:
             grad = self._named[name].grad
             if grad is not None and self.owner(name) == self._groups.all.rank:
                 gradients[name] = grad
-        elsewhere = self._groups.all.gather_objects([name for name in gradients if self.owner(name) != 0])
+        names_of_ranks = self._groups.all.gather_objects([name for name in gradients if self.owner(name) != 0])
         # Messages between two ranks match in order, and each owner sends in the order of its own names.
-        order = [name for part in elsewhere for name in part] if elsewhere is not None else list(gradients)
+        order = [name for part in names_of_ranks for name in part] if names_of_ranks is not None else list(gradients)
         return self._gather(order, gradients, dict[str, torch.Tensor](self._named), names)
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:

@@ -25,14 +25,14 @@ def last_map(ranked: RankProgram) -> tuple[str, int] | None:
     None if the output is not reduced from a map.
     """
     needed_names = set(refs_in(ranked.outputs))
-    grids = _grids_of_tiles(ranked)
+    tile_grids = _grids_of_tiles(ranked)
     for index in range(len(ranked.instructions) - 1, -1, -1):
         instruction = ranked.instructions[index]
         outputs = [o for o in instruction.outputs if o in needed_names and o is not None]
         if not outputs:
             continue
         map_name = next((o for o in outputs if o in ranked.splits and o in ranked.program.values), None)
-        if map_name is not None and ranked.floating(map_name) and _is_explained(ranked, map_name, grids):
+        if map_name is not None and ranked.floating(map_name) and _is_explained(ranked, map_name, tile_grids):
             return map_name, index + 1
         # From the output backwards, so that the first map reached is the last one before the output.
         needed_names.update(name for name in instruction.inputs if name is not None)
@@ -68,9 +68,9 @@ def as_map(ranked: RankProgram, name: str, part: torch.Tensor, rank: int) -> tor
     return opened.movedim((y, x), (-2, -1)).flatten(1, -3)
 
 
-def _is_explained(ranked: RankProgram, name: str, grids: set[tuple[int, int]]) -> bool:
+def _is_explained(ranked: RankProgram, name: str, tile_grids: set[tuple[int, int]]) -> bool:
     """Whether each position of a split value can be explained: it is a feature map, or has a vector for each tile."""
-    return is_feature_map(ranked, name) or _has_vectors_of_tiles(ranked, name, grids)
+    return is_feature_map(ranked, name) or _has_vectors_of_tiles(ranked, name, tile_grids)
 
 
 def _grids_of_tiles(ranked: RankProgram) -> set[tuple[int, int]]:
@@ -82,10 +82,10 @@ def _grids_of_tiles(ranked: RankProgram) -> set[tuple[int, int]]:
     return {split.layout.map.shape for split in maps if split.layout.height > 1}
 
 
-def _has_vectors_of_tiles(ranked: RankProgram, name: str, grids: set[tuple[int, int]]) -> bool:
+def _has_vectors_of_tiles(ranked: RankProgram, name: str, tile_grids: set[tuple[int, int]]) -> bool:
     """Whether a split value has one vector for each tile of each image: ``(N, C)``, ``(B, N, C)`` or ``(B, C, N)``."""
     split, shape = ranked.splits[name], ranked.values[name].shape
-    if not split.flat or split.layout.map.shape not in grids:
+    if not split.flat or split.layout.map.shape not in tile_grids:
         return False
     images = ranked.values[ranked.program.image].shape[0]
     if split.in_batch:
