@@ -128,7 +128,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         return statistics.unbind()
 
     def _of_all(self, rows: torch.Tensor, separate_rows: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and biased variance over all ranks; ``rows``: one for each rank if separate, else their sum."""
+        """Return mean and biased variance of all; ``rows``: (pixels, mean, variance) of each, or Σ 1, Σ x, Σ x²."""
         counts, means, variances = rows.unbind(1)
         if not separate_rows:
             mean = means[0] / self.count

@@ -389,7 +389,7 @@ class Builder:
         instructions: list[Instruction] = []
         for step in self._steps:
             if isinstance(step, _ImageRead):
-                transfer = Transfer(read_box, step.need, map_box, (), (), read_box.intersect(step.need))
+                transfer = Transfer(read_box, step.need, map_box, (), (), kept=read_box.intersect(step.need))
                 instructions.append(LocalCall(Redistribute(transfer, fill=step.fill).placed, (image,), (step.name,)))
             else:
                 instructions.append(step)

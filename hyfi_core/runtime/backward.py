@@ -203,6 +203,7 @@ class BackwardPass:
         """Run an operator's own backward; report the gradients of parameters ``names``, unless they are deferred."""
         call = record.step.call
         between_planes = isinstance(call, CollectiveCall) and call.between_planes
+        # Nothing to compute if no input carries a gradient; between planes, if no output does, either.
         if any(name in self._tape.active for name in (carried_by(call) if between_planes else call.inputs)):
             # None for an output that nothing differentiable has used: operators take it as zero.
             cotangents = tuple(self._cotangents.pop(name, None) if name is not None else None for name in call.outputs)

@@ -234,11 +234,11 @@ def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mappi
     owners, mirrors = {}, {}
     for stage in range(placement.stages):
         # Equal positions hold equal parts of the stage, hence the same weights.
-        own, second = placement.group(stage, 0), placement.group(stage, 1)
-        if rank in second and rank not in own:
-            owners[stage] = own[second.index(rank)]
-        if rank in own and rank not in second:
-            mirrors[stage] = second[own.index(rank)]
+        first, second = placement.group(stage, 0), placement.group(stage, 1)  # ranks in direction 0, in direction 1
+        if rank in second and rank not in first:
+            owners[stage] = first[second.index(rank)]
+        if rank in first and rank not in second:
+            mirrors[stage] = second[first.index(rank)]
     return owners, mirrors
 
 

@@ -176,15 +176,15 @@ class TrainingLoss:
         digest.update(describe_function(self._settings.loss, frozenset(subject.model.modules())).encode())
         if digest.digest() in self._checked:
             return
-        leaves, plan, first = output_leaves(lowered), self._plan, not self._checked
+        leaves, plan, is_first_check = output_leaves(lowered), self._plan, not self._checked
         # Micro-batches of replicas with shares differ in size; if single samples add up, so do they.
-        parts = [
+        divisions = [
             len(all_labels) if plan.shares else plan.microbatches * plan.replicas,
-            *((2, len(all_labels)) if first else ()),
+            *((2, len(all_labels)) if is_first_check else ()),
         ]
         device = subject.device
         reason = why_not_mean(
-            self._settings.loss, lowered.pick, leaves, all_labels, samples, device, parts, quick=not first
+            self._settings.loss, lowered.pick, leaves, all_labels, samples, device, divisions, quick=not is_first_check
         )
         if reason is not None:
             raise RequestError(

@@ -198,7 +198,7 @@ def test_exchange_between_planes(channels_last: bool) -> None:
         op = PlaneExchange(values, comm.rank, torch.device("cpu"), channels_last).carrying(active)
         given = {v.name: noise(*v.shape, seed=at).to(v.dtype) for at, v in enumerate(values)}
         outputs, saved = waited(op.forward(comm, tuple(given[v.name] for v in op.sent)))
-        for value, output in zip(op.taken, outputs, strict=True):
+        for value, output in zip(op.received, outputs, strict=True):
             assert torch.equal(output, given[value.name]) and output.dtype == value.dtype
         y = [noise(*v.shape, seed=50 + comm.rank) if v.name in active else None for v in op.taken]
         backs = waited(op.backward(comm, saved, tuple(y)))
