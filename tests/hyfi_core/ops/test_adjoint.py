@@ -200,7 +200,7 @@ def test_exchange_between_planes(channels_last: bool) -> None:
         outputs, saved = waited(op.forward(comm, tuple(given[v.name] for v in op.sent)))
         for value, output in zip(op.received, outputs, strict=True):
             assert torch.equal(output, given[value.name]) and output.dtype == value.dtype
-        y = [noise(*v.shape, seed=50 + comm.rank) if v.name in active else None for v in op.taken]
+        y = [noise(*v.shape, seed=50 + comm.rank) if v.name in active else None for v in op.received]
         backs = waited(op.backward(comm, saved, tuple(y)))
         assert all(back is None for v, back in zip(op.sent, backs, strict=True) if v.name not in active)
         forward = sum(float((out * z).sum()) for out, z in zip(outputs, y, strict=True) if z is not None)
