@@ -88,7 +88,7 @@ def main() -> None:
     elif args.branches:
         _branching_rank(args.steps)
     elif args.zero_bubble:
-        _dividing_rank(args.out, args.steps)
+        compare_divided(hyfi_core.init(), args.out, args.steps)
     else:
         _sleeping_rank(args.out, args.steps)
 
@@ -120,19 +120,18 @@ def _sleeping_rank(out: Path | None, steps: int) -> None:
             _write_timeline(out, name, events)
 
 
-def _dividing_rank(out: Path | None, steps: int) -> None:
+def compare_divided(comm: Communicator, out: Path | None, steps: int) -> None:
     """Compare 1f1b with zb_h1, whose backwards have two parts, on four stages; rank 0 prints a table."""
-    comm = hyfi_core.init()
     torch.manual_seed(0)
     cuts = tuple(f"blocks.{n}" for n in range(1, 7, 2))
-    model = SleepingNetwork(8, LONG_BLOCK_S, SIZE_PX, sleep=SleepingProduct)
     if comm.rank == 0:
         print(f"4 ranks, batch {BATCH}; a block sleeps {LONG_BLOCK_S * 1e3:.0f} ms in forward, and for each gradient")
         print("| schedule | step (s) | bubble | simulated | waits of a rank (s) | by the formula | in flight |")
         print("|---|---|---|---|---|---|---|")
     for schedule in ("1f1b", "zb_h1"):
         plan = ParallelPlan((ONE,) * 4, cuts, BATCH, schedule)
-        seconds, engine = _timed(comm, plan, model, steps)
+        # A new network: after training in stages, no second engine can be made of it.
+        seconds, engine = _timed(comm, plan, SleepingNetwork(8, LONG_BLOCK_S, SIZE_PX, sleep=SleepingProduct), steps)
         events = _gathered(comm, engine)
         if events is not None:
             dry_run = simulate(engine.schedule(), Placement.of(plan), [(s, s + 1) for s in range(3)])
