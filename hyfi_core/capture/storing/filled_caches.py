@@ -13,6 +13,7 @@ tensors are removed for a second capture, and if that program computes the same,
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Container, Hashable
 from typing import Any
 
@@ -103,7 +104,7 @@ class _Parts:
         self.inputs |= {value: ("buffer", name) for value, name in program.buffers.items()}
         self._constants = dict(program.constants)
         self._makers: dict[str, Operator] = {}
-        self._expressions: dict[str, str] = {}
+        self._expressions = {value: f"constant {id(tensor)}" for value, tensor in program.constants.items()}
         self.dependent: list[Operator] = []
         alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
         for op in program.operators:
@@ -115,7 +116,10 @@ class _Parts:
                 and torch.Tag.nondeterministic_seeded not in tags
                 and all(self.is_free(name) for name in op.inputs)
             ):
-                self._makers |= {output: op for output in op.outputs if output is not None}
+                for number, output in enumerate(op.outputs):
+                    if output is not None:
+                        self._makers[output] = op
+                        self._expressions[output] = self._expression_of(op, number)
             else:
                 self.dependent.append(op)
 
@@ -123,17 +127,19 @@ class _Parts:
         """Whether a value depends on no input."""
         return name in self._constants or name in self._makers
 
-    def expression(self, name: str) -> Hashable:
+    def expression(self, name: str) -> str:
         """Return how a value that depends on no input is computed: values with equal expressions are equal."""
-        if name in self._constants:
-            return id(self._constants[name])
-        op = self._makers[name]
-        # Each argument that is a value, replaced by the expression of that value.
+        return self._expressions[name]
+
+    def _expression_of(self, op: Operator, number: int) -> str:
+        """Return the expression of one result of an operator: a digest."""
+        # Each argument that is a value is replaced by its expression, which is short: with whole texts, the text of a
+        # value that is used twice would double with each operator.
         args, kwargs = _pytree.tree_map_only(
-            Ref, lambda ref: ("value", self.expression(ref.name)), (op.args, op.kwargs)
+            Ref, lambda ref: ("value", self._expressions[ref.name]), (op.args, op.kwargs)
         )
-        which_output = op.outputs.index(name)
-        return which_output, op.text, str(args), str(sorted(kwargs.items()))
+        text = repr((number, op.text, args, sorted(kwargs.items())))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def value(self, name: str) -> torch.Tensor:
         """Return the tensor of a free value, computed once."""

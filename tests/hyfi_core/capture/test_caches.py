@@ -15,6 +15,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.module_state import module_state
+from hyfi_core.capture.storing.filled_caches import compute_the_same
 from hyfi_core.capture.verify import verify_capture
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
@@ -53,6 +54,27 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.conv(x)
         return self.fc((x * self.positions(self, x)).mean((2, 3)))
+
+
+class Doubled(nn.Module):
+    """Adds a value that depends on no input and is used twice by each of the next operators."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.weight = times, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = torch.arange(x.shape[-1], dtype=x.dtype)
+        for _ in range(self.times):
+            value = value + 0.5 * value
+        return self.weight * x + value
+
+
+def test_values_that_are_used_again_and_again_are_compared_at_once() -> None:
+    # As texts, their expressions would have 2 ** 40 operators.
+    one, other, longer = (capture(Doubled(times), SHAPE, torch.float64) for times in (40, 40, 41))
+    assert compute_the_same(one, other)
+    assert not compute_the_same(one, longer)
 
 
 def own_dict(net: Net, x: torch.Tensor) -> torch.Tensor:
