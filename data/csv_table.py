@@ -123,7 +123,8 @@ def _with_ids(table: Table, id_column: str) -> Table:
 def parse_table(path: Path, subject: str) -> Table:
     """Read a CSV as `read_table` does, but accept one without rows."""
     # `newline=""`: the csv module must see line ends itself, as quoted cells may contain them.
-    text, skipped, separator = _without_hint(_text_of(path, subject))
+    text, skipped, separator = _without_separator_line(_text_of(path, subject))
+    # (line number in the file, values) of each line that is not empty; the first has the names of the columns.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
         lines = [(reader.line_num + skipped, [_value(c) for c in row]) for row in reader if any(map(str.strip, row))]
@@ -142,7 +143,7 @@ def parse_table(path: Path, subject: str) -> Table:
     if twice:
         raise RequestError(f"{path}: two columns are named {twice[0]!r}; column names must be unique")
     _refuse_row_names(path, columns, lines[1:])
-    # The index that pandas writes as a first column without a name.
+    # Drop the index that pandas writes: a first column without a name that counts the rows.
     if columns and not columns[0] and _counts_rows([values[0] for _, values in lines[1:]]):
         columns, lines = columns[1:], [(line, values[1:]) for line, values in lines]
     rows = tuple(_row(path, line, columns, values) for line, values in lines[1:])
@@ -214,7 +215,7 @@ def _text_of(path: Path, subject: str) -> str:
     return text
 
 
-def _without_hint(text: str) -> tuple[str, int, str]:
+def _without_separator_line(text: str) -> tuple[str, int, str]:
     """Return (text without a first line ``sep=…``, number of removed lines, separator of cells)."""
     hint = re.match(r'"?sep=(.)"?[,;\t]*(?:\r\n|\r|\n)', text, re.IGNORECASE)
     if hint:
@@ -313,6 +314,7 @@ def read_own(data: bytes) -> tuple[list[str], list[dict[str, str]]]:
     reader = csv.reader(io.StringIO(data.decode("utf-8-sig", "surrogateescape"), newline=""))
     lines = [[unguarded(cell) for cell in line] for line in reader if line]
     columns = lines[0] if lines else []
+    # A line may end early, if someone has edited the file: the values that it lacks are missing.
     padded = [line + [""] * (len(columns) - len(line)) for line in lines[1:]]
     return columns, [dict(zip(columns, line, strict=False)) for line in padded]
 

@@ -71,9 +71,10 @@ class RemoteFeed:
         # The link counts requests from 0, one for each turn.
         self._link.wait(turn - self._spec.turns[0])
         self._next_turn = turn + 1
-        received = self._spec.turns[0] + self._link.answered()
-        # Also start the copies of later turns that have arrived: they run while this turn computes.
-        for ready in range(turn, max(turn + 1, min(received, turn + 1 + _UPLOADS_AHEAD))):
+        received = self._spec.turns[0] + self._link.answered()  # the first turn that has not arrived
+        # Copy this turn to the GPU, and later turns that have arrived: these copies run while this turn computes.
+        stop = max(turn + 1, min(received, turn + 1 + _UPLOADS_AHEAD))
+        for ready in range(turn, stop):
             self._slots[ready % len(self._slots)].upload()
         slot = self._slots[turn % len(self._slots)]
         slot.use()

@@ -135,11 +135,12 @@ class _CopiedFiles(LocalStore):
         self._changed = threading.Condition()
 
     async def set(self, key: str, value: Any) -> None:
-        """Write a file.
+        """Write a file; zarr calls this for several at the same time.
 
         Raises:
             OSError: It cannot be written, or `stop` has been called.
         """
+        # Count the files that are being written: `stop` waits until there are none.
         with self._changed:
             if self._stopped:
                 raise InterruptedError("the export was stopped")

@@ -111,13 +111,13 @@ class _TemporaryFile:
 
     def __init__(self, path: Path) -> None:
         self._final = path
-        self._path = path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
         # With the process id in its name, the file of a killed writer does not disturb the one that resumes.
+        self._path = path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
         self._handle = self._path.open("wb", buffering=_BATCH_BYTES)
-        self._waiting: list[bytes | Pixels] = []
+        self._waiting: list[bytes | Pixels] = []  # bytes of the next batch
         self._waiting_bytes = 0
-        self.digest = hashlib.sha256()
-        self.size = 0
+        self.digest = hashlib.sha256()  # of the bytes that were flushed
+        self.size = 0  # with those that wait
 
     def write(self, data: Buffers) -> None:
         """Append bytes; they are written in batches."""

@@ -39,11 +39,12 @@ def interpret(
     values: dict[str, Any] = {**program.constants, program.image: image}
     values.update((value, parameters[name]) for value, name in program.parameters.items())
     values.update((value, buffers[name]) for value, name in program.buffers.items())
-    # As on ranks, operators that no result needs are not run, such as a check of a dtype.
+    # As ranks do, leave out operators that no result needs, such as a check of a dtype.
     alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
     for op in program.operators:
         if not any(output in alive for output in op.outputs):
             continue
+        # In the model's forward, results of these operators require no gradient; called as here, they would.
         with torch.set_grad_enabled(torch.is_grad_enabled() and op.text not in _WITHOUT_DERIVATIVE):
             results = op.target(
                 *substitute(op.args, values), **{k: substitute(v, values) for k, v in op.kwargs.items()}

@@ -200,10 +200,11 @@ def describe_value(model: nn.Module, path: str, name: str) -> str:
         value = dict(outside_values(model)).get(name, "not there")
         return repr(value)[:60] if isinstance(value, (*_PLAIN, float)) else f"a {type(value).__name__}"
     try:
-        holder = model.get_submodule(path)
+        module = model.get_submodule(path)
     except AttributeError:
         return "missing"
-    value = vars(holder).get(name, "missing") if name else holder
+    value = vars(module).get(name, "missing") if name else module
+    # Of numbers, texts and the like the value itself; of other objects only the type.
     if value is None or isinstance(value, (*_PLAIN, float)):
         return repr(value)[:60]
     return f"a {type(value).__name__}"

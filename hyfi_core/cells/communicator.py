@@ -110,7 +110,7 @@ class _JoinedCall:
     def __init__(self, comm: CellCommunicator, value: Any, last: Callable[[CollectiveOfCells], None]) -> None:
         self._group = comm.group
         self._open = True
-        self._number, self.call = comm.joined(value, last)
+        self._number, self.call = comm.enter_call(value, last)
 
     def test(self) -> bool:
         """Whether the call's result has arrived; the first time that it has, pass it to ``_land``."""
@@ -312,7 +312,7 @@ class CellCommunicator:
             return self.split(None)
         return self.split(members[0], members.index(self._rank))
 
-    def joined(self, value: Any, last: Callable[[CollectiveOfCells], None]) -> tuple[int, CollectiveOfCells]:
+    def enter_call(self, value: Any, last: Callable[[CollectiveOfCells], None]) -> tuple[int, CollectiveOfCells]:
         """Enter the group's next collective call; return its number and the call.
 
         Args:
@@ -324,8 +324,8 @@ class CellCommunicator:
         return number, self.group.call(number, self._rank, value, last)
 
     def _together(self, value: Any, last: Callable[[CollectiveOfCells], None]) -> Any:
-        """Return the result of the group's next collective call, when all cells have entered it; see ``joined``."""
-        number, call = self.joined(value, last)
+        """Return the result of the group's next collective call, when all cells have entered it; see ``enter_call``."""
+        number, call = self.enter_call(value, last)
         self.group.baton.wait(lambda: self.group.finished(call))
         return self.group.leave(number, call)
 

@@ -70,13 +70,14 @@ class TrainedSlides:
         """
         if case_id and _digest(case_id) in self.cases:
             return True
+        # The digests of the slide's name and of its file, ``content``; the latter is empty if unknown.
         name, content = _entry(slide_id, sha256).split(":")
         # The file first: a copy of a training slide under another name is the same slide.
         if content in self._files:
             return True
         # Different files with one name are different slides: if this file is known, its name counts only for training
         # slides whose file is unknown.
-        return name in self._unread if content else name in self._names
+        return name in self._names_without_file if content else name in self._names
 
     @cached_property
     def _entries(self) -> list[list[str]]:
@@ -91,7 +92,7 @@ class TrainedSlides:
         return frozenset(name for name, _ in self._entries)
 
     @cached_property
-    def _unread(self) -> frozenset[str]:
+    def _names_without_file(self) -> frozenset[str]:
         """Names of slides whose file is unknown."""
         return frozenset(name for name, file in self._entries if not file)
 

@@ -42,7 +42,7 @@ def is_constant(value: Any) -> bool:
 def check_later_forwards(
     model: nn.Module, program: Program, assigned: list[Stored], trace: Callable[[list[Stored] | None], Program]
 ) -> None:
-    """Refuse a forward after which another one, in training or in evaluation, computes something else.
+    """Refuse a forward that stores values with which a later forward, in training or evaluation, computes otherwise.
 
     Args:
         model: the user's module.
@@ -52,7 +52,7 @@ def check_later_forwards(
             change are refused.
 
     Raises:
-        RequestError: the message names the first of these values.
+        RequestError: a later forward computes otherwise; the message names the first of the stored values.
     """
     if not assigned:
         return
@@ -60,6 +60,7 @@ def check_later_forwards(
         again = trace(None)
     if not again.equals(program):
         raise RequestError(changes(model, assigned[0]))
+    # In the other mode, too, the program must be the same with and without the stored values.
     with _restored(model), contextlib.suppress(_UntracedError):
         opposite = not model.training
         for module in model.modules():
