@@ -200,11 +200,11 @@ class Runs:
 
     def _portions(self) -> Iterator[slice]:
         """Yield slices of runs with at most ``_PAINTED_PX`` pixels in total, or one run, to bound `paint`'s memory."""
-        behind = np.cumsum(self.ends - self.starts)
+        pixels_up_to = np.cumsum(self.ends - self.starts)  # of each run and those before it
         start = 0
-        while start < len(behind):
-            painted = behind[start - 1] if start else 0
+        while start < len(pixels_up_to):
+            painted = pixels_up_to[start - 1] if start else 0
             # At least one run, however long.
-            stop = max(start + 1, int(np.searchsorted(behind, painted + _PAINTED_PX, "right")))
+            stop = max(start + 1, int(np.searchsorted(pixels_up_to, painted + _PAINTED_PX, "right")))
             yield slice(start, stop)
             start = stop

@@ -44,7 +44,11 @@ _ROUNDED = re.compile(r"[0-9]([.,][0-9]+)?E\+[0-9]{2,3}", re.IGNORECASE)
 
 @lru_cache(2**17)
 def canonical(text: str) -> str:
-    """Return the form by which texts are compared; see the table at the top of this module."""
+    """Return the form by which texts are compared: two spellings of one name have the same form.
+
+    It leaves out differences of case, Unicode form, invisible characters, white space, dashes, letters that look alike
+    and, in whole numbers, zeros that do not count.
+    """
     form = text.casefold()
     # Normalised twice, because folding the case can undo the normal form. Unicode's minus sign is not a dash (Pd).
     if not (text.isascii() and text.isprintable()):
@@ -127,9 +131,9 @@ def one_spelling(
         counts[text] = counts.get(text, 0) + bool(text)
     counts = {text: count for text, count in counts.items() if text}
     # Reversed, so that a repeated text gets the line of its first occurrence.
-    at = dict(zip(reversed(texts), reversed(lines), strict=True)) if lines else {}
+    line_of = dict(zip(reversed(texts), reversed(lines), strict=True)) if lines else {}
     if kind == "name":
-        _refuse_rounded([text for text in counts if text not in settled], where, at)
+        _refuse_rounded([text for text in counts if text not in settled], where, line_of)
     forms = forms_of([*settled, *counts], kind)
     groups: dict[str, list[str]] = {}
     unsettled = [text for text in counts if text not in settled]
@@ -145,9 +149,10 @@ def one_spelling(
             if more and more[0] in settled:
                 raise RequestError(f"{where}: {shown(text)} may be {shown(first)} or {shown(more[0])} of {knows}")
             pairs.append((text, first))
+    # Pairs that only ``merge`` joins: all but those of a known name, and a text that lacks its file ending.
     unclear = [pair for pair in pairs if pair[1] not in settled or len({without_ending(text) for text in pair}) > 1]
     if unclear and not merge:
-        raise RequestError(_refusal(unclear, where, at, settled.keys(), knows) + f"\n{advice}")
+        raise RequestError(_refusal(unclear, where, line_of, settled.keys(), knows) + f"\n{advice}")
     return Spelled(spelling, tuple(pairs))
 
 
@@ -167,7 +172,7 @@ def difference(a: str, b: str) -> str:
         ("case", lambda text: unicodedata.normalize("NFKC", text.casefold())),
         (_ALPHABET, lambda text: text.translate(_LOOK_ALIKE)),
         ("zeros or dashes", canonical),
-        ("white space", lambda text: text.replace(" ", "")),
+        ("white space", lambda text: text.replace(" ", "")),  # between words, which only classes may lack
     )
     for name, step in steps:
         a, b = step(a), step(b)

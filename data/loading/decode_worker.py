@@ -173,8 +173,10 @@ StartWorker = Callable[[Memory], Worker]
 
 
 def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels) -> None:
-    """Decode leases until the connection is closed, all leases that the supervisor has sent at the same time."""
-    sending, reported = threading.Lock(), _node_bytes()
+    """Decode leases until the connection is closed; leases that arrive meanwhile are decoded at the same time."""
+    # (bytes that this process has added to the node's cache, bytes taken from it), up to the last answer.
+    reported = _node_bytes()
+    sending = threading.Lock()
 
     # Runs in threads of a pool. It replies with any error: nobody reads the future, so a raised error would be lost.
     def answer(lease: Lease) -> None:
@@ -188,8 +190,8 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
         # One thread at a time: messages do not mix, and bytes count in one answer only.
         with sending, contextlib.suppress(OSError):
             if isinstance(reply, LeaseDone):
-                (stored, shared), reported = reported, _node_bytes()
-                reply = replace(reply, store_bytes=reported[0] - stored, shared_bytes=reported[1] - shared)
+                (added, taken), reported = reported, _node_bytes()
+                reply = replace(reply, store_bytes=reported[0] - added, shared_bytes=reported[1] - taken)
             connection.send(reply)
 
     with ThreadPoolExecutor(MOST_AT_A_TIME, "decode") as threads, contextlib.suppress(EOFError, OSError):

@@ -114,7 +114,7 @@ class TileFeed:
         """Send requests now; return an iterator of (chunk, its tiles), in order.
 
         Args:
-            slides: The slides of the batch.
+            slides: The slides of the batch; not used, because loaders read them.
             chunks: The chunks of this rank.
             like: Shape and dtype of a tile.
             waited: Called for each chunk with the seconds spent waiting for it.

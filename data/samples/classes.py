@@ -78,10 +78,10 @@ def _refuse_other_values(named: NamedTable, column: str) -> None:
             f"{where}: {shown(several)} has several classes: predict all of them with data.task: multilabel; or write "
             "one class for each slide, or list the values as model.classes if each of them is one class"
         )
-    # ``many``: too few rows have the same value for a class to be learnt.
-    many = len(values) > sum(values.values()) / 2
+    # Then most values have one row or two: too few for a class to be learnt.
+    mostly_different = len(values) > values.total() / 2
     fractions = all(map(_is_number, values)) and not all(map(_INTEGER.fullmatch, values))
-    if not many or len(values) <= (_FEW_FRACTIONS if fractions else _FEW_VALUES):
+    if not mostly_different or len(values) <= (_FEW_FRACTIONS if fractions else _FEW_VALUES):
         return
     counts = (
         f"{len(values)} different values for {values.total()} rows, such as {', '.join(map(shown, list(values)[:3]))}"

@@ -149,7 +149,7 @@ def check_coverage(dataset: CoverageSource, min_coverage: float) -> None:
     if not low:
         return
     too_low = {i: dataset.coverage(i) for i in low}
-    named = [f"  {c.slide_id}: {c.share:.3f}{_NO_TISSUE * (not c.tissue_px)}" for c in too_low.values()]
+    named = [f"  {c.slide_id}: {c.share:.3f}{'' if c.tissue_px else _NO_TISSUE}" for c in too_low.values()]
     if len(named) > MAX_LISTED:
         named[MAX_LISTED:] = [f"  … and {len(named) - MAX_LISTED} more"]
     lines = [

@@ -20,7 +20,7 @@ _MOST_CLASSES = 10
 def strata_of(table: Table, columns: Sequence[str]) -> list[str]:
     """Return the stratum of each row: ``"HER2+"``, ``"quarter 1"``, or with several columns ``"er 1; age quarter 3"``.
 
-    It is empty if a column is empty in this row.
+    A row in which one of the columns is empty has the stratum ``""``.
 
     Raises:
         RequestError: A column is missing, or a slide has two labels.
@@ -28,6 +28,7 @@ def strata_of(table: Table, columns: Sequence[str]) -> list[str]:
     each = []
     for column in columns:
         table.require(column, "--stratify")
+        # Only to refuse two labels of one slide.
         one_of_each(table, column, (row[column] or None for row in table.rows), lambda name: repr(name or ""))
         texts = [row[column] for row in table.rows]
         each.append(_quarters(texts) if is_numbers(texts) else texts)

@@ -44,7 +44,7 @@ def first_pixels(length_px: int, pixel_mpp: float, mask_length: int, mask_mpp: f
     p, q = ratio.numerator, ratio.denominator
     first = -((p - 2 * q * rows) // (2 * p))  # ⌈(row · q/p) − ½⌉: the first y with (y + ½) · p/q ≥ row
     first = np.clip(first, 0, length_px)
-    # Pixels beyond the mask lie on its last row, see the module's docstring.
+    # By rounding, the mask may end before the image does: all pixels beyond it lie on its last row.
     first[-1] = length_px
     return first
 

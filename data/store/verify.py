@@ -299,6 +299,7 @@ def _pieces(chunks: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple
     Overlapping chunks or chunks beyond the file's end, which a damaged index may list, are read as gaps.
     """
     at = 0
+    # At last an empty chunk at the end of the file, for the gap in front of it.
     for start, end, slot in [*chunks, (size, size, -1)]:
         for begin in range(at, min(start, size), _PIECE_BYTES):
             yield begin, min(begin + _PIECE_BYTES, start, size), None

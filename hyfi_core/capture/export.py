@@ -251,7 +251,8 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
     return Operator(
         name=node.name,
         target=node.target if function is None else function,  # type: ignore[arg-type]
-        # A recorded function's third argument, a number of this process, is left out: digests of ranks must be equal.
+        # Of a user's function that a trace has recorded, the third argument, a number in this process, is left out:
+        # digests of ranks must be equal.
         args=tuple(_argument(item) for item in (node.args if function is None else node.args[:2])),
         kwargs={key: _argument(item) for key, item in node.kwargs.items() if not _is_device_of_capture(node, key)},
         outputs=tuple(names),

@@ -138,7 +138,7 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls, assigned: list[Store
     def end(module: nn.Module, args: Any, output: Any) -> None:
         """Refuse or undo what the forward has changed; the order of these checks matters."""
         calls.end()  # what follows is not part of the forward
-        register_output(output)
+        register_output(output)  # export takes only outputs whose class is a pytree node
         _refuse_counted(outside, outside_attributes(model))
         # Before attributes are compared: caches that the forward fills are allowed, and emptied again.
         constants_in_caches = caches.undo(calls.of_image)
@@ -171,7 +171,7 @@ def _counted(calls: WatchedCalls) -> Iterator[None]:
 def _refuse_changed(model: nn.Module, before: Attributes, after: Attributes, assigned: list[Stored] | None) -> None:
     """Refuse attributes that the forward has replaced, because export keeps their values of this one trace.
 
-    Tensors, which are not read here, and attributes that the forward has created are allowed.
+    Attributes that are tensors now, and those that the forward has created, are allowed.
 
     Args:
         model: the model, after its forward.
@@ -318,7 +318,7 @@ _PLAIN_SETATTR: Any = nn.Module.__setattr__
 
 
 def _assign(module: nn.Module, name: str, value: Any) -> None:
-    """``self.buffer = value`` as a copy into the buffer."""
+    """Set an attribute; ``self.buffer = value`` of a traced value becomes a copy into the buffer, which is recorded."""
     # A module has no registries until its ``__init__`` has called super().__init__().
     buffer = vars(module).get("_buffers", {}).get(name)
     if (

@@ -51,10 +51,12 @@ class KnownClass:
         self._held = vars(holder)
         self._items, self._names = [*self._held.values()], [*self._held]
         self._ids = [*map(id, self._items)]
+        # Functions, also those of properties and static methods.
         functions = {name: unwrapped(value) for name, value in self._held.items()}
         functions = {name: value for name, value in functions.items() if isinstance(value, types.FunctionType)}
         self._functions, self._codes = [*functions.values()], [f.__code__ for f in functions.values()]
         self.methods = [(name, function) for name, function in functions.items() if is_users_function(function)]
+        # Plain values (numbers, texts, containers), then all other objects.
         self.values = [(n, v) for n, v in self._held.items() if isinstance(v, VALUES) and not n.startswith("__")]
         others = [(n, v) for n, v in self._held.items() if not isinstance(v, (*VALUES, types.FunctionType))]
         self.objects = [(n, v) for n, v in others if type(v) not in _WRAPPERS and not n.startswith("__")]

@@ -36,10 +36,11 @@ class ReleasedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call PyTorch's function.
+        """Call a function of PyTorch that gets a released tensor, which has no values; refuse to compute with it.
 
         Raises:
-            RequestError: an argument has values; changing the released one in place is allowed, and does nothing.
+            RequestError: another argument has values; changing the released tensor in place is allowed, and does
+                nothing.
         """
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")

@@ -105,7 +105,7 @@ class ProgramCutter:
         self._changed_buffer_of = _values_of_changed_buffers(program)
 
     def cut(self, cuts: Sequence[str]) -> tuple[Stage, ...]:
-        """Return the stages between these cuts; see ``cut_program``."""
+        """Return the stages; each but the last ends after the last operator of one of the modules ``cuts``."""
         ends = self._ends(cuts)
         stage_of, stages = self._owners(ends), len(ends)
         operators_of_stages, sent = self._pieces(stage_of, stages), self._sent(stage_of)
@@ -138,6 +138,7 @@ class ProgramCutter:
         users: dict[str, list[int]] = {name: [] for name in self._makers}
         for at, op in enumerate(self._operators):
             for name in op.inputs:
+                # Free values are never sent: each stage computes them again.
                 if name in users and name not in self._free:
                     users[name].append(at)
         for name in refs_in(self._results):

@@ -73,11 +73,18 @@ class ReinhardMap:
         reference: Mapping[str, Sequence[float]],
         identity: str = "",
     ) -> ReinhardMap:
-        """Return the map from a slide's statistics to those of the reference."""
+        """Return the map from a slide's statistics to those of the reference.
+
+        Args:
+            statistics: Mean and standard deviation of the slide's tissue, on the axes (l, α, β).
+            glass: ``(3,)``, the colour of the slide's glass.
+            reference: ``mean`` and ``std`` of the reference.
+            identity: Text of the method and its reference.
+        """
         scale = np.asarray(reference["std"]) / np.asarray(statistics.std)
         shift = np.asarray(reference["mean"]) - scale * np.asarray(statistics.mean)
         back = np.linalg.inv(_TO_AXES)
-        # One matrix instead of three products: to the axes, scaled, and back.
+        # One matrix instead of three products: from log LMS to the axes, scaled, and back.
         factors, summands = back @ np.diag(scale) @ _TO_AXES, back @ shift
         return cls(identity, glass, factors.astype(np.float32), summands.astype(np.float32))
 

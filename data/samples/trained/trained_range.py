@@ -93,6 +93,7 @@ class TrainedRange:
     def union(cls, ranges: Iterable[TrainedRange]) -> Self:
         """Return ranges that contain all of ``ranges``."""
         ranges = list(ranges)
+        # Of each number, the (least, most) of every range that has it.
         pairs = {name: [one.numbers[name] for one in ranges if name in one.numbers] for name in _NUMBERS}
         stains = {name: [one.stains[name] for one in ranges if name in one.stains] for name in _STAINS}
         return cls(

@@ -25,6 +25,7 @@ def created_attributes_allowed() -> contextlib.AbstractContextManager[None]:
 
     @contextlib.contextmanager
     def of_created(model: nn.Module) -> Iterator[None]:
+        """PyTorch's context that checks attributes, during which the model has created ones; it does not see them."""
         before, created = set(vars(model)), {}
         with detected(model):
             try:

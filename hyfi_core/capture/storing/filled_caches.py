@@ -110,7 +110,9 @@ class _Parts:
         for op in program.operators:
             if alive.isdisjoint(op.outputs):
                 continue
-            tags = getattr(op.target, "tags", None)  # functions of the user's have none
+            # Operators that depend on no input. Those that draw random numbers are counted as dependent, and so are
+            # functions of the user's, which have no tags.
+            tags = getattr(op.target, "tags", None)
             if (
                 tags is not None
                 and torch.Tag.nondeterministic_seeded not in tags

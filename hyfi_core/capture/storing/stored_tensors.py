@@ -157,7 +157,8 @@ class Caches:
             of_image: the tensors that depend on the image.
 
         Returns:
-            The removed flags and other constants, except those stored beside tensors, such as their sizes.
+            (holder, name, value) of the removed flags and other constants, except those stored beside tensors, such as
+            their sizes; of an item of a set, (set, item, True).
         """
         stored_values: list[Stored] = []
         for container, before in self._dicts:
