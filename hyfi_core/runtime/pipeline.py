@@ -284,7 +284,7 @@ class Pipeline:
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
         self._driver.run(self._run_back(key, microbatch, cotangents, step, in_two))
         # A first stage sends no cotangents, so ``_send`` will not remove its flight.
-        if not any(edge[1] == key[0] for edge in self._lowered.boundaries):
+        if not any(target == key[0] for _, target in self._lowered.boundaries):
             del self._flights[key, microbatch]
 
     def _run_back(self, key: Key, microbatch: int, cotangents: LocalValues, step: Step, in_two: bool) -> Waits[None]:

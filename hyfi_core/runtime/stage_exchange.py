@@ -80,16 +80,16 @@ class StageExchange:
 
     def send(self, edge: Edge, direction: int, microbatch: int, values: Mapping[str, torch.Tensor], back: bool) -> None:
         """Start sending this rank's parts of the values (or with ``back``, of their cotangents)."""
-        position, pieces, peers = self._side(edge, direction, back, at_source=not back)
+        position, pieces, other_ranks = self._side(edge, direction, back, at_source=not back)
         boundary, sends, packed = self._boundaries[edge], [], []
-        for peer, chosen in pieces.items():
-            if peers[peer] == self._comm.rank:
+        for other_position, chosen in pieces.items():
+            if other_ranks[other_position] == self._comm.rank:  # this rank holds both stages
                 parts = cut_out(boundary, position, chosen, values, at_source=not back)
                 handed = HandedOver([part.clone() for part in parts] if self._moves else parts, self._moves)
                 self._local[(edge, direction, microbatch, back), position] = handed
                 continue
             buffer = pack(boundary, position, chosen, values, at_source=not back)
-            sends.append(Message(peers[peer], buffer))
+            sends.append(Message(other_ranks[other_position], buffer))
             packed += [buffer] if len(chosen) > 1 else []  # a single piece may be the value itself
         if sends:
             self._leaving.append(_Departure(boundary, self._comm.exchange(sends, []), packed))
@@ -99,21 +99,22 @@ class StageExchange:
     def expect(self, edge: Edge, direction: int, microbatch: int, back: bool) -> None:
         """Post the receives of messages from the other stage."""
         # Values arrive at the target of an edge, cotangents (``back``) at its source.
-        _, pieces, peers = self._side(edge, direction, back, at_source=back)
+        _, pieces, other_ranks = self._side(edge, direction, back, at_source=back)
         boundary = self._boundaries[edge]
         buffers = {
-            position: boundary.buffer(chosen, self.device)
-            for position, chosen in pieces.items()
-            if peers[position] != self._comm.rank
+            other_position: boundary.buffer(chosen, self.device)
+            for other_position, chosen in pieces.items()
+            if other_ranks[other_position] != self._comm.rank
         }
-        receives = [Message(peers[position], buffer) for position, buffer in buffers.items()]
+        receives = [Message(other_ranks[other_position], buffer) for other_position, buffer in buffers.items()]
         self._arrivals[edge, direction, microbatch, back] = _Arrival(buffers, self._comm.exchange([], receives))
 
     def values(self, stage: int, direction: int, microbatch: int) -> Waits[dict[str, torch.Tensor]]:
         """Wait for the values that a stage receives from others, and return them; they may only be read."""
         received: dict[str, torch.Tensor] = {}
         for edge, boundary in self._boundaries.items():
-            if edge[1] == stage:
+            _, target = edge
+            if target == stage:
                 position, messages = yield from self._collect(edge, direction, microbatch, back=False)
                 received.update(boundary.arrived(position, messages))
                 self._unpacked(edge, messages)
@@ -123,7 +124,8 @@ class StageExchange:
         """Wait for the cotangents of the values that a stage has sent, and return their sums."""
         sums: dict[str, torch.Tensor] = {}
         for edge, boundary in self._boundaries.items():
-            if edge[0] == stage:
+            source, _ = edge
+            if source == stage:
                 position, messages = yield from self._collect(edge, direction, microbatch, back=True)
                 for name, cotangent in boundary.returned(position, messages).items():
                     # In place: only this sum refers to the memory of the first cotangent.
@@ -142,16 +144,16 @@ class StageExchange:
     def _collect(
         self, edge: Edge, direction: int, microbatch: int, back: bool
     ) -> Waits[tuple[int, dict[int, Delivery]]]:
-        """Wait for a boundary transfer; return this rank's position in it, and what each peer has sent."""
+        """Wait for a boundary transfer; return (this rank's position, position in the other stage -> what it sent)."""
         key = (edge, direction, microbatch, back)
-        position, pieces, peers = self._side(edge, direction, back, at_source=back)
+        position, pieces, other_ranks = self._side(edge, direction, back, at_source=back)
         arrival = self._arrivals.pop(key)
         # The only wait: the schedule has posted these receives long before.
         yield arrival.pending
         messages: dict[int, Delivery] = {**arrival.buffers}
-        for peer in pieces:
-            if peers[peer] == self._comm.rank:
-                messages[peer] = self._local.pop((key, peer))
+        for other_position in pieces:
+            if other_ranks[other_position] == self._comm.rank:  # handed over without a message
+                messages[other_position] = self._local.pop((key, other_position))
         return position, messages
 
     def _unpacked(self, edge: Edge, messages: Mapping[int, Delivery]) -> None:

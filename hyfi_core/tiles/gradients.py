@@ -41,7 +41,7 @@ class TileGradients:
         )
 
     def begin(self, counted: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Set earlier gradients aside; store those of aggregator and loss that this rank counts, and reduce them."""
+        """Set earlier gradients aside; start to sum those of aggregator and loss, with ``counted`` of this rank."""
         self._earlier.set_aside()
         if self._group is not None:
             self._group.begin()

@@ -105,7 +105,7 @@ class KeyedDraws(TorchDispatchMode):
         """
         if name == "native_dropout":
             return self._dropout(arguments["input"], arguments["p"], arguments["train"])
-        if name in _FILLS:
+        if name in _FILLS:  # in place
             draw, names = _FILLS[name]
             return arguments["self"].copy_(self._numbers(draw, arguments["self"], *(arguments[n] for n in names)))
         if name == "random_":
@@ -115,7 +115,7 @@ class KeyedDraws(TorchDispatchMode):
         if name == "bernoulli":
             like = arguments["self"]
             return self._numbers(draws.bernoulli, like, arguments.get("p", like))
-        if name in _MAKES:
+        if name in _MAKES:  # returns a new tensor
             draw, names = _MAKES[name]
             return self._numbers(draw, _like(arguments), *(arguments[n] for n in names if n in arguments))
         if name == "randperm" and self._tiles is None:

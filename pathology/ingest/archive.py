@@ -218,7 +218,8 @@ def compare_with_store(request: Request) -> IngestWork:
             if key is not None:
                 key.refuse_another_file(job)
             to_do.append(replace(job, seen=states.get(job.slide_id, "")))
-            if not is_of_another(record, job):  # at another path, it was not refused because it is missing
+            # A file at another path gets here only if it is missing, which its ingest reports.
+            if not is_of_another(record, job):
                 renewed.append(job.slide_id)
         else:
             finished[job.slide_id] = updated

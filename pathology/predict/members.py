@@ -106,7 +106,8 @@ class Member:
         except RuntimeError as error:
             raise RequestError(f"checkpoint {checkpoint}: its weights do not match its model: {error}") from error
         readout = None if readout_of is None else readout_of(loaded.model)
-        return cls(str(checkpoint), module.eval(), loaded.model, loaded.averaged is not None, readout)
+        averaged = loaded.averaged is not None
+        return cls(str(checkpoint), module.eval(), config=loaded.model, averaged=averaged, own_readout=readout)
 
     @property
     def digest(self) -> str:

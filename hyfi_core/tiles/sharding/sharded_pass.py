@@ -38,7 +38,7 @@ class ShardedPass(EncoderPass):
         width, dtype, device = self.facts.features, self.facts.dtype, self.call.device
         features = [SlideFeatures(self.parts, n, self.comm, width, dtype, device) for n in range(len(self.slides))]
         graphs: list[torch.Tensor | None] = []
-        kept = self._by_all(kept, "min")
+        kept = self._by_all(kept, "min")  # as many as every rank can keep
         read = self._read(self.chunks, last=not self.trains or not self.facts.trained)
         for number, chunk in enumerate(self.chunks):
             keeps = number >= len(self.chunks) - kept
