@@ -11,7 +11,7 @@ OLDEST = (2, 9)
 
 
 def check_torch_version() -> None:
-    """Refuse a PyTorch that is older: pip does not install one, but a cluster's own may be imported instead.
+    """Refuse a PyTorch before ``OLDEST``: pip does not install one, but a cluster's own may be imported instead.
 
     Raises:
         RequestError: it would lose ``torch.no_grad`` in a model's forward, without an error.

@@ -216,7 +216,7 @@ class Pipeline:
         return key[0] == len(self._lowered.parameters) - 1
 
     def _send(self, edge: tuple[int, int], key: Key, microbatch: int, back: bool) -> None:
-        """Send along an edge, and drop values that no other edge needs."""
+        """Start sending a micro-batch's values or cotangents along an edge; drop them after the last of their edges."""
         flight = self._flights[key, microbatch]
         leaving = flight.cotangents if back else flight.exits
         # They are packed outside of the tape's steps, where the pager does not load them by itself.
@@ -337,7 +337,7 @@ class Pipeline:
         return Executor(stage.tape, self._groups[key], self._all_replicas[key], flight.memory, self._between_planes)
 
     def _from_loss(self, key: Key, flight: _MicroBatch, microbatch: int, step: Step) -> LocalValues:
-        """Add a micro-batch's loss; return name -> cotangent of the output, empty unless this is the last stage."""
+        """Add a micro-batch's loss to the step's; return output -> cotangent, empty unless this is the last stage."""
         if not self._is_last(key):
             return {}
         # The output is replicated, its cotangent a sum over ranks: zero on all ranks but one.

@@ -166,7 +166,7 @@ class StageRunner:
         return LocalInput(batch, parts, {} if self._is_cell else self.reader.read(batch.images, parts))
 
     def step(self, inputs: LocalInput, labels: torch.Tensor, arrived: Callable[[int], None], over_batch: bool) -> Step:
-        """Return the inputs of a training step (collective over all trainers at the first loss over the whole batch).
+        """Return the inputs of a training step; collective over all trainers at the first loss over the whole batch.
 
         Args:
             inputs: result of ``training_input``.

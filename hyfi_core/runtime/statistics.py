@@ -340,7 +340,7 @@ class StageTensors:
 
     @torch.no_grad()
     def send(self, names: Iterable[str]) -> None:
-        """Send tensors of ``_known_on`` from a rank that knows them to all ranks (collective over planes)."""
+        """Broadcast tensors whose new values only the ranks of ``_known_on`` have (collective over planes)."""
         ordered = sorted(names)
         named = named_tensors(self._model) if ordered else {}  # this goes through the whole model
         for name in ordered:

@@ -84,7 +84,7 @@ class Bindings:
         self._read()
 
     def _read(self) -> None:
-        """Read the tensors of the model, and forget those to which stages were bound."""
+        """Read the tensors of the model, and forget which of the earlier ones each stage uses."""
         model = self._model
         self._parameters: LocalValues = dict(model.named_parameters(remove_duplicate=False))
         self._buffers: LocalValues = dict(model.named_buffers(remove_duplicate=False))

@@ -331,7 +331,7 @@ class DryRun:
         return moved
 
     def _pair(self, sender: int, receiver: int, half: Half) -> None:
-        """Pair a half with the first opposite one that waits between these ranks, or let it wait behind its like."""
+        """Pair a half with the first opposite one that waits between these ranks; if there is none, it waits itself."""
         lane = self.lanes.setdefault((sender, receiver), deque())
         # A lane has sends only or receives only, because opposite halves are paired at once.
         if not lane or lane[0].is_send == half.is_send:

@@ -42,7 +42,7 @@ class Representatives:
 
 
 def represented(schedule: Schedule, placement: Placement, partners: bool) -> Representatives:
-    """Return the representatives of a schedule's ranks.
+    """Return representatives of a schedule's ranks: of those that do the same, a few stand for all.
 
     Args:
         schedule: a list for each rank of the placement.

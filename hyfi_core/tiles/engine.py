@@ -264,7 +264,7 @@ class TilesEngine(EngineState):
         room: KeepingRoom | None,
         hooks: ParameterHooks,
     ) -> torch.Tensor:
-        """Run both passes with the head between them; return the loss. ``room`` may keep fewer chunks (None: all)."""
+        """Run both passes with the head between them; return the loss. ``room`` may keep fewer than ``kept`` chunks."""
         trains_encoder = bool(encoding.facts.trained)
         with self._call.norms():
             ACTIVITY.action = "encoding tiles"
@@ -360,7 +360,7 @@ class TilesEngine(EngineState):
         return bool(self._call.exact and self._call.live_norms and facts.trained)
 
     def _room(self, trials: TriedModel, encoding: EncoderPass) -> KeepingRoom:
-        """Return the memory that a step needs, with the limit by which chunks are kept."""
+        """Return what decides whether a chunk is kept: the memory that a step needs, and the limit."""
         largest, facts = max((len(chunk) for chunk in encoding.chunks), default=0), trials.facts
         tile_bytes = read_bytes(trials.like, self._call.dtype, self.reader.ahead)
         lasting = trials.lasting(encoding.parts.tiles) + encoding.reader.kept_bytes(encoding.slides)

@@ -201,7 +201,7 @@ class NoDrawsInBackward(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator.
+        """Call an operator, and refuse one that draws.
 
         Raises:
             RequestError: it draws random numbers.

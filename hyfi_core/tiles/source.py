@@ -128,7 +128,7 @@ def gather_lengths(comm: Communicator, slides: Sequence[TileSource], ranks: int)
 
 
 def read_tiles(slide: TileSource, number: int, indices: Sequence[int]) -> torch.Tensor:
-    """Return tiles of a slide as its source returns them, checked; ``number``: that of the slide, for messages.
+    """Return tiles of a slide as its source returns them, checked; messages name the slide by ``number``.
 
     Raises:
         RequestError: the source returned something other than tiles.

@@ -23,7 +23,7 @@ class AttentionSpread:
 
     @classmethod
     def of(cls, attention: Sequence[torch.Tensor], tiles: Sequence[int] | None = None) -> AttentionSpread | None:
-        """Return the spread of slides' attention, whatever its sum; None without slides.
+        """Return how unevenly attention is spread over the tiles of slides; it may have any sum. None without slides.
 
         Args:
             attention: one tensor a slide; heads or classes, in other dims than that of tiles, are averaged.

@@ -133,7 +133,7 @@ class ResampledContent:
         return self._reader.tiles
 
     def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
-        """See `SlideContent`. Memory: one shard (48 MiB) of each level and the slide at about 8 µm per pixel."""
+        """Write the pyramid and return what was measured. Memory: a shard (48 MiB) of each level, the slide at 8 µm."""
         accumulator = QualityAccumulator(self._sizes, self._options.mpp, self._options.tissue)
         done_px, all_px = 0, self.frame.box.area
 
@@ -185,7 +185,7 @@ class LosslessContent:
         return self._quality or measure_lossless(self._slide, self._mpp, self._options.tissue, self._tissue)
 
     def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
-        """See `SlideContent`. Memory: the tiles of three shards, and `measure_lossless`, which runs in parallel."""
+        """Copy the tiles and return what was measured. Memory: three shards, and `measure_lossless` in parallel."""
         progress(0.0)
         with ThreadPoolExecutor(1, "measure") as pool:
             measured = pool.submit(self._measure)

@@ -128,7 +128,7 @@ class CheckpointWriter:
             self._open.job.result()
 
     def advance(self) -> int | None:
-        """Start publishing, or end it, after a vote in which no rank was ``busy`` (collective with an open checkpoint).
+        """Start publishing, or end it, after a vote in which no rank was ``busy``; collective if a checkpoint is open.
 
         Returns:
             The step of a checkpoint that is published now; None if there is none.

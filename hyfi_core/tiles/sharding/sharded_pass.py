@@ -34,7 +34,7 @@ class ShardedPass(EncoderPass):
     def forward(
         self, kept: int, room: KeepingRoom | None = None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Return as `EncoderPass.forward`; a chunk is kept if all ranks have room for theirs."""
+        """Encode all chunks and return as `EncoderPass.forward`; a chunk is kept if all ranks have room for theirs."""
         width, dtype, device = self.facts.features, self.facts.dtype, self.call.device
         features = [SlideFeatures(self.parts, n, self.comm, width, dtype, device) for n in range(len(self.slides))]
         graphs: list[torch.Tensor | None] = []
@@ -62,7 +62,7 @@ class ShardedPass(EncoderPass):
         gradients: TileGradients,
         room: KeepingRoom | None = None,
     ) -> None:
-        """Drive all chunks backward, the last first; each call adds the sum over ranks to this rank's shards."""
+        """Drive all chunks backward, the last first; each adds gradients, summed over ranks, to this rank's shards."""
         again = [chunk for chunk, graph in zip(self.chunks, graphs, strict=True) if graph is None]
         read = self._read(again[::-1], last=True)
         for number in reversed(range(len(self.chunks))):

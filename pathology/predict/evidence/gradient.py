@@ -136,7 +136,7 @@ class _BlockSums:
         self.sums = torch.zeros(outputs, *blocks.shape, dtype=torch.float64)
 
     def add(self, gradient: InputGradient) -> None:
-        """Add the products of one part of the image to ``sums``."""
+        """Add gradient · (pixels − white), of one part of the image and one output, to the sums of its blocks."""
         # Multiply on the device of the pixels; only the sum over channels is copied to the host.
         differences = gradient.pixels - self._white.to(gradient.pixels)
         products = (differences * gradient.values)[0].double().sum(0).cpu()
