@@ -171,7 +171,7 @@ def topk(builder: Builder, op: Operator) -> None:
         builder.refuse(op, f"takes the {count} largest of {shape[dim]} positions", "fewer values, or a gathered map")
     box, width = split.layout.parts[builder.rank], split.layout.map.width
     wide = torch.promote_types(info.dtype, torch.float32)
-    candidates = [min(count, part.area) for part in split.layout.parts]
+    candidate_counts = [min(count, part.area) for part in split.layout.parts]
     gathered_shape = (ranks, *shape[:dim], *shape[dim + 1 :], count)
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,9 +193,9 @@ def topk(builder: Builder, op: Operator) -> None:
         return placed(values), placed(where)
 
     def finish(values: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # Without padding, whose zeros could be chosen in place of pixels.
+        # Only the candidates of each rank: the zeros behind them could be chosen in place of pixels.
         values, where = (
-            torch.cat([row[..., :had] for row, had in zip(item, candidates, strict=True)], -1)
+            torch.cat([row[..., :of_rank] for row, of_rank in zip(item, candidate_counts, strict=True)], -1)
             for item in (values, where)
         )
         top, at = values.topk(count, -1, largest)

@@ -134,7 +134,7 @@ def _where_second_is_shared(
         pairs = [(axis_factors[0][factor], axis_factors[1][factor]) for factor in (0, 1)]
         # Factors of dim 0.
         batch = [at for at, factor in enumerate(factors) if not factor.before]
-        builder.ahead.add(op.name)
+        builder.ahead.add(op.name)  # noted, since the split then depends on the operators that follow
         first = windows_first(builder.program, op, groups, sizes, pairs, batch)
         if first is not None:
             return [first == 1] * 2

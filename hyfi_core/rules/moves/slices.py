@@ -45,7 +45,7 @@ def roll(builder: Builder, op: Operator) -> None:
         shift_of[dim] += shift
     channel_shifts = [(shift, dim) for dim, shift in shift_of.items() if shift and dim not in split.dims]
     if not set(dims) & set(split.dims):
-        _elsewhere(builder, op)
+        _emit_on_other_dims(builder, op)
         return
     if not split.plain:
         builder.refuse(
@@ -65,7 +65,7 @@ def flip(builder: Builder, op: Operator) -> None:
     split, shape = builder.splits[name], builder.shape(name)
     dims = [dim % len(shape) for dim in op.args[1]]
     if not set(dims) & set(split.dims):
-        _elsewhere(builder, op)
+        _emit_on_other_dims(builder, op)
         return
     if not split.plain:
         builder.refuse(
@@ -76,7 +76,7 @@ def flip(builder: Builder, op: Operator) -> None:
     _by_slices(builder, op, tables, split.layout, (lambda y: y.flip(channel_dims)) if channel_dims else None)
 
 
-def _elsewhere(builder: Builder, op: Operator) -> None:
+def _emit_on_other_dims(builder: Builder, op: Operator) -> None:
     """Emit an operator along dims other than height and width."""
     split = builder.same_pixels(op, op.args[0].name)
     emit_on_part(builder, op, split, split)

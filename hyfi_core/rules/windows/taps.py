@@ -28,7 +28,7 @@ class Tap:
 
 
 def of_slice(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
-    """Return the tap of a slice; None if it is not along height or width.
+    """Return a slice as a window of one tap, with the step as stride; None if it is not along height or width.
 
     Maps whose height and width are not separate dims have none.
 
@@ -47,7 +47,10 @@ def of_slice(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
 
 
 def of_pad(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
-    """Return the tap of padding; None if it is not constant, or not of height and width alone; see ``of_slice``."""
+    """Return padding as a window of one tap; None if it is not constant, or not of height and width alone.
+
+    Arguments as of ``of_slice``.
+    """
     widths, rank = list(op.args[1]), len(shape)
     mode = op.args[2] if len(op.args) > 2 else op.kwargs.get("mode", "constant")
     value = op.args[3] if len(op.args) > 3 else op.kwargs.get("value")
