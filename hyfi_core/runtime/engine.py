@@ -114,7 +114,7 @@ class Engine(EngineState, EngineFacts):
         owner, updated_on = self._ownership.owner, self._ownership.updated_on() if plan.stages > 1 else {}
         self._stage_tensors = StageTensors(model, self._groups, owner, updated_on)
         self.unsaved = unsaved_buffers(model, lowered)
-        self._missing = self._ownership.missing() if plan.stages > 1 else None
+        self._weight_elsewhere = self._ownership.missing() if plan.stages > 1 else None
         self._mirrors = Mirrors(model, self._groups, plan.mirror == "point_to_point")
         self._watch = WeightWatch(model, self._mirrors.arriving, plan.stages > 1)
         weights = SameWeights(self._watch, self._ownership.held(), self.settle, self._resend)
@@ -251,7 +251,7 @@ class Engine(EngineState, EngineFacts):
         # Before lowering, which is collective: a rank with another call would wait for messages that never come.
         self._consensus.check_training(batch.shape, self._runners[0].known(batch.micro), labels, self._optimizer)
         lowered = self._lowered(batch.micro)
-        self._bring_tensors(lowered)
+        self._send_changed_tensors(lowered)
         over_batch = self._loss.over_batch(lowered, labels, self._runners[0].forwards_first(lowered))
         inputs = dict(self._runners.each(lambda runner: (runner, runner.training_input(batch))))
         self._pixels.check(inputs[self._runners[0]])
@@ -260,7 +260,7 @@ class Engine(EngineState, EngineFacts):
         sink = gradients if self._runners.cells == 1 else GradientsOfCells(gradients, self._runners.cells)
         hooks = ParameterHooks(self._subject.bindings.parameters_once, self.plan.microbatches * self.plan.replicas)
         # Before the update already: forwards change the buffers of this rank's own stages only.
-        mark_stale(self._model, self._missing)
+        mark_stale(self._model, self._weight_elsewhere)
         with self._watch.changing(noticed=True), hooks:
             gradients.begin()
             self.reserve(batch.micro, pixels=pixels_of(images))
@@ -275,7 +275,7 @@ class Engine(EngineState, EngineFacts):
 
             steps, self.events = self._replayed.run(
                 lowered,
-                lambda: _sharing(
+                lambda: _sharing_losses(
                     self._runners.each(lambda runner: runner.step(inputs[runner], labels, arrived, over_batch))
                 ),
                 train,
@@ -353,10 +353,10 @@ class Engine(EngineState, EngineFacts):
         batch = self._runners[0].reader.evaluation_batch(images)
         self._consensus.check_evaluation(call, batch.shape, self._runners[0].known(batch.micro))
         self.settle()  # a stage may read weights that this rank otherwise uses in direction 1 only
-        self._bring_tensors(self._lowered(batch.micro))
+        self._send_changed_tensors(self._lowered(batch.micro))
         return batch
 
-    def _bring_tensors(self, lowered: LoweredModel) -> None:
+    def _send_changed_tensors(self, lowered: LoweredModel) -> None:
         """Send the tensors that a stage has changed to the ranks of other stages that read them."""
         missing = self._stage_tensors.missing(lowered) if self.plan.stages > 1 else []
         if missing:
@@ -383,7 +383,7 @@ class Engine(EngineState, EngineFacts):
         return shared
 
 
-def _sharing(steps: list[Step]) -> list[Step]:
+def _sharing_losses(steps: list[Step]) -> list[Step]:
     """Return the steps of this process's cells, which now share each loss: it may have state, so it runs once."""
     computed = ComputedLosses(len(steps))
     for step in steps:

@@ -100,8 +100,8 @@ class Groups:
         """
         if holders not in self._reductions:
             # Without members a rank still takes part in the collective call, and gets None.
-            planes = range(0, self.all.size, self.placement.size) if self.plane.rank in holders else ()
-            members = [first + rank for first in planes for rank in sorted(holders)]
+            first_ranks = range(0, self.all.size, self.placement.size) if self.plane.rank in holders else ()
+            members = [first + rank for first in first_ranks for rank in sorted(holders)]
             group = self.all.subgroup(members)
             if group is None:
                 self._reductions[holders] = None

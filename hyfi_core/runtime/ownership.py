@@ -163,10 +163,10 @@ class ParameterOwnership:
             sizes.setdefault(self._holders[name], {})[name] = parameter.numel() * parameter.element_size()
             first_names[id(parameter)] = name
         # Holders in all planes and replicas have the same weights, so all of them share the writing.
-        planes = range(0, self._groups.all.size, self._groups.placement.size)
+        first_ranks = range(0, self._groups.all.size, self._groups.placement.size)
         writers: dict[str, int] = {}
         for holders, bytes_of in sizes.items():
-            writers |= deal(bytes_of, [first + rank for first in planes for rank in sorted(holders)])
+            writers |= deal(bytes_of, [first + rank for first in first_ranks for rank in sorted(holders)])
         return {name: writers[first_names[id(parameter)]] for name, parameter in self._named.items()}
 
     def owner(self, name: str) -> int:

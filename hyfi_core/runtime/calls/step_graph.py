@@ -192,7 +192,10 @@ class StepGraph:
         return image
 
     def _cotangents(self, number: int, step: Step, microbatch: int, leaves: Leaves, leads: bool) -> LeafCotangents:
-        """End a graph, compute the loss of its output, and begin the next, which reads the cotangents returned."""
+        """End a graph, compute the loss of its output, and begin the next, which reads the cotangents returned.
+
+        Replays call ``compute_next`` between the two graphs. Arguments as of ``_image`` and ``StepLoss.cotangents``.
+        """
         self._end()
         before = self._marks()
         of_loss = step.loss.cotangents(microbatch, _copies(leaves), leads)
