@@ -294,7 +294,7 @@ class BackwardPass:
         ]
 
     def _add(self, cotangents: Arrived, sum_overwrites: Mapping[str, Over]) -> None:
-        """Add (name, cotangent) to existing ones and empty the list; a sum may overwrite what ``sum_overwrites`` says."""
+        """Add (name, cotangent) to existing ones, empty the list; a sum may overwrite what ``sum_overwrites`` says."""
         while cotangents:
             # Popped, so that the list keeps no cotangent alive while the following ones are added.
             name, cotangent = cotangents.pop(0)
