@@ -115,7 +115,7 @@ def normalised(batch: torch.Tensor) -> torch.Tensor:
 def train(slides: Slides, recipe: TaskRecipe, seed: int, log: bool = False) -> torch.nn.Module:
     """Train the demo's network from scratch on one split."""
     torch.manual_seed(seed)
-    model: torch.nn.Module = getattr(resnet, recipe.name)(2, recipe.pool, "train", recipe.width)
+    model: torch.nn.Module = getattr(resnet, recipe.name)(classes=2, pool=recipe.pool, norm="train", width=recipe.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
     n = len(slides.labels)
     per_epoch = n // recipe.batch_size

@@ -238,7 +238,7 @@ def small_size(make: Make) -> str:
         return f"impossible: {reason}"
     try:
         program = capture(model, shape, torch.float64)
-        gradients = trained(model, program, images, labels)
+        gradients = gradients_on_ranks(model, program, images, labels)
     except RequestError as error:
         return f"refused: {str(error)[:300]}"
     error_of_gradients = worst(
@@ -252,7 +252,9 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
 
 
-def trained(model: nn.Module, program: Program, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients_on_ranks(
+    model: nn.Module, program: Program, images: torch.Tensor, labels: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Return the gradients of a step on 2 x 2 ranks, which share one captured program."""
     copies = [copy.deepcopy(model) for _ in range(GRID[0] * GRID[1])]
     plan, (batch, channels, height, width) = hyfi_core.ParallelPlan(grids=(GRID,)), images.shape

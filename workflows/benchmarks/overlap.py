@@ -34,6 +34,7 @@ from hyfi_core.comm.delayed import DelayedCommunicator, Latency
 from hyfi_core.models import resnet
 from hyfi_core.ops.convolution import Convolution
 from workflows.evaluation.models import convert_model
+from workflows.launch.launch import RANK_SETTINGS
 from workflows.launch.mpiexec import find_mpiexec
 
 T = TypeVar("T")
@@ -54,18 +55,18 @@ class SleepingConvolution(Convolution):
 
 
 def main() -> None:
-    """Start two ranks, or run as one of them."""
+    """Start two ranks, which measure steps with and without overlap, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1024)
-    parser.add_argument("--latency-ms", type=float, default=4.0)
+    parser.add_argument("--latency-ms", type=float, default=4.0, help="of each message")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--resting-ms", type=float, default=0.0)
+    parser.add_argument("--resting-ms", type=float, default=0.0, help="how long each convolution also sleeps")
     args = parser.parse_args()
     if "HYFI_OVERLAP_RANK" in os.environ:
         SleepingConvolution.seconds = args.resting_ms / 1000
         _compare(args.size, args.latency_ms / 1000, args.steps)
         return
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "HYFI_OVERLAP_RANK": "1"}
+    environment = os.environ | RANK_SETTINGS | {"OMP_NUM_THREADS": "1", "HYFI_OVERLAP_RANK": "1"}
     command = [*find_mpiexec().command(2), sys.executable, "-m", "workflows.benchmarks.overlap", *sys.argv[1:]]
     sys.exit(subprocess.run(command, env=environment, check=False).returncode)
 

@@ -257,11 +257,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     # Variant -> (seconds of the reduction, whether it runs during backward).
-    sides = {"free": (0.0, True), "overlapped": (LINK_S, True), "after": (LINK_S, False)}
-    seconds_of: dict[str, list[float]] = {name: [] for name in sides}
+    variants = {"free": (0.0, True), "overlapped": (LINK_S, True), "after": (LINK_S, False)}
+    seconds_of: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
-        for name, side in sides.items():
-            seconds_of[name].append(_step_s(*side))
+        for name, variant in variants.items():
+            seconds_of[name].append(_step_s(*variant))
     seconds = {name: statistics.median(times) for name, times in seconds_of.items()}
     # 1: as fast as with a free link; 0: as slow as sending everything after backward.
     hidden = 1.0 - (seconds["overlapped"] - seconds["free"]) / (seconds["after"] - seconds["free"])

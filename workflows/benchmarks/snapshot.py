@@ -43,8 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--size", type=int, default=512)
-    parser.add_argument("--every", type=int, default=4)
-    parser.add_argument("--validations", type=int, default=4)
+    parser.add_argument("--every", type=int, default=4, help="steps between two snapshots")
+    parser.add_argument("--validations", type=int, default=4, help="number of snapshots")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:

@@ -150,7 +150,7 @@ def _age_s(metrics: Path) -> float | None:
 
 def _stall_s(folder: Path, records: Sequence[Mapping[str, Any]]) -> float:
     """Return after how many seconds without a record a run counts as stalled; more before the first validation."""
-    # `run.stall_s` of config.yaml, as `hyfi train` writes it; a null is no number.
+    # `run.stall_s` in the text of config.yaml, because loading it needs torch; null, the default, does not match.
     match = re.search(r"^  stall_s: (\d[\d.]*)$", _config(folder), re.MULTILINE)
     if match is not None:
         # 0 means never.

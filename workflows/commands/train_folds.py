@@ -79,6 +79,7 @@ def _pool(runs: FoldRuns) -> Mapping[str, Any]:
     # If another job of an array finishes a fold meanwhile, this job may overwrite its summary: repeat with that fold.
     while (latest := finished_now()) != finished:
         finished = latest
+        # Here all folds are of the same runs; in a sweep, each may be of other ones.
         runs_of = dict.fromkeys(finished, runs)
         summary = pool_folds(runs.folder, runs_of, folds=len(runs.table.folds))
     if outdated := [str(fold) for fold in evaluated() if fold not in finished]:

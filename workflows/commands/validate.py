@@ -109,7 +109,7 @@ def run(request: EvaluationRequest) -> int:
             f"use --split val"
         )
     if request.out is not None:
-        _refuse_predictions(request.out)
+        _refuse_folder_of_predictions(request.out)
     _cells_of(request)  # raises if its options do not fit together, before ranks are started
     body = partial(validate_rank, request)
     if request.ranks is not None and request.ranks > 1 and inside_launcher() is None:
@@ -117,7 +117,7 @@ def run(request: EvaluationRequest) -> int:
     return run_as_rank(body)
 
 
-def _refuse_predictions(out: Path) -> None:
+def _refuse_folder_of_predictions(out: Path) -> None:
     from pathology.predict.out_folder import RUN_FILE
 
     if (out / RUN_FILE).exists():

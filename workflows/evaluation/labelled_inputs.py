@@ -119,6 +119,7 @@ class InputLabels:
         if len(manifests) == 1 and manifests[0].is_file():
             return manifests[0]
         options = {"--target": self.target, "--split": self.split, "--id-column": self.id_column}
+        # One is given: without options about labels, no table is read.
         option = next(name for name, value in options.items() if value is not None)
         raise RequestError(f"{option}: the slides have no manifest to read it from; give --labels CSV")
 

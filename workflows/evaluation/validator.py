@@ -114,7 +114,7 @@ class ValidationService:
             assert self._end is not None
             return self._finish(bool(self._end["stopped"]))
         finally:
-            self._kill()
+            self._kill_child()
             self._buffers.close()
 
     # -- validator 0
@@ -153,7 +153,7 @@ class ValidationService:
         """Handle a message of the child and give it its next work; return whether anything happened."""
         # The children's work is not needed any more; what trainer 0 has sent must still be received.
         if self._gave_up or (self._end is not None and (self._end["stopped"] or self._end["discard"])):
-            self._kill()
+            self._kill_child()
             return self._discard_snapshots()
         assert self._child is not None
         message = self._child.receive()
@@ -205,7 +205,7 @@ class ValidationService:
         step = self._queue[0].step if self._queue else None
         cause = f"the validation process of validator {rank} ended with {how}"
         resumed = f"from the weights of step {step}" if step is not None else "waiting for weights"
-        self._kill()
+        self._kill_child()
         self._ready = self._busy = False
         if self._deaths >= MAX_DEATHS:
             self._gave_up = True
@@ -258,7 +258,7 @@ class ValidationService:
             if message["kind"] in ("begun", "end"):
                 return bool(message.get("stopped"))
             # Every other order ends the old child: "kill", or "start" after the death of another validator's child.
-            self._kill()
+            self._kill_child()
             if message["kind"] == "start":
                 self._round = message["round"]
                 self._replace_child(message["port"])
@@ -266,7 +266,7 @@ class ValidationService:
     def _on_follower_child(self, message: ChildMessage) -> None:
         """Handle a message of the child of another validator than 0."""
         if message["kind"] == "died":
-            self._kill()
+            self._kill_child()
             notice = {"rank": self._group.rank, "how": message["how"], "round": self._round}
             # Messages that have left need not be kept.
             self._sending = [pending for pending in self._sending if not pending.test()]
@@ -278,11 +278,11 @@ class ValidationService:
 
     def _replace_child(self, port: int | None) -> None:
         """Start this rank's child; ``port``: that of child 0, None for child 0 itself, which chooses it."""
-        self._kill()
+        self._kill_child()
         rendezvous = {"rank": self._group.rank, "size": self._group.size, "host": self._host, "port": port}
         self._child = self._start(rendezvous, self._buffers.descriptors)
 
-    def _kill(self) -> None:
+    def _kill_child(self) -> None:
         if self._child is not None:
             self._child.kill()
             self._child = None

@@ -110,24 +110,25 @@ def layer_depths(model: nn.Module) -> dict[str, int]:
 def _layers(module: nn.Module, path: str, total: int) -> Iterator[str]:
     """Yield the paths of the layers inside a module, in its order; ``total``: number of the model's weights.
 
-    A child is one layer, unless it consists of layers, such as a sequence of blocks; without weights it is none.
+    A child is one layer, unless it has layers inside, such as a sequence of blocks; without weights it is none.
     """
     for name, child in module.named_children():
         size = sum(parameter.numel() for parameter in child.parameters())
         inner = f"{path}.{name}" if path else name
-        if size and _consists_of_layers(child, is_most=size > _TRUNK_SHARE * total):
+        if size and _has_layers_inside(child, is_most=size > _TRUNK_SHARE * total):
             yield from _layers(child, inner, total)
         elif size:
             yield inner
 
 
-def _consists_of_layers(module: nn.Module, *, is_most: bool) -> bool:
-    """Whether each part of a module is a layer of its own; ``is_most``: it has most of the model's parameters.
+def _has_layers_inside(module: nn.Module, *, is_most: bool) -> bool:
+    """Whether to look for layers inside a module; otherwise it is one layer.
 
-    True for sequences of blocks, and for a module that has most of the parameters and repeats blocks inside.
+    Layers are inside sequences of blocks, and inside a module that has most of the model's parameters (``is_most``) and
+    repeats blocks somewhere.
     """
     if isinstance(module, _LISTS):
-        # A list whose parts have parts is one of blocks; otherwise it is a block itself.
+        # A list whose parts have parts is a sequence of blocks; otherwise it is a block itself.
         return is_most or any(True for child in module.children() for _ in child.children())
     return is_most and any(isinstance(part, _LISTS) and _repeats(part) for part in module.modules())
 

@@ -13,7 +13,7 @@ from workflows.launch.mpiexec import find_mpiexec
 Launcher = Literal["none", "mpiexec", "torchrun"]
 
 NETWORKS = ("resnet18", "amoebanet", "third party")
-EQUAL_S = 5.0  # several run at once
+EQUAL_WEIGHT = 5.0  # less than its seconds: several run at once
 RANKS: tuple[tuple[int, Launcher], ...] = ((1, "none"), (2, "mpiexec"), (4, "mpiexec"))
 EQUAL_PLANS: dict[str, tuple[int, Launcher]] = {
     "pipeline": (2, "mpiexec"),
@@ -84,25 +84,31 @@ def all_parts(sizes: CheckSizes) -> list[CheckPart]:
     Args:
         sizes: Sizes of the check; speed and pieces have a part for each size of images.
     """
-    first_px, *others_px = sizes.speed_px
+    # For parts that need one size only.
+    first_px = sizes.speed_px[0]
     return [
         *(
-            CheckPart(f"equal: {network}, {_ranks_text(n)}", "equal", network, n, launcher, EQUAL_S, together=True)
+            CheckPart(
+                f"equal: {network}, {_ranks_text(n)}", "equal", network, n, launcher, weight=EQUAL_WEIGHT, together=True
+            )
             for network in NETWORKS
             for n, launcher in RANKS
         ),
         *(
-            CheckPart(f"equal: {name}", "equal", f"resnet18/{name}", ranks, launcher, EQUAL_S, together=True)
+            CheckPart(
+                f"equal: {name}", "equal", f"resnet18/{name}", ranks, launcher, weight=EQUAL_WEIGHT, together=True
+            )
             for name, (ranks, launcher) in EQUAL_PLANS.items()
         ),
         *(
-            CheckPart(f"equal: {network}, 2 GPUs", "equal", network, 2, "torchrun", EQUAL_S, gpus=2, together=True)
+            CheckPart(
+                f"equal: {network}, 2 GPUs", "equal", network, 2, "torchrun", weight=EQUAL_WEIGHT, gpus=2, together=True
+            )
             for network in NETWORKS
         ),
         CheckPart("tests of GPUs", "tests", weight=30.0, gpu_only=True),
         CheckPart("commands", "commands", weight=60.0),
-        CheckPart(f"speed: {first_px} px", "speed", str(first_px), weight=20.0),
-        *(CheckPart(f"speed: {side} px", "speed", str(side), weight=20.0) for side in others_px),
+        *(CheckPart(f"speed: {side} px", "speed", str(side), weight=20.0) for side in sizes.speed_px),
         CheckPart("profile", "profile", str(first_px), weight=10.0),
         CheckPart("cells", "cells", weight=45.0),
         *(CheckPart(f"pieces: {side} px", "pieces", str(side), weight=20.0) for side in sizes.pieces_px),

@@ -176,7 +176,7 @@ class _LaunchMonitor:
         failed_s: float | None = None
         while self._process.poll() is None:
             started = self._status.pids()
-            # Wakes as soon as a rank ends, not a poll later: the order of ends names the first.
+            # Wakes as soon as a rank ends, not a poll later: the message names the rank that ended first.
             if started:
                 self._exits.wait(started.values(), POLL_SECONDS)
             else:

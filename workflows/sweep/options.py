@@ -62,7 +62,7 @@ def sweep(
         # It goes on when nobody reads its output any more, as in ``hyfi sweep … | head``: its results are files.
         ignore_closed_stdout()
         chosen, searched = requested_settings(settings, search, trials, seed, prune)
-        resumption = Resumption.of(resume, source=None, accepts_changes=False)
+        resumption = Resumption(allowed=resume)
         runs = SweepRuns(config, tuple(overrides or ()), ranks, resumption, chosen, folds, fold_column)
         return command.run(runs, as_json, searched)
 

@@ -19,7 +19,7 @@ from workflows.tasks.calibration import evaluate_temperature, fit_temperature
 from workflows.tasks.cases import aggregated
 from workflows.tasks.class_page import class_section
 from workflows.tasks.page_section import PageSection
-from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
+from workflows.tasks.task import Aggregation, LabelSource, Task, at_least_float32, target_columns
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,6 @@ class Multiclass(Task):
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return w_y · ℓ of each sample ``(N,)``: cross-entropy times the weight of the sample's class."""
-        logits = wide(outputs)
+        logits = at_least_float32(outputs)
         weights = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
         return torch.nn.functional.cross_entropy(logits, targets, weight=weights, reduction="none")

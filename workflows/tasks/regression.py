@@ -23,7 +23,7 @@ from workflows.tasks.cases import members_of
 from workflows.tasks.number_metrics import number_metrics
 from workflows.tasks.page_section import PageSection, metric_numbers, shown_metric
 from workflows.tasks.plots import scatter_plot
-from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
+from workflows.tasks.task import Aggregation, LabelSource, Task, at_least_float32, target_columns
 
 LEVEL = 0.9
 """Share of new cases whose value lies in the prediction's interval; fewer than 9 validation cases give no interval."""
@@ -197,8 +197,8 @@ class Regression(Task):
             outputs: (N, 1), standardised; ``in_units`` makes them values.
             targets: (N,) in the units of the target.
         """
-        predicted = wide(outputs)[:, 0]
-        # In float64 until here: years such as 2024 have few digits left in float32 after the mean is subtracted.
+        predicted = at_least_float32(outputs)[:, 0]
+        # Subtracted in float64, as targets are: of years such as 2024, few digits of float32 would be left.
         standard = ((targets - self.mean) / self.std).to(predicted.dtype)
         function = torch.nn.functional.mse_loss if self.kind == "mse" else torch.nn.functional.huber_loss
         return function(predicted, standard, reduction="none")

@@ -341,7 +341,7 @@ def make_loss(task: Task, accumulate: int) -> Callable[[torch.Tensor, torch.Tens
     own = load_loss(task.own_loss) if task.own_loss else None
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        value = task.loss(outputs, targets) if own is None else own(task.in_units(wide(outputs)), targets)
+        value = task.loss(outputs, targets) if own is None else own(task.in_units(at_least_float32(outputs)), targets)
         return value / accumulate
 
     return loss
@@ -359,7 +359,7 @@ def loss_over(task: Task) -> Literal["batch", "microbatch"]:
     return "batch" if task.own_loss or (task.loss_is_own and not is_stated) else task.loss_over
 
 
-def wide(outputs: torch.Tensor) -> torch.Tensor:
+def at_least_float32(outputs: torch.Tensor) -> torch.Tensor:
     """Return outputs in float32, or as they are in float64."""
     return outputs if outputs.dtype == torch.float64 else outputs.float()
 

@@ -281,7 +281,7 @@ def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Seq
         RequestError: The slides do not suffice, or a loss or metric of the user's own does not fit.
     """
     data, targets = config.data, [_label(sample) for sample in train]
-    if data.augment.own is not None:
+    if data.augment.own is not None:  # the user's own change of colours
         try_colours(data.augment.own)
     task = task_class(data.task_name).fitted(data, labels, targets)
     task = replace(task, own_loss=data.own_loss, own_metrics=config.validation.metrics)
@@ -290,7 +290,7 @@ def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Seq
     task.check_validation([_label(sample) for sample in val])
     batch, evaluated = targets[: data.batch_size], [_label(sample) for sample in val] or targets
     for single, its_labels in task.with_labels(targets):  # one by one, if there are several targets
-        if is_own(single):
+        if is_own(single):  # a class of the user's
             try_task(single, its_labels[:_TRIED])
     task.try_own(batch, evaluated)  # the user's own loss and metrics
     return task

@@ -99,8 +99,9 @@ class TrainingLoop:
         # `_late_s`: after a step's time was taken, trainers wait for each other to compare times and to vote; these
         # seconds count in the next step. `_compared_s`: the part of comparing.
         self._time, self._late_s, self._compared_s, self._compile_s = StepTime(), 0.0, 0.0, 0.0
+        # Rank, host and memory of the trainer that uses most memory, when they were compared last.
         self._fullest: dict[str, Any] | None = None
-        self._places = gather_places(roles.trainers, roles.launched)
+        self._places = gather_places(roles.trainers, roles.launcher_rank)
         steps = traced_steps(self._start, job.steps, job.config.run.trace)
         self._trace = StepTrace(job.config.run.dir / "trace.json", engine, roles.trainers, steps)
         host, device = socket.gethostname(), str(engine.device)

@@ -72,7 +72,7 @@ class Roles:
         loader_ranks: Ranks of the loaders in ``world``.
         validator_ranks: Ranks of the validators in ``world``.
         loaders_of: For each trainer, the loaders that serve it; empty without loaders.
-        launched: This rank as the launcher counts, by which logs and errors name it.
+        launcher_rank: This rank as the launcher counts, by which logs and errors name it.
     """
 
     world: Communicator
@@ -82,7 +82,7 @@ class Roles:
     loader_ranks: range
     validator_ranks: range
     loaders_of: Mapping[int, tuple[int, ...]]
-    launched: int
+    launcher_rank: int
 
     @classmethod
     def of(cls, world: Communicator, config: Config, classes: int | None = None) -> Roles:

@@ -41,11 +41,11 @@ def test_without_a_recomputed_micro_batch_a_step_takes_as_long_as_without_recomp
     plan = ParallelPlan(grids=((1, 1), (1, 1)), cuts=("0",), schedule="gpipe", recompute=True)
     forecasts = Forecasts()
     kept_s = forecasts.step_s("small", 64, 2, replace(plan, recompute=False), "p40")
-    assert forecasts.early_recompute_s("small", 64, 2, plan, "p40", but_last=True) == pytest.approx(kept_s)
-    last_only_s = forecasts.early_recompute_s("small", 64, 2, plan, "p40", but_last=False)
+    assert forecasts.torchgpipe_step_s("small", 64, 2, plan, "p40", but_last=True) == pytest.approx(kept_s)
+    last_only_s = forecasts.torchgpipe_step_s("small", 64, 2, plan, "p40", but_last=False)
     assert kept_s < last_only_s
     two = replace(plan, microbatches=2)  # its last stage recomputes in our schedule, too
-    assert forecasts.early_recompute_s("small", 64, 2, two, "p40", but_last=False) < forecasts.step_s(
+    assert forecasts.torchgpipe_step_s("small", 64, 2, two, "p40", but_last=False) < forecasts.step_s(
         "small", 64, 2, two, "p40"
     )
 

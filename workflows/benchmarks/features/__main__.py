@@ -56,7 +56,7 @@ def _cpu_s() -> float:
 
 
 def main() -> None:
-    """Ingest the slide and print tiles/s of the command, of the plain loop and of reading."""
+    """Ingest the slide, and print tiles/s of the encoder in a plain loop, of `hyfi features` and of reading alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slide", type=Path)
     parser.add_argument("--mpp", type=float, help="of tiles; default: the store's finest")

@@ -63,10 +63,10 @@ class Forecasts:
         """Return the seconds of a step; see ``step``."""
         return self.step(network, size, images, plan, machine).step_s
 
-    def early_recompute_s(
+    def torchgpipe_step_s(
         self, network: str, size: int, images: int, plan: ParallelPlan, machine: str, but_last: bool
     ) -> float:
-        """Return the seconds of a step that recomputes while it waits for cotangents, as torchgpipe does.
+        """Return the seconds of a step of torchgpipe, which recomputes activations while it waits for cotangents.
 
         Our schedules recompute after the cotangents have arrived. In a GPipe schedule, only the first micro-batch to go
         back waits: while it is in one stage, all earlier stages wait for its cotangents, and torchgpipe recomputes its

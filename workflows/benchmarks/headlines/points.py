@@ -44,7 +44,7 @@ def points() -> list[Point]:
 
 
 def _formulas() -> list[Point]:
-    """Return bubbles that do not depend on hardware, as the papers' formulas give them.
+    """Return bubbles that do not depend on hardware, as the papers' formulas give them for settings that they state.
 
     GEMS: 32 repetitions. Chimera: as many micro-batches as stages, and twice as many.
     """
@@ -103,7 +103,7 @@ def _torchgpipe_amoebanet() -> list[Point]:
 
         def modelled(forecasts: Forecasts, plan: ParallelPlan = plan, batch: int = batch) -> float:
             network, but_last = "AmoebaNet-D (18, 256)", plan.microbatches > 1
-            return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, but_last)
+            return batch / forecasts.torchgpipe_step_s(network, 224, batch, plan, P40, but_last)
 
         setting = f"AmoebaNet-D (18, 256), 224², {len(balance)} P40, {microbatches} micro-batches, batch {batch}"
         points.append(Point("torchgpipe", "images/s", published, setting, stated=True, modelled=modelled))
@@ -121,15 +121,15 @@ _RESNET = (
 
 
 def _torchgpipe_resnet() -> list[Point]:
-    """Return the figures of torchgpipe for ResNet-101."""
+    """Return the figures of torchgpipe for ResNet-101; its benchmarks state their settings."""
     network = "ResNet-101"
 
-    def alone(forecasts: Forecasts) -> float:
+    def one_gpu(forecasts: Forecasts) -> float:
         return 118 / forecasts.step_s(network, 224, 118, ParallelPlan(grids=((1, 1),)), P40)
 
     points = [
         Point(
-            "torchgpipe", "images/s", 95.862, f"{network}, 224², 1 P40, plain, batch 118", stated=True, modelled=alone
+            "torchgpipe", "images/s", 95.862, f"{network}, 224², 1 P40, plain, batch 118", stated=True, modelled=one_gpu
         )
     ]
     for microbatches, images, cuts, published in _RESNET:
@@ -144,7 +144,7 @@ def _torchgpipe_resnet() -> list[Point]:
         def modelled(forecasts: Forecasts, plan: ParallelPlan = plan, images: int = images) -> float:
             batch = images * plan.microbatches
             # torchgpipe does not recompute the last micro-batch.
-            return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, but_last=True)
+            return batch / forecasts.torchgpipe_step_s(network, 224, batch, plan, P40, but_last=True)
 
         setting = f"{network}, 224², {len(cuts) + 1} P40, micro-batches of {images}"
         points.append(Point("torchgpipe", "images/s", published, setting, stated=True, modelled=modelled))

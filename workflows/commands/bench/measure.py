@@ -209,7 +209,8 @@ def _crowding(alone: AloneRates, together: TogetherRates) -> Crowding:
     """Return how much slower operators are when all cores compute."""
     from hyfi_core.cost.machine import Crowding
 
-    slowdowns = [max(1.0, crowded_s / own) for crowded_s, own in zip(together.crowded_s, alone.crowded_s, strict=True)]
+    times = zip(together.bound_layers_s, alone.bound_layers_s, strict=True)
+    slowdowns = [max(1.0, together_s / alone_s) for together_s, alone_s in times]
     return Crowding(*slowdowns)
 
 
@@ -220,7 +221,7 @@ def _efficiency(
     from hyfi_core.cost.machine import PRODUCTS
 
     # A shared norm is measured on all ranks at once: its rates on one rank alone would be higher.
-    shared_norm = together.norm[0] * crowding.memory, together.norm[1] * crowding.memory
+    shared_norm = together.shared_norm_rates[0] * crowding.memory, together.shared_norm_rates[1] * crowding.memory
     efficiency = {}
     for kind, (forward, backward) in (alone.rates | {"shared_norm": shared_norm}).items():
         best = peak if kind in PRODUCTS else alone.copied_bytes_per_s
@@ -234,7 +235,7 @@ def _overhead_s(alone: AloneRates, together: TogetherRates) -> dict[str, tuple[f
     # Not measured in chains, but the same operator.
     overheads["thin_convolution"] = overheads["convolution"]
     # The model adds kernel_s itself, with the all-reduce of the norm's sums.
-    overheads["shared_norm"] = _less(together.tiny_norm_s, alone.kernel_s)
+    overheads["shared_norm"] = _less(together.tiny_shared_norm_s, alone.kernel_s)
     return {kind: _rounded_pair(pair) for kind, pair in overheads.items()}
 
 

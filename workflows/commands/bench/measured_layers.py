@@ -303,7 +303,7 @@ class LayerBench:
         difference = many.less(few).divided(LENGTHS[1] - LENGTHS[0])
         return difference.forward_s + difference.backward_s
 
-    def crowded(self) -> tuple[float, float]:
+    def bound_layers_s(self) -> tuple[float, float]:
         """Return the typical seconds of layers bound by (arithmetic, memory), forward and backward together.
 
         The shortest times would be those of moments in which other ranks did not compute.

@@ -90,20 +90,20 @@ class OperatorBench:
         """Return the forward rate of a convolution in ``dtype``."""
         return self._case(CASES["convolution"][0], dtype, min(2, self._rounds))[0]
 
-    def shared_norm(self, comm: Communicator) -> Rates:
+    def shared_norm_rates(self, comm: Communicator) -> Rates:
         """Return the rates of a batch norm over all ranks of ``comm`` (collective)."""
         (case,) = CASES["norm"]
         touched = 2 * case.channels * case.side_px**2 * 4
-        seconds, tiny_s = self._shared_norm_s(comm, case, self._rounds), self.shared_norm_s(comm)
+        seconds, tiny_s = self._time_shared_norm_s(comm, case, self._rounds), self.tiny_shared_norm_s(comm)
         forward_s, backward_s = (max(1e-9, s - t) for s, t in zip(seconds, tiny_s, strict=True))
         return touched / forward_s, touched / backward_s
 
-    def shared_norm_s(self, comm: Communicator) -> Rates:
+    def tiny_shared_norm_s(self, comm: Communicator) -> Rates:
         """Return the (forward, backward) seconds of a shared norm of a tiny map, all-reduces included (collective)."""
         (case,) = CASES["norm"]
-        return self._shared_norm_s(comm, replace(case, side_px=_TINY_PX), SHARED_ROUNDS)
+        return self._time_shared_norm_s(comm, replace(case, side_px=_TINY_PX), SHARED_ROUNDS)
 
-    def _shared_norm_s(self, comm: Communicator, case: OperatorCase, rounds: int) -> Rates:
+    def _time_shared_norm_s(self, comm: Communicator, case: OperatorCase, rounds: int) -> Rates:
         """Return the (forward, backward) seconds of a batch norm whose statistics all ranks share (collective)."""
         own = self._map(case, torch.float32)
         pixels = own.numel() // case.channels * comm.size  # of all ranks' maps, over which the mean is taken

@@ -24,7 +24,7 @@ class AloneRates:
         kinds: Kind -> times of its operators, for kinds measured in the engine.
         weight_bytes_per_s: As in ``MachineModel``.
         half_channels: As in ``MachineModel``.
-        crowded_s: Seconds of layers bound by (arithmetic, memory).
+        bound_layers_s: Seconds of layers bound by (arithmetic, memory).
         block: Times of a block with all kinds of operators.
         dtype_shares: Dtype -> its rate, relative to float32.
         copied_bytes_per_s: Memory bandwidth.
@@ -37,7 +37,7 @@ class AloneRates:
     kinds: dict[str, MeasuredKind]
     weight_bytes_per_s: dict[str, Pair]
     half_channels: dict[str, Pair]
-    crowded_s: Pair
+    bound_layers_s: Pair
     block: LayerTimes
     dtype_shares: dict[str, float]
     copied_bytes_per_s: float
@@ -65,7 +65,7 @@ def measured_alone(bench: OperatorBench, layers: LayerBench) -> AloneRates:
         kinds=kinds,
         weight_bytes_per_s={kind: pair for kind, (pair, _) in heavy.items()},
         half_channels=half,
-        crowded_s=layers.crowded(),
+        bound_layers_s=layers.bound_layers_s(),
         block=layers.block(),
         dtype_shares={dtype: rate / dtype_rates["float32"] for dtype, rate in dtype_rates.items()},
         copied_bytes_per_s=bench.copied_bytes_per_s(),
@@ -80,17 +80,17 @@ class TogetherRates:
     """What ranks measure at the same time, one on each core.
 
     Attributes:
-        crowded_s: As in ``AloneRates``, on the slowest rank.
-        norm: Rates of a shared norm.
-        tiny_norm_s: (Forward, backward) seconds of a shared norm of a tiny map.
+        bound_layers_s: As in ``AloneRates``, on the slowest rank.
+        shared_norm_rates: (Forward, backward) rates of a shared norm.
+        tiny_shared_norm_s: (Forward, backward) seconds of a shared norm of a tiny map.
         strip_s: (Forward, backward) seconds of work on a neighbour's strip, message included; None with one rank, and
             on ranks other than the first two.
         block: Times of a block with all kinds of operators on each of two ranks; None as for ``strip_s``.
     """
 
-    crowded_s: Pair
-    norm: Pair
-    tiny_norm_s: Pair
+    bound_layers_s: Pair
+    shared_norm_rates: Pair
+    tiny_shared_norm_s: Pair
     strip_s: Pair | None
     block: LayerTimes | None
 
@@ -98,13 +98,18 @@ class TogetherRates:
 def measured_together(bench: OperatorBench, layers: LayerBench, group: Communicator) -> TogetherRates:
     """Measure layers and norms on all ranks at the same time, strips and a block on the first two (collective)."""
     group.barrier()
-    crowded_s = torch.tensor(layers.crowded(), dtype=torch.float64)
-    group.all_reduce(crowded_s, "max")  # those of the slowest rank
+    bound_layers_s = torch.tensor(layers.bound_layers_s(), dtype=torch.float64)
+    group.all_reduce(bound_layers_s, "max")  # those of the slowest rank
     # The first two ranks; None on the others, and if there is only one.
     pair = group.split(0 if group.rank < _PAIR <= group.size else None)
     strip_s = None if pair is None else layers.strip_s(pair)
     block = None if pair is None else layers.block(pair)
     group.barrier()
-    tiny_norm_s, norm = bench.shared_norm_s(group), bench.shared_norm(group)
-    arithmetic_s, memory_s = crowded_s.tolist()
-    return TogetherRates((arithmetic_s, memory_s), norm, tiny_norm_s, strip_s, block)
+    arithmetic_s, memory_s = bound_layers_s.tolist()
+    return TogetherRates(
+        bound_layers_s=(arithmetic_s, memory_s),
+        tiny_shared_norm_s=bench.tiny_shared_norm_s(group),
+        shared_norm_rates=bench.shared_norm_rates(group),
+        strip_s=strip_s,
+        block=block,
+    )

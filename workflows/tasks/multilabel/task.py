@@ -31,7 +31,7 @@ from workflows.tasks.multilabel.metrics import (
 from workflows.tasks.multilabel.page import labels_section
 from workflows.tasks.multilabel.readout import HALF, LabelsReadout
 from workflows.tasks.page_section import PageSection
-from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
+from workflows.tasks.task import Aggregation, LabelSource, Task, at_least_float32, target_columns
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Multilabel(Task):
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of each sample, (N,): the sum over its known labels, divided by the number of all labels."""
-        logits = wide(outputs)
+        logits = at_least_float32(outputs)
         is_known, yes = (targets != UNKNOWN).to(logits.dtype), (targets == YES).to(logits.dtype)
         losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, yes, reduction="none") * is_known
         if self.weights:

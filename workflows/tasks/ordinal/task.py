@@ -23,7 +23,7 @@ from workflows.tasks.ordinal.links import LINKS, GradeLink
 from workflows.tasks.ordinal.page import grades_section
 from workflows.tasks.ordinal.readout import GradeReadout
 from workflows.tasks.page_section import PageSection
-from workflows.tasks.task import Aggregation, LabelSource, Task, wide
+from workflows.tasks.task import Aggregation, LabelSource, Task, at_least_float32
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,6 @@ class Ordinal(Multiclass):
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of each sample, (N,)."""
-        logits = wide(outputs)
+        logits = at_least_float32(outputs)
         weights = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
         return self.link.losses(logits, targets) * weights[targets]

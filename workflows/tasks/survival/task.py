@@ -32,7 +32,7 @@ from workflows.tasks.survival.metrics import (
 )
 from workflows.tasks.survival.page import survival_section
 from workflows.tasks.survival.readout import SurvivalReadout
-from workflows.tasks.task import Aggregation, LabelSource, Task, target_columns, wide
+from workflows.tasks.task import Aggregation, LabelSource, Task, at_least_float32, target_columns
 
 COX = "cox"
 HORIZONS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -140,8 +140,8 @@ class Survival(Task):
         """Return the negative log partial likelihood for each event of the batch, or the mean loss of hazards."""
         times, events = targets.unbind(1)
         if self.kind == COX:
-            return cox_loss(wide(outputs)[:, 0], times, events)
-        return hazard_losses(wide(outputs), times, events, self.edges).mean()
+            return cox_loss(at_least_float32(outputs)[:, 0], times, events)
+        return hazard_losses(at_least_float32(outputs), times, events, self.edges).mean()
 
     def drawn(self, outputs: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the metrics of `workflows.tasks.survival.metrics` of each draw; ``brier`` only of hazards.

@@ -104,7 +104,7 @@ class FiniteSteps:
 
     def describe(self, job: TrainingJob, step: int, numbers: StepNumbers, lr: float) -> str:
         """Return what is not finite in a step, and its slides, as text (collective)."""
-        losses, parameters = numbers.losses, self._parameters_with_such_gradients()
+        losses, parameters = numbers.losses, self._parameters_with_nonfinite_gradients()
         # A finite loss does not tell which turn's gradient is wrong: all turns are named.
         turns = [turn for turn, loss in enumerate(losses) if not math.isfinite(loss)] or [*range(len(losses))]
         finding = (
@@ -116,7 +116,7 @@ class FiniteSteps:
         )
         return f"{text}; gradients that are not finite: {listed(parameters, 3)}" if parameters else text
 
-    def _parameters_with_such_gradients(self) -> list[str]:
+    def _parameters_with_nonfinite_gradients(self) -> list[str]:
         """Return the names of parameters with a gradient that is not finite on any trainer (collective)."""
         mine = [
             name

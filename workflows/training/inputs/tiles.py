@@ -154,6 +154,8 @@ class TileInputs(BagInputs):
             )
         updates = norms and encoder.batch_norm == "exact" and encoder.train != "none"
         if updates:
+            # Slides of a class may have statistics of their own: when it was tried, attention learned from these, and
+            # `max` did not (docs/tiles.md).
             remedy = "an encoder with another norm, or the aggregator max" if random else "frozen, or another norm"
             warnings.append(
                 "model.encoder.batch_norm: exact: training normalises each slide by its own tiles, validation by an "
