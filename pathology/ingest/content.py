@@ -62,7 +62,7 @@ class SlideContent(Protocol):
         """The levels to write, finest first."""
 
     @property
-    def glass(self) -> tuple[Mask, float] | None:
+    def tissue_to_keep(self) -> tuple[Mask, float] | None:
         """(tissue mask, its microns per pixel): chunks far from tissue are omitted; None: all chunks are written."""
 
     @property
@@ -119,8 +119,7 @@ class ResampledContent:
         self._sizes = self.frame.sizes(options)
         self.levels = pyramid_levels(self._sizes, options.mpp, options.pixel_codec, options.sharded)
         tissue_mask = self.frame.tissue if options.glass == "blank" else None
-        # Where chunks of glass are left out: the tissue mask, and its microns per pixel.
-        self.glass = None if tissue_mask is None else (tissue_mask, self.frame.mask_mpp)
+        self.tissue_to_keep = None if tissue_mask is None else (tissue_mask, self.frame.mask_mpp)
 
     @property
     def bad_tiles(self) -> int:
@@ -169,15 +168,16 @@ class LosslessContent:
         self, slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissue: SlideTissue | None = None
     ) -> None:
         self._slide, self._mpp, self._options, self._tissue = slide, mpp, options, tissue
-        self._copy = LosslessSlide(slide)
-        self._copy.check()
-        self.frame = whole_frame(slide, mpp)
-        self.levels = self._copy.stored_levels(mpp.um)
-        self.glass: tuple[Mask, float] | None = None
+        self._copier = LosslessSlide(slide)
+        self._copier.check()
+        self.frame = whole_frame(slide, mpp)  # the part of the slide that is written: all of it
+        self.levels = self._copier.stored_levels(mpp.um)
+        self.tissue_to_keep: tuple[Mask, float] | None = None
         self._quality: Quality | None = None
-        if options.glass == "blank":  # which chunks to omit must be known first
+        # Chunks that show only glass are omitted, so where the tissue is must be known before the first is copied.
+        if options.glass == "blank":
             self._quality = self._measure()
-            self.glass = (self._quality.masks.tissue, self._quality.mpp_um)
+            self.tissue_to_keep = (self._quality.masks.tissue, self._quality.mpp_um)
         self.bad_tiles = self.tiles = 0
 
     def _measure(self) -> Quality:
@@ -189,7 +189,7 @@ class LosslessContent:
         progress(0.0)
         with ThreadPoolExecutor(1, "measure") as pool:
             measured = pool.submit(self._measure)
-            copied = self._copy.copy(writer, self._options.max_bad)
+            copied = self._copier.copy(writer, self._options.max_bad)
             # After the copy, whose error names the damaged tile; for measuring, the tile is only white.
             quality = measured.result()
         self.bad_tiles, self.tiles = len(copied.bad), copied.tiles

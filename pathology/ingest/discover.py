@@ -190,6 +190,7 @@ def user_columns(row: Mapping[str, str]) -> dict[str, str]:
 
 def _merged(path: Path, source: Path, a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, str]:
     """Return two rows of one slide as one; refuse rows that contradict each other."""
+    # Except the path of its file, which may be written in several ways.
     for column in sorted(a.keys() & b.keys() - {"source_path"}):
         if a[column] != b[column]:
             raise RequestError(

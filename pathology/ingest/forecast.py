@@ -29,7 +29,7 @@ _PX_PER_CORE_S = 25e6
 MIN_BYTES_PER_PX = 0.15
 """Lower bound of a slide's size, pyramid included: mostly glass, zstd."""
 RESERVE_BYTES = 64 * 2**20
-_MANY_TIMES, _MEASURED = 4, 50
+_MANY_TIMES, _MEASURED_SLIDES = 4, 50
 """`size_note` warns if stored slides are this many times larger than their files; it measures about 50 slides."""
 _JPEG_SHARE = 1 / 7
 """Size with jpeg:85 relative to zstd:1; of four real and drawn slides, from 1/8 to 1/5.7."""
@@ -134,7 +134,7 @@ def size_note(store: Path, slide_ids: Sequence[str], options: IngestOptions) -> 
     if not options.pixel_codec.exact or options.lossless:
         return ""
     stored_bytes = source_bytes = 0
-    sampled = slide_ids[:: max(1, len(slide_ids) // _MEASURED)]
+    sampled = slide_ids[:: max(1, len(slide_ids) // _MEASURED_SLIDES)]
     for slide_id in sampled:
         try:
             slide = SlideStore.open(slide_path(store, slide_id), check_files=False)

@@ -174,7 +174,7 @@ class _SlideIngest:
             self.store,
             self.name,
             content.levels,
-            tissue=content.glass,
+            tissue=content.tissue_to_keep,
             identity={**identity, "versions": versions()},
             threads=self.threads,
             scratch=self.options.cache,

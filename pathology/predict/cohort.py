@@ -31,7 +31,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.runtime.launch import own_device
 from pathology.dealing import SlideQueue, gathered, group_size, on_first_rank, own_group, shared_folder
 from pathology.errors import SlideError
-from pathology.predict.ensemble import Ensemble, Sight, together
+from pathology.predict.ensemble import Ensemble, Sight, on_every_rank
 from pathology.predict.evidence.gradient import gradient_evidence
 from pathology.predict.evidence.occlude import OcclusionStoppedError, check_evidence, occlude
 from pathology.predict.heatmap import Heatmap, average
@@ -89,7 +89,7 @@ def predict_slides(
     folder = OutFolder(out, members, spec, options=options)
     ingest_options(members[0].config, spec.mpp, options)  # refuses a wrong mpp before anything is written
     options.check_tissue([slide.slide_id for slide in inputs])
-    inputs = with_case_slides(inputs) if spec.bag == "case" else inputs
+    inputs = with_case_slides(inputs) if spec.bag == "case" else inputs  # the slides of a case are one bag of tiles
     set_arithmetic(all(member.config.get("tf32", False) for member in members))  # as in training
     device = own_device(options.device, comm)
     to_predict = on_first_rank(comm, lambda: folder.open(inputs))
@@ -98,7 +98,7 @@ def predict_slides(
     group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(to_predict)))
     for member in members:
         member.model.to(device)
-    ensemble = _ensemble_of(members, spec, group, options) if any(not inputs[k].reason for k in to_predict) else None
+    ensemble = _ensemble_of(members, spec, group, options) if any(not inputs[k].failure for k in to_predict) else None
     with _scratch(folder, comm, is_needed=bool(to_predict)) as scratch:
         if group.rank == 0 and comm.rank != 0:
             folder.open(inputs)  # on rank 0 done above; the first rank of each group writes results
@@ -192,22 +192,22 @@ class _Run:
     def predict(self, slide: SlideInput, ensemble: Ensemble | TileEnsemble | None) -> Prediction:
         """Predict a slide and write its results. Collective."""
         prediction = Prediction(slide.slide_id, slide.case_id, str(slide.path), FAILED)
-        if slide.reason or ensemble is None:
-            return replace(prediction, reason=slide.reason)
+        if slide.failure or ensemble is None:
+            return replace(prediction, reason=slide.failure)
         try:
             with self._prepared(slide) as (store, flags):
-                # `together`: if one rank cannot read something, the slide fails on all ranks, and none waits for it.
-                given_tissue = together(self._comm, lambda: self._options.tissue_given(slide.slide_id))
+                # `on_every_rank`: if one rank cannot read something, the slide fails on all, and none waits for it.
+                given_tissue = on_every_rank(self._comm, lambda: self._options.tissue_given(slide.slide_id))
                 prediction = replace(
                     prediction, flags=_merged(flags, self._flags, ("tissue_given",) * (given_tissue is not None))
                 )
-                dataset = together(self._comm, lambda: self._dataset(store, slide))
+                dataset = on_every_rank(self._comm, lambda: self._dataset(store, slide))
                 prediction = prediction if slide.stored else replace(prediction, source_mpp=_source_mpp(dataset))
                 outside = self._trained.ranges.describe_outside(SlideFigures.of(dataset, 0))
                 if outside:
                     flags = _merged(prediction.flags, (OUTSIDE,))
                     prediction = replace(prediction, flags=flags, reason=f"{OUTSIDE}: {'; '.join(outside)}")
-                if together(self._comm, lambda: dataset.stain is not None and dataset.colour_map(0) is None):
+                if on_every_rank(self._comm, lambda: dataset.stain is not None and dataset.colour_map(0) is None):
                     prediction = replace(prediction, flags=_merged(prediction.flags, ("stain_as_scanned",)))
                 if self._trained.has(slide.slide_id, slide.case_id, source_sha256(dataset, 0)):
                     prediction = replace(prediction, flags=_merged(prediction.flags, (TRAINED_ON,)))
@@ -293,7 +293,7 @@ class _Run:
 
     def _on_rank_0(self, action: Callable[[], T]) -> T | None:
         """Run ``action`` on rank 0; if it fails, the slide fails on all ranks. Collective."""
-        return together(self._comm, lambda: action() if self._comm.rank == 0 else None)
+        return on_every_rank(self._comm, lambda: action() if self._comm.rank == 0 else None)
 
     def _dataset(self, store: Path, slide: SlideInput) -> SlideDataset:
         """Return a dataset of one slide.

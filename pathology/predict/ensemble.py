@@ -34,7 +34,7 @@ READ_ERRORS = (RequestError, SlideError, OSError, ValueError)
 """Errors of a slide that do not end the run."""
 
 
-def together(comm: Communicator, action: Callable[[], T]) -> T:
+def on_every_rank(comm: Communicator, action: Callable[[], T]) -> T:
     """Run ``action`` on every rank and return its value; if it fails on one rank, the slide fails on all. Collective.
 
     ``action`` must not be collective: if it failed on one rank, the others would wait in it.
@@ -133,8 +133,8 @@ class Ensemble:
         Raises:
             SlideError: the slide cannot be read.
         """
-        level = together(self._comm, lambda: dataset.level(0))
-        view = together(self._comm, lambda: dataset.view(0))
+        level = on_every_rank(self._comm, lambda: dataset.level(0))
+        view = on_every_rank(self._comm, lambda: dataset.view(0))
         if not view.pieces:
             return Sight(views=(), coverage=0.0, flags=view.flags, level=level)
         views = self.views(dataset, 0) if all_tissue else (view,)
@@ -173,7 +173,7 @@ class Ensemble:
         Raises:
             SlideError: the slide cannot be read.
         """
-        return views_of(dataset, index, self._engines, lambda action: together(self._comm, action))
+        return views_of(dataset, index, self._engines, lambda action: on_every_rank(self._comm, action))
 
     @property
     def comm(self) -> Communicator:
@@ -278,7 +278,7 @@ class SlideImage:
         self.engine, self._member, self._comm = engine, member, comm
         self._dataset, self._index, self._view = dataset, index, view
         keeps = keep and engine.plan.cells is None
-        self._kept_pixels = together(comm, lambda: self._read(engine.input_box)) if keeps else None
+        self._kept_pixels = on_every_rank(comm, lambda: self._read(engine.input_box)) if keeps else None
 
     def run(self, call: Callable[[Callable[[Box], torch.Tensor]], T], covered: Sequence[Box] = ()) -> T:
         """Return ``call(images)``; ``images`` returns normalised pixels of a box, white inside the boxes ``covered``.
@@ -291,7 +291,7 @@ class SlideImage:
             if self._kept_pixels is not None:
                 part = self._normalised(self._kept_pixels, box, covered)
             else:
-                part = together(self._comm, lambda: self._normalised(self._read(box), box, covered))
+                part = on_every_rank(self._comm, lambda: self._normalised(self._read(box), box, covered))
             return call(_boxes_of(part, box))
         # With cells: if a box cannot be read, this rank goes on with zeros, because others wait for its borders.
         late = LateErrors(self._comm.size > 1)
@@ -300,7 +300,7 @@ class SlideImage:
                 lambda: torch.zeros((1, 3, *box.shape)), lambda: self._normalised(self._read(box), box, covered)
             )
         )
-        together(self._comm, late.raise_error)
+        on_every_rank(self._comm, late.raise_error)
         return result
 
     def logits(self, covered: Sequence[Box] = ()) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ pixels of that image. The heatmap has the same squares on the slide's grid:
     |    background                   . . . . . . .
 
 Sources and targets of pieces begin at multiples of the view's ``align_px``. If this is a multiple of a square's side,
-squares map one to one; otherwise every square is placed by its centre, and ``exact`` is False.
+squares map one to one; otherwise every square is placed by its centre, and ``one_to_one`` is False.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Heatmap:
         bias: for each class, ``logit - sum of the contributions``: the bias of a linear head.
         shared: for each class, the part of the background's contribution that was added to each seen square of
             ``values``.
-        exact: whether squares were mapped one to one; otherwise by their centres.
+        one_to_one: whether squares were mapped one to one; otherwise by their centres.
         exclusive: whether scores of a position sum to 1 over classes.
         of_tiles: whether squares are tiles or parts of tiles; a score is then that of a slide with only this tile.
         mapped: whether the model has a map whose positions contribute; if not, scores are NaN and contributions 0.
@@ -66,7 +66,7 @@ class Heatmap:
     logits: tuple[float, ...]
     bias: tuple[float, ...]
     shared: tuple[float, ...]
-    exact: bool
+    one_to_one: bool
     exclusive: bool = True
     of_tiles: bool = False
     mapped: bool = True
@@ -82,7 +82,7 @@ class Heatmap:
         """Flags of its slide, which say what the heatmap is not."""
         if not self.mapped:
             return ("no_heatmap",)
-        return () if self.exact else ("heatmap_by_centre",)
+        return () if self.one_to_one else ("heatmap_by_centre",)
 
     def positive_contributions(self, class_index: int) -> NDArray[np.float64]:
         """Return each square's contribution to a class's logit if it is positive, else 0; (rows, columns).
@@ -178,7 +178,7 @@ def place(
         logits=tuple(map(float, logits)),
         bias=tuple((np.asarray(logits, dtype=np.float64) - totals).tolist()),
         shared=tuple(shared.tolist()),
-        exact=one_to_one,
+        one_to_one=one_to_one,
     )
 
 
@@ -295,7 +295,7 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
             (logits - np.mean([np.subtract(heatmap.logits, heatmap.bias) for heatmap in heatmaps], axis=0)).tolist()
         ),
         shared=tuple(shared.tolist()),
-        exact=all(heatmap.exact for heatmap in heatmaps),
+        one_to_one=all(heatmap.one_to_one for heatmap in heatmaps),
         exclusive=first.exclusive,
         of_tiles=first.of_tiles,
         mapped=first.mapped,

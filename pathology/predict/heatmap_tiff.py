@@ -102,7 +102,7 @@ def ome_metadata(
     """Return the metadata in the form that tifffile turns into OME-XML."""
     sums = " Scores of all classes sum to 1." if heatmap.exclusive else ""
     words = OF_TILES if heatmap.of_tiles else EXPLANATION
-    explanation = words.format(sums=sums) + ("" if heatmap.exact else BY_CENTRES)
+    explanation = words.format(sums=sums) + ("" if heatmap.one_to_one else BY_CENTRES)
     facts: dict[str, Any] = {
         "class_names": list(heatmap.class_names),
         "logits": list(heatmap.logits),
@@ -111,7 +111,7 @@ def ome_metadata(
         "cell_px": heatmap.square_px,
         "model_mpp": list(heatmap.mpp),
         "slide_size_px": list(heatmap.slide_size_px),
-        "cells_mapped": "one to one" if heatmap.exact else "by their centres",
+        "cells_mapped": "one to one" if heatmap.one_to_one else "by their centres",
         **provenance,
     }
     channels = [f"{kind} {name}" for kind in ("score", "contribution") for name in heatmap.class_names]

@@ -28,7 +28,7 @@ class SlideInput:
         path: The slide file, or ``STORE/<slide_id>.zarr``.
         stored: Whether it is in a store already.
         row: Its row of the user's or the store's manifest.
-        reason: Why it cannot be predicted, if this is known in advance; else empty.
+        failure: Why it cannot be predicted, if this is known in advance; else empty.
         label: Its label as text; empty: it has none; None: the label is in ``row``.
         case_slides: All slides of its case, for models that take cases as bags; else empty.
     """
@@ -38,7 +38,7 @@ class SlideInput:
     path: Path
     stored: bool
     row: Mapping[str, str] = field(default_factory=dict)
-    reason: str = ""
+    failure: str = ""
     label: str | None = None
     case_slides: tuple[Path, ...] = ()
 
@@ -98,7 +98,7 @@ def _has_ome_zarr(folder: Path) -> bool:
 
 
 def _stored(folder: Path) -> list[SlideInput]:
-    """Return the slides of a store, or the single stored slide; failed slides have a reason; empty: not a store."""
+    """Return the slides of a store, or the single stored slide; failed ones have a ``failure``; empty: not a store."""
     if not _is_stored(folder):
         return []
     if folder.name.endswith(".zarr"):
@@ -109,7 +109,7 @@ def _stored(folder: Path) -> list[SlideInput]:
         return [SlideInput(slide_id, row.get("case_id", ""), folder, stored=True, row=row)]
     slides = []
     for row in sorted(load_manifest(folder), key=lambda row: row["slide_id"]):
-        reason = f"not in the store: {row.get('reason', '')}" if row.get("status") == FAILED else ""
+        failure = f"not in the store: {row.get('reason', '')}" if row.get("status") == FAILED else ""
         path = slide_path(folder, row["slide_id"])
-        slides.append(SlideInput(row["slide_id"], row.get("case_id", ""), path, stored=True, row=row, reason=reason))
+        slides.append(SlideInput(row["slide_id"], row.get("case_id", ""), path, stored=True, row=row, failure=failure))
     return slides

@@ -61,7 +61,12 @@ class Prediction:
         return cls(**attributes)
 
     def row(self, names: Sequence[str], with_spread: bool) -> dict[str, str]:
-        """Return the row of ``predictions.csv``; ``names``: columns of the values. Unknown values are empty."""
+        """Return the row of ``predictions.csv``, in which unknown values are empty.
+
+        Args:
+            names: Columns of the values.
+            with_spread: Whether there is a column for the spread of an ensemble.
+        """
         values = ["" if isnan(value) else f"{value:.6f}" for value in self.values] or [""] * len(names)
         row = {
             "slide_id": self.slide_id,

@@ -247,14 +247,17 @@ def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Field:
 
 
 def _aggregates(rng: np.random.Generator, raster: _Raster) -> Field:
-    """Return the nuclei of clusters of lymphocytes."""
+    """Return the nuclei of clusters of lymphocytes, as rows of `Anatomy.nuclei` in µm."""
     parts = [np.zeros((0, 4))]
-    for y, x in raster.points(rng, raster.count(rng, _AGGREGATES), 15):
+    for y, x in raster.points(rng, raster.count(rng, _AGGREGATES), depth_um=15):
         n = int(rng.integers(25, 140))
-        points = np.array([y, x]) + rng.normal(0, 3.2 * np.sqrt(n) * 0.7, (n, 2))
+        # It grows with the root of the number, so that small and large clusters are equally dense.
+        spread_um = 3.2 * np.sqrt(n) * 0.7
+        points = np.array([y, x]) + rng.normal(0, spread_um, (n, 2))
+        # The raster's cell of each nucleus. Those off the slide, on glass or in another object are left out.
         cell = (points / _CELL_UM).astype(np.int64)
-        keep = (points >= 0).all(1) & (cell < raster.side).all(1)
-        points, cell = points[keep], cell[keep]
+        on_slide = (points >= 0).all(1) & (cell < raster.side).all(1)
+        points, cell = points[on_slide], cell[on_slide]
         points = points[raster.free(points) & (raster.depth_um[cell[:, 0], cell[:, 1]] > 2)]
         parts.append(_rows(points, LYMPHOCYTE, rng.integers(0, VARIANTS[LYMPHOCYTE], len(points))))
     return np.concatenate(parts)

@@ -119,6 +119,7 @@ class _Planes:
         across = across + CRIMP_UM * self._field("wobble")
         along = y * np.sin(angle) + x * np.cos(angle) + BEND_UM * self._field("along")
         scale = np.float32(2)  # texture pixels per µm
+        # Up to here only at the nodes of the smooth fields; the pixels between are interpolated.
         v = enlarge((across * scale).astype(np.float32), _NODE_PX).astype(np.int32)
         u = enlarge((along * scale).astype(np.float32), _NODE_PX).astype(np.int32)
         # The texture repeats: its side is a power of two, so a mask is the remainder, for negative numbers too.

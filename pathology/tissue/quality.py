@@ -164,9 +164,9 @@ def has_unlikely_colours(tissue: Planes) -> bool:
     if tissue.shape[1] < _FEWEST_COLOURS:
         return False
     mean, spread = tissue.mean(1), tissue.std(1)
-    chroma = np.abs(mean[1:] - 128).max() < 35 and spread[0] > 8 and spread[1:].max() < 0.45 * spread[0]
-    saturated = (tissue[0] >= 254).mean() > 0.25 and mean[0] - mean[1] > 60
-    return bool(chroma or saturated)
+    taken_for_rgb = np.abs(mean[1:] - 128).max() < 35 and spread[0] > 8 and spread[1:].max() < 0.45 * spread[0]
+    taken_for_ycbcr = (tissue[0] >= 254).mean() > 0.25 and mean[0] - mean[1] > 60
+    return bool(taken_for_rgb or taken_for_ycbcr)
 
 
 def has_dark_ground(overview: Planes) -> bool:

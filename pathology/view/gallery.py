@@ -190,7 +190,7 @@ def _of_input(item: SlideInput) -> GallerySlide:
         path=item.path,
         stored=item.stored,
         manifest_mpp=item.row.get("source_mpp", ""),
-        reason=item.reason,
+        reason=item.failure,
         scene=item.row.get("scene", ""),
     )
 

@@ -49,7 +49,7 @@ class Scene:
         self._cutter, self._painter = TileCutter(self.cache), LayerPainter(self.cache)
         self._maps: dict[tuple[str, int], HeatmapFile] = {}
         self._masks: dict[str, TissueMask] = {}
-        self._finding = threading.Lock()
+        self._mask_lock = threading.Lock()
 
     def slides(self) -> list[dict[str, Any]]:
         """Return the list of slides as JSON, with the reasons why some cannot be shown."""
@@ -80,7 +80,7 @@ class Scene:
                 "mpp": slide.mpp,
                 "to_level0": slide.to_level0.affine.tolist(),
                 "facts": slide.facts,
-                "tissue": slide.mpp is not None,
+                "tissue": slide.mpp is not None,  # whether its outline can be shown: finding it takes a resolution
                 "layers": layers,
                 "layers_note": note,
                 "regions": _file_of(entry, REGIONS_FILE) is not None,
@@ -205,7 +205,7 @@ class Scene:
         Raises:
             NotInGalleryError: It is unknown.
         """
-        with self._finding:  # several tiles are requested at once; only the first request computes the mask
+        with self._mask_lock:  # several tiles are requested at once; only the first request computes the mask
             mask = self._masks.get(key)
             if mask is None:
                 mask = slide.tissue()

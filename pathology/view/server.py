@@ -122,7 +122,7 @@ class _Handlers:
         self._scene, self._gallery = scene, scene.gallery
 
     def routes(self) -> list[Route]:
-        """Return the routes, without the token."""
+        """Return the routes, below the access token that every address begins with."""
         tile = "{zoom:int}/{row:int}/{column:int}"
         return [
             Route("/", self.first),

@@ -92,8 +92,8 @@ def with_reasons(slides: Sequence[SlideInput], features: FeatureSet) -> list[Sli
     """
     result = []
     for slide in slides:
-        reason = slide.reason or _reason(slide, features)
-        result.append(replace(slide, reason=reason) if reason else slide)
+        reason = slide.failure or _reason(slide, features)
+        result.append(replace(slide, failure=reason) if reason else slide)
     return result
 
 

@@ -29,7 +29,7 @@ from hyfi_core.cost.memory.forecast import enough_gb
 from hyfi_core.runtime.calls.input_gradients import InputGradient
 from hyfi_core.runtime.engine import Engine
 from pathology.errors import SlideError
-from pathology.predict.ensemble import Ensemble, Sight, together
+from pathology.predict.ensemble import Ensemble, Sight, on_every_rank
 from pathology.predict.evidence.block_evidence import BlockEvidence
 from pathology.predict.evidence.blocks import OcclusionBlocks
 from pathology.predict.whole_tissue import image_weights
@@ -60,7 +60,7 @@ def gradient_evidence(ensemble: Ensemble, dataset: SlideDataset, sight: Sight, a
         tissue = TissueGrid.under(mask, mask_mpp, (level.height_px, level.width_px), level.mpp)
         return OcclusionBlocks.of(tissue, sight.views, align_px, most=_NO_LIMIT)
 
-    blocks = together(ensemble.comm, divided)
+    blocks = on_every_rank(ensemble.comm, divided)
     members = range(len(ensemble.members))
     drops = np.mean([_of_member(ensemble, member, dataset, sight.views, blocks) for member in members], axis=0)
     names = tuple(ensemble.members[0].readout.channels)
@@ -115,7 +115,7 @@ def _check_room(ensemble: Ensemble, engine: Engine) -> None:
                 f"(or memory, on GPUs), more --ranks, or --evidence occlusion, which keeps none"
             )
 
-    together(ensemble.comm, check)
+    on_every_rank(ensemble.comm, check)
 
 
 class _BlockSums:

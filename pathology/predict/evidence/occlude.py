@@ -20,7 +20,7 @@ from data.samples.dataset import SlideDataset
 from data.samples.view import View
 from data.store.tissue_grid import TissueGrid
 from hyfi_core.errors import RequestError
-from pathology.predict.ensemble import Ensemble, Sight, together
+from pathology.predict.ensemble import Ensemble, Sight, on_every_rank
 from pathology.predict.evidence.block_evidence import BlockEvidence
 from pathology.predict.evidence.blocks import OcclusionBlocks
 from pathology.predict.members import InputSpec, Member
@@ -82,7 +82,7 @@ def occlude(
         tissue = TissueGrid.under(mask, mask_mpp, (level.height_px, level.width_px), level.mpp)
         return OcclusionBlocks.of(tissue, sight.views, align_px, most)
 
-    blocks = together(ensemble.comm, divided)
+    blocks = on_every_rank(ensemble.comm, divided)
     forwards = len(blocks.covered)
     done = itertools.count()
 

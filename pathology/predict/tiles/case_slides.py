@@ -14,7 +14,7 @@ _NAMED = 5
 def with_case_slides(inputs: Sequence[SlideInput]) -> list[SlideInput]:
     """Return the slides with ``case_slides`` set, sorted by case; cases are in the order of their first slides.
 
-    If a slide of a case cannot be read or is not in a store, all slides of the case get this as ``reason``, because a
+    If a slide of a case cannot be read or is not in a store, all slides of the case get this as ``failure``, because a
     part of a case would be another bag. If all slides have ``case_slides`` already, they are returned unchanged.
     """
     if all(slide.case_slides for slide in inputs):
@@ -27,7 +27,7 @@ def with_case_slides(inputs: Sequence[SlideInput]) -> list[SlideInput]:
         # Sorted as in training, see `Grouping.of`.
         paths = tuple(slide.path for slide in sorted(slides, key=lambda slide: slide.slide_id))
         why = "" if len(slides) == 1 else _reason(slides)
-        result += [replace(slide, case_slides=paths, reason=slide.reason or why) for slide in slides]
+        result += [replace(slide, case_slides=paths, failure=slide.failure or why) for slide in slides]
     return result
 
 
@@ -45,9 +45,9 @@ def alone_note(inputs: Sequence[SlideInput]) -> str:
 
 def _reason(slides: Sequence[SlideInput]) -> str:
     """Return why a case with several slides cannot be predicted; empty if it can."""
-    failed = next((slide for slide in slides if slide.reason), None)
+    failed = next((slide for slide in slides if slide.failure), None)
     if failed is not None:
-        return f"the model takes all slides of a case together, and slide {failed.slide_id} fails: {failed.reason}"
+        return f"the model takes all slides of a case together, and slide {failed.slide_id} fails: {failed.failure}"
     file = next((slide for slide in slides if not slide.stored), None)
     if file is not None:
         return (

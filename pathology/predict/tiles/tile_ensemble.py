@@ -27,7 +27,7 @@ from hyfi_core.tiles.model import TileModel
 from hyfi_core.tiles.parallelize_tiles import parallelize_tiles
 from hyfi_core.tiles.source import TileSource
 from pathology.errors import SlideError
-from pathology.predict.ensemble import LateErrors, Sight, together
+from pathology.predict.ensemble import LateErrors, Sight, on_every_rank
 from pathology.predict.heatmap import Heatmap
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.options import PredictOptions
@@ -83,11 +83,11 @@ class TileEnsemble:
         Raises:
             SlideError: The slide cannot be read, or no tile has enough tissue.
         """
-        slide = together(self._comm, lambda: stored_slide(dataset))
-        mask, mask_mpp = together(self._comm, slide.tissue)
+        slide = on_every_rank(self._comm, lambda: stored_slide(dataset))
+        mask, mask_mpp = on_every_rank(self._comm, slide.tissue)
         if not mask.any() and self.needs_tissue:
             return Sight(views=(), coverage=0.0, flags=("no_tissue",), level=0)
-        tiles = together(self._comm, lambda: self.tiles_of(slide))
+        tiles = on_every_rank(self._comm, lambda: self.tiles_of(slide))
         coverage, tissue_px = tissue_seen(mask, mask_mpp, tiles)
         # Models of tiles have one view, of the size of a tile and without pieces.
         view = View((tiles.size_px, tiles.size_px), pieces=(), coverage=coverage, tissue_px=tissue_px, flags=())
@@ -126,8 +126,8 @@ class TileEnsemble:
         """Return a member's heatmap of one slide of a case, all of whose slides are one bag."""
         # Slides come case by case, so keep the last case: its tiles are encoded once for all of its slides.
         if self._case is None or self._case.paths != paths:
-            slides = together(self._comm, lambda: [self._open(path) for path in paths])
-            bags_of_case = together(self._comm, lambda: [(opened, self.tiles_of(opened)) for opened in slides])
+            slides = on_every_rank(self._comm, lambda: [self._open(path) for path in paths])
+            bags_of_case = on_every_rank(self._comm, lambda: [(opened, self.tiles_of(opened)) for opened in slides])
             self._case = _OpenCase(paths, bags_of_case)
         bags, explained = self._case.bags, self._case.explained
         if member not in explained:
@@ -146,12 +146,12 @@ class TileEnsemble:
         # On several ranks, errors of reading wait until the collective call below has ended.
         late = LateErrors(shared=self._comm.size > 1)
         parts = [
-            _CheckedTiles(*together(self._comm, partial(self.source_of, slide, tiles)), late, slide.slide_id)
+            _CheckedTiles(*on_every_rank(self._comm, partial(self.source_of, slide, tiles)), late, slide.slide_id)
             for slide, tiles in bags
         ]
         explanation = engine.explain(parts[0] if len(parts) == 1 else JoinedTiles("the case", parts))
         # After the collective call: if a rank raised an error earlier, the others would wait for it.
-        together(self._comm, late.raise_error)
+        on_every_rank(self._comm, late.raise_error)
         if not bool(torch.isfinite(explanation.logits).all()):
             raise SlideError(f"the network's output is not finite: {explanation.logits.tolist()}")
         return explanation

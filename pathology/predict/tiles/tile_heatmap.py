@@ -80,7 +80,7 @@ def place_tiles(tiles: TissueTiles, values: TileValues, channels: Sequence[str],
         logits=tuple(values.logits.tolist()),
         bias=tuple(bias.tolist()),
         shared=(0.0,) * outputs,  # tiles have no background that squares would share
-        exact=True,
+        one_to_one=True,
         exclusive=exclusive,
         of_tiles=True,
         attention=None if values.attention is None else canvas[-1].astype(np.float32),

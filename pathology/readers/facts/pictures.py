@@ -60,8 +60,8 @@ class Picture:
         size_px: (height, width).
         planes: (number of focal planes, number of times).
         channels: Number of channels.
-        colour: Whether all its channels are samples of one page.
-        um: PhysicalSizeX as written; empty if the file does not state it.
+        separate_channels: Whether its channels are pictures of their own, as of fluorescence, not the colours of one.
+        stated_scale_x: PhysicalSizeX as written, in its own unit; empty if the file does not state it.
         named_other: Whether its name is that of a label or macro.
         directories: Index of the page of each plane, from plane 1; None for planes in another file.
     """
@@ -69,8 +69,8 @@ class Picture:
     size_px: tuple[int, int]
     planes: tuple[int, int]
     channels: int
-    colour: bool
-    um: str
+    separate_channels: bool
+    stated_scale_x: str
     named_other: bool
     directories: tuple[int | None, ...]
 
@@ -82,7 +82,7 @@ class Picture:
     @property
     def described(self) -> str:
         """The picture in words."""
-        kind = "" if self.colour else f", {self.channels} channel{'s' * (self.channels > 1)}"
+        kind = f", {self.channels} channel{'s' * (self.channels > 1)}" if self.separate_channels else ""
         depths, times = self.planes
         several = [f"{n} {name}" for n, name in ((depths, "focal planes"), (times, "times")) if n > 1]
         return f"{self.size_px[0]} × {self.size_px[1]} px (rows × columns){kind}" + "".join(f", {s}" for s in several)
@@ -233,7 +233,7 @@ def picked_directory(picture: Picture, pick: Pick) -> int:
         SlideError: It is in another file.
     """
     depths, times = picture.planes
-    if picture.channels > 1 and not picture.colour:
+    if picture.channels > 1 and picture.separate_channels:
         raise PlanesError(
             f"it has {picture.channels} channels ({picture.described}), as of fluorescence; slides are stained and in "
             f"colour"
@@ -250,17 +250,17 @@ def picked_directory(picture: Picture, pick: Pick) -> int:
 
 
 def _is_alike(picture: Picture, largest: Picture) -> bool:
-    """Whether a picture is a scene like the largest one: of its colour, and of its scale.
+    """Whether a picture is a scene like the largest one: with channels of the same kind, and of its scale.
 
     If a scale is not a number, both must state the same text, and the picture must have at least a quarter of the
     largest one's area.
     """
-    if picture.colour != largest.colour:
+    if picture.separate_channels != largest.separate_channels:
         return False
     try:
-        ratio = float(picture.um) / float(largest.um)
+        ratio = float(picture.stated_scale_x) / float(largest.stated_scale_x)
     except (ValueError, ZeroDivisionError):
-        return picture.um == largest.um and picture.area_px >= largest.area_px / 4
+        return picture.stated_scale_x == largest.stated_scale_x and picture.area_px >= largest.area_px / 4
     return 1 / _SAME_MPP <= ratio <= _SAME_MPP
 
 
@@ -283,13 +283,13 @@ def _picture(image: ElementTree.Element, pixels: ElementTree.Element, uuid: str,
         return None
     # One page has all channels if there is only one, or one element Channel states as many samples; without elements,
     # three channels are red, green and blue.
-    colour = channels == 1 or samples == [channels] or (len(samples) == 0 and channels == 3)
+    on_one_page = channels == 1 or samples == [channels] or (len(samples) == 0 and channels == 3)
     return Picture(
         size_px=(height, width),
         planes=(depths, times),
         channels=channels,
-        colour=colour,
-        um=pixels.get("PhysicalSizeX", ""),
+        separate_channels=not on_one_page,
+        stated_scale_x=pixels.get("PhysicalSizeX", ""),
         named_other=bool(NAMES_OF_OTHERS.search(image.get("Name", ""))),
         directories=directories,
     )

@@ -34,8 +34,9 @@ def picture_of(image: NgffImage, shape: Sequence[int]) -> Picture:
         size_px=(sizes["y"], sizes["x"]),
         planes=(depths, sizes.get("t", 1)),
         channels=channels,
-        colour=channels == 1 or (channels == 3 and not _stains(image)),
-        um=f"{stated[0].um[1]}" if stated else "",
+        # Three channels are red, green and blue, unless they are named after stains.
+        separate_channels=channels != 1 and (channels != 3 or _are_stains(image)),
+        stated_scale_x=f"{stated[0].um[1]}" if stated else "",
         named_other=bool(NAMES_OF_OTHERS.search(f"{image.name} {xml_name}")),
         directories=tuple(range(depths)),
     )
@@ -95,7 +96,7 @@ def refuse_dark_ground(median: float, picture: Picture) -> None:
 _DARK = 64
 
 
-def _stains(image: NgffImage) -> bool:
+def _are_stains(image: NgffImage) -> bool:
     """Whether the names of three channels, or their dyes, show that they are not the colours of one picture."""
     described = [] if image.xml is None else elements(image.xml, "Channel")
     if any(channel.get(dye) for channel in described for dye in _DYES):

@@ -6,7 +6,7 @@ import pytest
 
 from hyfi_core.comm.alone import AloneCommunicator
 from pathology.errors import SlideError
-from pathology.predict.ensemble import together
+from pathology.predict.ensemble import on_every_rank
 
 
 def test_a_slide_that_fails_for_a_file_names_it_first() -> None:
@@ -16,4 +16,4 @@ def test_a_slide_that_fails_for_a_file_names_it_first() -> None:
         raise OSError(errno.ENOSPC, "disk full: 0.0 MB are free", "out/slide")
 
     with pytest.raises(SlideError, match=r"^out/slide: disk full: 0.0 MB are free$"):
-        together(AloneCommunicator(), write)
+        on_every_rank(AloneCommunicator(), write)

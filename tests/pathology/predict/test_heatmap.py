@@ -55,7 +55,7 @@ def test_squares_return_to_the_place_their_piece_was_cut_from() -> None:
     view = view_of((128, 192), ((64, 128, 64, 192), (0, 0)), ((192, 256, 0, 64), (64, 128)))
     squares = random_squares(2, 4, 6)
     heatmap = put(squares, view, (300, 250))
-    assert heatmap.exact
+    assert heatmap.one_to_one
     assert heatmap.square_px == 32
     assert heatmap.values.shape == (2, 10, 8)
     background = (squares.sum((1, 2)) - squares[:, :2, :4].sum((1, 2)) - squares[:, 2:, 4:].sum((1, 2))) / 12
@@ -79,7 +79,7 @@ def test_ragged_piece_at_the_slides_border_keeps_its_last_squares() -> None:
 def test_pieces_off_the_grid_go_where_the_centres_lie_and_say_so() -> None:
     view = view_of((128, 128), ((10, 74, 40, 104), (0, 0)))
     heatmap = put(random_squares(1, 4, 4), view, (200, 200))
-    assert not heatmap.exact
+    assert not heatmap.one_to_one
     assert heatmap.seen_squares[0:3, 1:4].sum() == 4
     np.testing.assert_allclose(np.nansum(heatmap.values) + heatmap.bias[0], heatmap.logits[0], rtol=1e-5)
 
