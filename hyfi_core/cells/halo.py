@@ -67,7 +67,7 @@ class _Fresh(Buffers):
         """Do nothing: they are freed with the last reference."""
 
 
-def for_prediction(instruction: Instruction) -> Instruction:
+def reading_in_place(instruction: Instruction) -> Instruction:
     """Return the instruction with halos that are read from other cells' tensors in place."""
     return _with_halo(instruction, lambda halo: SharedHalo(halo.transfer, halo.dims, halo.fill))
 

@@ -19,13 +19,13 @@ class Wait:
     Attributes:
         what: returns a description: ``an exchange with ranks 1, 3``.
         since_s: when it began, by ``time.monotonic``.
-        ended: called at its end, if not None.
+        on_end: called at its end, if not None.
         nbytes: size of the messages that it waits for.
     """
 
     what: Callable[[], str]
     since_s: float
-    ended: Callable[[], None] | None = None
+    on_end: Callable[[], None] | None = None
     nbytes: int = 0
 
 
@@ -82,8 +82,8 @@ class Activity:
             yield
         finally:
             self.wait = None
-            if wait.ended is not None:
-                wait.ended()
+            if wait.on_end is not None:  # set by the thread that has reported this wait
+                wait.on_end()
 
     def where(self) -> str:
         """Return the place in the program: ``step 3, F0.s1.d0``."""

@@ -222,13 +222,13 @@ class MpiCommunicator:
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Requests:
         """Start reducing in place; 16-bit floats are sent and added as float32 (see ``comm.wire``)."""
         if self._size == 1:
-            return _Requests([], str)
+            return _Requests([], describe=str)  # nothing to wait for, so that no text is ever shown
         wide = to_wire(tensor.to("cpu"), op)
         datatype, size = _DATATYPES[wide.dtype], wide.element_size()
         # No piece ends inside a number: ``_MOST_BYTES`` is a multiple of every dtype's size.
         specs = [[piece, len(piece) // size, datatype] for piece in _pieces(wide)]
         requests = [self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op]) for spec in specs]
-        return _Requests(requests, self._every("all-reduce"), [wide], lambda: from_wire(wide, tensor, op))
+        return _Requests(requests, self._describer("all-reduce"), [wide], finish=lambda: from_wire(wide, tensor, op))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
@@ -236,7 +236,7 @@ class MpiCommunicator:
             return
         dense = tensor.detach().to("cpu").contiguous()
         requests = [self._comm.Ibcast([piece, MPI.BYTE], root) for piece in _pieces(dense)]
-        _Requests(requests, self._every("broadcast"), [dense]).wait()
+        _Requests(requests, self._describer("broadcast"), [dense]).wait()
         # A tensor that is on a device or not contiguous was copied.
         if dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
@@ -288,7 +288,7 @@ class MpiCommunicator:
 
     def barrier(self) -> None:
         """Return when every rank has entered the call."""
-        _Requests([self._comm.Ibarrier()], self._every("barrier")).wait()
+        _Requests([self._comm.Ibarrier()], self._describer("barrier")).wait()
 
     def split(self, color: int | None, key: int = 0) -> MpiCommunicator | None:
         """Return the group of all ranks that gave the same color, ordered by (key, rank)."""
@@ -304,7 +304,8 @@ class MpiCommunicator:
         # Collective over the members only, unlike ``Create``.
         return MpiCommunicator(self._comm.Create_group(self._comm.Get_group().Incl(list(members))))
 
-    def _every(self, operation: str) -> Callable[[], str]:
+    def _describer(self, operation: str) -> Callable[[], str]:
+        """Return a function that describes an operation of all ranks, for messages about waits."""
         return lambda: f"{operation} of {self._named(range(self._size))}"
 
     def _named(self, ranks: Iterable[int]) -> str:

@@ -167,7 +167,8 @@ class TorchCommunicator:
         peers = {self._members[m.peer] for m in (*sends, *receives)}
         return lambda: f"an exchange with {named_ranks(sorted(peers))}"
 
-    def _every(self, operation: str) -> Callable[[], str]:
+    def _describer(self, operation: str) -> Callable[[], str]:
+        """Return a function that describes an operation of all ranks, for messages about waits."""
         return lambda: f"{operation} of {named_ranks(sorted(self._members))}"
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
@@ -179,13 +180,13 @@ class TorchCommunicator:
         wide = to_wire(tensor, op)
         work = dist.all_reduce(wide, _OPS[op], self._group, async_op=True)
         finish = functools.partial(from_wire, wide, tensor, op)
-        return _Works([work], self._every("all-reduce"), [wide], finish, on_gpu=wide.is_cuda)
+        return _Works([work], self._describer("all-reduce"), [wide], finish, on_gpu=wide.is_cuda)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
         dense = tensor.detach().contiguous()
         work = dist.broadcast(dense, self._members[root], self._group, async_op=True)
-        _Works([work], self._every("broadcast"), [dense], on_gpu=dense.is_cuda).wait()
+        _Works([work], self._describer("broadcast"), [dense], on_gpu=dense.is_cuda).wait()
         if dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(dense)

@@ -204,7 +204,7 @@ class BackwardPass:
         call = record.step.call
         between_planes = isinstance(call, CollectiveCall) and call.between_planes
         # Nothing to compute if no input carries a gradient; between planes, if no output does, either.
-        if any(name in self._tape.active for name in (carried_by(call) if between_planes else call.inputs)):
+        if any(name in self._tape.active for name in (backward_triggers(call) if between_planes else call.inputs)):
             # None for an output that nothing differentiable has used: operators take it as zero.
             cotangents = tuple(self._cotangents.pop(name, None) if name is not None else None for name in call.outputs)
             if isinstance(call, CustomCall):
@@ -306,7 +306,7 @@ class BackwardPass:
                 self._cotangents[name] = cotangent
 
 
-def carried_by(call: CustomCall | CollectiveCall) -> tuple[str | None, ...]:
+def backward_triggers(call: CustomCall | CollectiveCall) -> tuple[str | None, ...]:
     """Return the values that decide whether an operator runs backward: it does if one of them carries a gradient.
 
     Between planes both sides run backward: the plane that sends a value has it as an input, the others as an output.

@@ -154,7 +154,7 @@ def check_labels(labels: torch.Tensor, batch: int) -> None:
 
 
 def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor ``(samples, C, h, w)`` of one part of a batch; any floating-point dtype may replace another.
+    """Return the tensor ``(samples, C, h, w)`` of one part of a batch, in ``dtype`` or, both floating-point, another.
 
     Raises:
         RequestError: a reader returned something else than a tensor of this shape, or the model does not take its
@@ -311,13 +311,12 @@ class Reader:
         self, images: Images, parts: Mapping[Key, InputPart], already_counted: Collection[InputPart] = ()
     ) -> dict[Key, torch.Tensor]:
         """Return (stage, direction) -> pixels; equal parts are read once. ``already_counted``: not as traffic again."""
-        boxes: dict[InputPart, torch.Tensor] = {}
-        for part in parts.values():
-            if part not in boxes:
-                local = read_part(images, part, self._shape[1], self._dtype)
-                self._groups.all.counts.count("input", 0, sent_bytes=0 if part in already_counted else local.nbytes)
-                boxes[part] = uploaded(local, self._device).to(dtype=self._dtype, memory_format=self._order)
-        return {key: boxes[part] for key, part in parts.items()}
+        pixels: dict[InputPart, torch.Tensor] = {}
+        for part in dict.fromkeys(parts.values()):  # without repetitions, in order
+            read = read_part(images, part, self._shape[1], self._dtype)
+            self._groups.all.counts.count("input", messages=0, sent_bytes=0 if part in already_counted else read.nbytes)
+            pixels[part] = uploaded(read, self._device).to(dtype=self._dtype, memory_format=self._order)
+        return {key: pixels[part] for key, part in parts.items()}
 
     def read_pixels(
         self, images: PixelParts, part: InputPart
@@ -373,7 +372,7 @@ class Reader:
         """
         batch, count = shape[0], self._plan.microbatches
         if strict:
-            check_share(self._plan, self._groups.index, batch)
+            check_share(self._plan, self._groups.replica_index, batch)
         if batch % count and strict:
             raise RequestError(
                 f"a batch of {batch} images cannot be cut into {count} equal micro-batches; "

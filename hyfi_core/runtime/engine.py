@@ -91,12 +91,13 @@ class Engine(EngineState, EngineFacts):
         self.plan = plan
         self._subject = replace(subject, channels_last=subject.lays_channels_last(plan.by_cells().grids))
         self._groups = Groups(comm, plan, Placement.of(plan))
-        self._pixels = SamePixels(comm, self._groups.index)
+        replica_index = self._groups.replica_index
+        self._pixels = SamePixels(comm, replica_index)
         self._loss = TrainingLoss(self._subject, plan, self._groups)
         self._shared: list[tuple[LoweredModel, StepGradients, ReplicaBuffers]] = []
         # Masks are computed part by part: ranks with other seeds would disagree on the pixels that they share.
         self.random.seed = int(comm.broadcast_object(self.random.seed))
-        self.random.first, self.random.share = self._groups.index * plan.microbatches, plan.share_of(self._groups.index)
+        self.random.first, self.random.share = replica_index * plan.microbatches, plan.share_of(replica_index)
         self.events: list[tuple[Action, float, float]] = []
         self._training_call = PagedCall(shapes.micro, trains=True)
         self._runners = Runners(self._subject, plan, comm, self._groups)
@@ -287,7 +288,7 @@ class Engine(EngineState, EngineFacts):
             if self.plan.stages > 1:
                 self._stage_tensors.changed(lowered)
         # After the reduction: what changes from here to ``update`` is the caller's doing.
-        self._scale.note()
+        self._scale.remember_gradients()
         ACTIVITY.action = None
         self.random.step += 1
         return self._loss.total([step.loss for step in steps], over_batch)
@@ -317,10 +318,12 @@ class Engine(EngineState, EngineFacts):
         """
         if self._paging is None:
             return None
-        self._runners[0].observe()
+        self._runners[0].observe()  # forecasts are for the model's present state, such as its mode
         call = PagedCall(micro or self._shapes.micro, trains, pixels)
-        self._training_call = call if trains else self._training_call
-        return self._paging.begin(call, lambda: self._forecasts(call), call.new_bytes(self._model, self._optimizer))
+        self._training_call = call if trains else self._training_call  # the one that ``describe`` shows
+        return self._paging.begin(
+            call, lambda: self._forecasts(call), call.state_bytes_to_come(self._model, self._optimizer)
+        )
 
     def _use_new_segments(self) -> None:
         """Begin to use the segments that have been compiled since the last call."""

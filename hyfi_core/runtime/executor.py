@@ -26,7 +26,7 @@ from hyfi_core.runtime.backward import (
     OperatorRecord,
     Record,
     SegmentRecord,
-    carried_by,
+    backward_triggers,
 )
 
 LocalFunction: TypeAlias = Callable[..., Any]
@@ -81,7 +81,7 @@ class Executor:
         self._memory = AllStays() if memory is None else memory
         self._statistics = statistics
         # Values enter a segment without a gradient of their own; autograd records ``_Entry`` because of this input.
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._graph_anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, values: LocalValues, record: bool) -> Waits[list[Record]]:
         """Run all steps; ``values`` has the inputs, and afterwards all values that were not dropped.
@@ -124,7 +124,7 @@ class Executor:
         values.update((n, out) for n, out in zip(call.outputs, outputs, strict=False) if n is not None)
         for name in step.drops:
             values.pop(name, None)
-        if record and any(name in self.tape.active for name in carried_by(call)):
+        if record and any(name in self.tape.active for name in backward_triggers(call)):
             return OperatorRecord(step, saved)
         # Without a backward, nothing else would give these buffers back.
         if isinstance(call.operator, HoldsBuffers):
@@ -141,8 +141,9 @@ class Executor:
             for name in segment.inputs if active else ():
                 tensor = values[name]
                 if name in self.tape.active and not tensor.requires_grad:  # parameters are used directly
-                    segment_record.entries[name] = []
-                    local[name] = _Entry.apply(self._anchor, tensor, segment_record.entries[name])  # type: ignore[no-untyped-call]
+                    # Autograd's backward appends the gradient of this input to the list.
+                    gradients = segment_record.entries[name] = []
+                    local[name] = _Entry.apply(self._graph_anchor, tensor, gradients)  # type: ignore[no-untyped-call]
             with self._memory.saving(segment, local) if active else contextlib.nullcontext():
                 for call, drops in zip(segment.calls, segment.drops, strict=True):
                     _call(call, local, values, self._statistics)
@@ -243,6 +244,7 @@ def _call(
     """Run one local call and store its results in ``local``: empty tensors if this rank owns nothing of them.
 
     Inputs are taken from ``local`` first, where those that carry a gradient are entries of the segment's graph.
+    ``statistics`` wraps functions, so that norms log their statistics, or take logged ones when they are recomputed.
     """
     inputs = [local[name] if name in local else values[name] for name in call.inputs]
     if call.empty is None:

@@ -19,7 +19,7 @@ class Groups:
 
     Attributes:
         all: every trainer.
-        index: number of this replica.
+        replica_index: number of this replica.
         replica: the ranks of this replica, plane after plane.
         plane: the ranks of this rank's plane, which hold the model once; used between stages.
         stages: (stage, direction) -> the ranks of the stage, in the order of its parts, for all stages of this rank.
@@ -34,9 +34,9 @@ class Groups:
         self.all = CountedCommunicator(comm)
         # Ranks are numbered [replica][plane][position]: plane after plane, each with ``placement.size`` ranks.
         plane_number, position = divmod(comm.rank, placement.size)  # planes are counted over all replicas
-        self.index = plane_number // plan.branches
+        self.replica_index = plane_number // plan.branches
         size, branches = placement.size, plan.branches
-        plane_first, replica_first = plane_number * size, self.index * branches * size
+        plane_first, replica_first = plane_number * size, self.replica_index * branches * size
         # Every rank makes the same calls in this order, each with the members of its own group: creation is collective.
         plane = _subgroup(comm, range(plane_first, plane_first + size))
         replica = _subgroup(comm, range(replica_first, replica_first + branches * size)) if branches > 1 else plane

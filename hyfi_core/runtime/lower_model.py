@@ -15,7 +15,7 @@ from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
 from hyfi_core.capture.verify import Output
 from hyfi_core.cells.fused_memory import runs_for_cells
 from hyfi_core.cells.fused_place import CELL_OPERATORS
-from hyfi_core.cells.halo import for_prediction, for_training
+from hyfi_core.cells.halo import for_training, reading_in_place
 from hyfi_core.comm.agreement.agree import compare
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.branch_packing import divide_stage
@@ -182,7 +182,7 @@ class _LoweringSettings:
     updates: bool
 
     @property
-    def shares_memory(self) -> bool:
+    def cells_read_in_place(self) -> bool:
         """Whether all ranks are cells of one process and no map is spilled: cells can read each other's maps."""
         return self.plan.ranks_per_replica == self.cells and not self.spills
 
@@ -247,7 +247,7 @@ class _StagesOfRank:
             ranked = self._by_cost(program, index, position, exits)
         instructions = ranked.instructions
         # In evaluation without spilling, the cells of a process read each other's maps in place.
-        reads_in_place = settings.cell_runs is not None and settings.shares_memory
+        reads_in_place = settings.cell_runs is not None and settings.cells_read_in_place
         if settings.cells > 1 and not reads_in_place:
             instructions = tuple(for_training(instruction) for instruction in instructions)
         if settings.plane.device == "cuda":
@@ -266,7 +266,10 @@ class _StagesOfRank:
     def _by_memory(
         self, program: Program, runs: FusedRuns, index: int, position: int, exits: tuple[str, ...]
     ) -> RankProgram:
-        """Return the instructions of a stage of cells in evaluation mode, whose fused runs were chosen by memory."""
+        """Return the instructions of stage ``index`` in evaluation mode, for the cell at a position of its grid.
+
+        The fused runs ``runs`` were chosen so that cells need little memory.
+        """
         settings = self._settings
         target = Target(
             settings.placement.grids[index],
@@ -276,8 +279,9 @@ class _StagesOfRank:
             joins_calls=settings.compiler is not None,
         )
         ranked = lower(program, target, self._stages[index].outputs, exits, runs)
-        if settings.shares_memory:
-            ranked = replace(ranked, instructions=tuple(map(for_prediction, ranked.instructions)))
+        if settings.cells_read_in_place:
+            # Halos are read from the other cells' maps, without messages.
+            ranked = replace(ranked, instructions=tuple(map(reading_in_place, ranked.instructions)))
         return ranked
 
     def _by_cost(self, program: Program, index: int, position: int, exits: tuple[str, ...]) -> RankProgram:

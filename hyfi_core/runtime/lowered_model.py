@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -41,11 +41,6 @@ class StageNames(Protocol):
     @property
     def names(self) -> Sequence[Iterable[str]]:
         """Names of parameters and buffers, for each stage."""
-        ...
-
-    @property
-    def trained(self) -> Collection[str]:
-        """Names of the parameters that get gradients."""
         ...
 
 

@@ -79,18 +79,18 @@ class Mirror:
     def __init__(
         self, placement: Placement, comm: CountedCommunicator, parameters: Sequence[Sequence[nn.Parameter]]
     ) -> None:
-        self._gradients: list[_InTransit] = []
-        self._weights: list[_InTransit] = []
-        self._leaving: list[_InTransit] = []
+        self._gradients: list[_InTransit] = []  # arriving from direction 1
+        self._weights: list[_InTransit] = []  # arriving from their owners
+        self._leaving: list[_InTransit] = []  # of either kind, sent by this rank
         ids: set[int] = set()
-        for group in parameters:
+        for of_stage in parameters:
             # The gradient of a shared parameter would have two owners, each with only a part of the sum.
-            if ids & {id(parameter) for parameter in group}:
+            if ids & {id(parameter) for parameter in of_stage}:
                 raise RequestError(
                     "plan.mirror is point_to_point, but a parameter is used by two stages and has no single owner; "
                     "use plan.mirror=all_reduce, or choose cuts that keep all its uses in one stage"
                 )
-            ids |= {id(parameter) for parameter in group}
+            ids |= {id(parameter) for parameter in of_stage}
         self._comm = comm.of("reduce")
         self._parameters = parameters
         self._owner_of, self._mirror_of = _partners(placement, comm.rank)

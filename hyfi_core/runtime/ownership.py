@@ -34,7 +34,6 @@ class ParameterOwnership:
 
     def __init__(self, model: nn.Module, lowered: StageNames, groups: Groups, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._lowered = lowered
         self._groups = groups
         self._stages = _stages_by_name(model, lowered)
         self._named = dict(model.named_parameters(remove_duplicate=False))

@@ -147,14 +147,15 @@ class Pipeline:
         self._gradients = gradients
         self._autocasting = autocasting
         self._recomputes = recomputes
-        self._driver = driver
+        self._driver = driver  # runs each action's computation, which yields where it has to wait for messages
         self._spills = memory is not None
         self._memory = (lambda stage, values: AllStays()) if memory is None else memory
-        # By ((stage, direction), micro-batch): micro-batches until their backward, and passes with deferred gradients.
+        # By ((stage, direction), micro-batch): micro-batches until their backward, and backwards whose gradients of
+        # weights are still to be computed.
         self._flights: dict[tuple[Key, int], _MicroBatch] = {}
         self._rests: dict[tuple[Key, int], BackwardPass] = {}
         self.outputs: dict[int, list[Any]] = {}
-        self._begin_s = 0.0
+        self._begin_s = 0.0  # of the current action
         self._last: dict[Key, int | None] = {}  # (stage, direction) -> micro-batch that completes its gradients
         self.events: list[Event] = []
 

@@ -90,7 +90,7 @@ class FoldedStatistics:
         self._peers = peers
         self._comm = comm
         self._microbatches = microbatches
-        self._added: dict[tuple[str, int], torch.Tensor] = {}  # (buffer, micro-batch) -> its contribution
+        self._contributions: dict[tuple[str, int], torch.Tensor] = {}  # (buffer, micro-batch) -> its contribution
         self._calls: dict[str, int] = {}  # buffer -> how often a forward changes it
         for stage in hosted.values():
             self._calls |= _calls(stage.ranked.program, self._modules)
@@ -111,7 +111,7 @@ class FoldedStatistics:
     ) -> None:
         """Keep a micro-batch's contribution."""
         for name, value in stage.ranked.program.mutations.items():
-            self._added[name, microbatch] = values[value].detach().clone()
+            self._contributions[name, microbatch] = values[value].detach().clone()
 
     def finish(self) -> None:
         """Exchange the contributions of both directions, and fold them."""
@@ -119,7 +119,7 @@ class FoldedStatistics:
         names = {name for stage in self._hosted.values() for name in stage.ranked.program.mutations}
         with torch.no_grad():
             self._fold(names)
-        self._added.clear()
+        self._contributions.clear()
 
     def publish(self) -> None:
         """Copy the buffers to the model."""
@@ -151,7 +151,7 @@ class FoldedStatistics:
                 names = sorted(self._hosted[key].ranked.program.mutations)
                 # One message for each dtype: both ends concatenate micro-batches, and names in them, in the same order.
                 for _, group in self._by_dtype(names):
-                    flat = torch.cat([self._added[name, m].reshape(-1) for m in mine for name in group])
+                    flat = torch.cat([self._contributions[name, m].reshape(-1) for m in mine for name in group])
                     sends.append(Message(self._peers[key], flat))
         for key in sorted(self._hosted, key=lambda key: (key[0], 1 - key[1])):  # in the order in which peers send
             direction = key[1]
@@ -168,7 +168,7 @@ class FoldedStatistics:
             parts = iter(flat.split([self._buffers[name].numel() for _ in theirs for name in group]))
             for m in theirs:
                 for name in group:
-                    self._added[name, m] = next(parts).view(self._buffers[name].shape)
+                    self._contributions[name, m] = next(parts).view(self._buffers[name].shape)
 
     def _by_dtype(self, names: Sequence[str]) -> Iterable[tuple[torch.dtype, list[str]]]:
         """Return (dtype, names of the buffers that have it), in one order on all ranks."""
@@ -197,11 +197,11 @@ class FoldedStatistics:
                     # A contribution, from a forward that began with a counter of zero, is the mean over its calls.
                     counter = _counter_of(name)
                     factor = self._calls[counter] / float(self._buffers[counter])
-                    self._buffers[name].mul_(1.0 - factor).add_(self._added[name, microbatch] * factor)
+                    self._buffers[name].mul_(1.0 - factor).add_(self._contributions[name, microbatch] * factor)
 
     def _pairs(self, names: Sequence[str], microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the buffers of these names, and a micro-batch's contributions to them."""
-        return [self._buffers[name] for name in names], [self._added[name, microbatch] for name in names]
+        return [self._buffers[name] for name in names], [self._contributions[name, microbatch] for name in names]
 
 
 def _counter_of(name: str) -> str:
@@ -266,7 +266,7 @@ class ReplicaBuffers:
     """
 
     def __init__(self, model: nn.Module, lowered: LoweredModel, groups: Groups, replicas: int) -> None:
-        self._shared: list[tuple[Communicator, list[torch.Tensor]]] = []  # ranks, and buffers of one dtype
+        self._shared: list[tuple[Communicator, list[torch.Tensor]]] = []  # users in all replicas, buffers of one dtype
         named = dict(model.named_buffers(remove_duplicate=False))
         # By id, because a buffer may have several names.
         stages_of: dict[int, set[int]] = {}
@@ -278,7 +278,8 @@ class ReplicaBuffers:
         for key, buffer in changed.items():
             if key in stages_of:
                 by_users.setdefault(groups.users(stages_of[key]), []).append(buffer)
-        # Sorted, because ``reduction`` is collective and may create a group.
+        # One broadcast by replica 0 for each set of users; sorted, because ``reduction`` is collective and may create a
+        # group.
         for users in sorted(by_users, key=sorted):
             comm = groups.reduction(users)
             if comm is not None:

@@ -199,12 +199,12 @@ class Bindings:
         """
         named = {**self._parameters, **self._buffers}
         own = {id(named[name]) for name in names}
-        trained = own & {id(parameter) for parameter in self._parameters.values()}
+        own_parameters = own & {id(parameter) for parameter in self._parameters.values()}
         if not staged:
-            return trained, {}
+            return own_parameters, {}
         # A released tensor still exists only if the user's code, such as the loss, refers to it.
         former = {id(tensor): name for reference, name in self._former if (tensor := reference()) is not None}
-        return trained, former | {id(t): name for name, t in named.items() if id(t) not in own}
+        return own_parameters, former | {id(t): name for name, t in named.items() if id(t) not in own}
 
     def _of(self, stage: HostedStage) -> tuple[LocalValues, LocalValues]:
         """Return the (parameters, buffers) of a stage, by their names in the program."""

@@ -30,11 +30,11 @@ class PlanSchedules:
 
     def training(self, edges: Edges) -> Schedule:
         """Return the schedule of a training step: every action of every rank of a replica."""
-        key = (tuple(edges), "training")
+        pairs, mirror = tuple(edges), self._plan.mirror
+        key = (pairs, "training")
         if key not in self._lowered:
-            mirror = self._plan.mirror
-            lowered = lower(generate(self._plan, self._placement), self._placement, key[0], mirror=mirror)
-            validate(lowered, self._placement, key[0], mirror=mirror)  # detects deadlocks before they can occur
+            lowered = lower(generate(self._plan, self._placement), self._placement, pairs, mirror=mirror)
+            validate(lowered, self._placement, pairs, mirror=mirror)  # detects deadlocks before they can occur
             self._lowered[key] = lowered
         return self._lowered[key]
 

@@ -48,6 +48,7 @@ def to_chrome(events: Iterable[TraceEvent], names: Mapping[int, str] | None = No
         name = (names or {}).get(rank, f"rank {rank}")
         rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         rows.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        # Computation and communication have a lane even without events.
         for lane in sorted({_LANE_OF.get(event.kind, 1) for event in events} | {0, 1}):
             rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": _LANES[lane]}})
     for event in events:

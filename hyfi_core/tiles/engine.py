@@ -88,7 +88,7 @@ class TilesEngine(EngineState):
         self.kept, self.read_wait_s = (0, 0), 0.0
         self._attention, self._attended_tiles = list[torch.Tensor](), list[int]()
         self.unsaved = {name for name, _ in model.named_buffers()} - set(model.state_dict())
-        self._names = OneStage(model)
+        self._stage_names = OneStage(model)
         self._ownership = self._make_ownership()
         self._mirrors = Mirrors(model, self._groups, used=False)
         self._watch = WeightWatch(self._watched(), self._mirrors.arriving)
@@ -119,7 +119,7 @@ class TilesEngine(EngineState):
         Returns:
             Attention is as the aggregator returns it, without a dim for the batch; None if it returns none.
         """
-        trials, _, results = self._evaluated(agree(self._groups.replica, lambda: check_slides(tiles, None)))
+        trials, _, results = self._evaluated(agree(self._groups.replica, lambda: check_slides(tiles, labels=None)))
         batched = trials.call.batched  # whether the aggregator takes and returns a batch of one slide
         attention = [a.squeeze(0) if batched and a.dim() > 1 else a for _, a in results if a is not None]
         return torch.stack([logits for logits, _ in results]), attention or None
@@ -174,7 +174,7 @@ class TilesEngine(EngineState):
         slides = agree(everyone, lambda: check_slides(tiles, labels))
         batches = gather_lengths(everyone, slides, replica.size)
         firsts = first_slides([len(batch) for batch in batches])
-        parts = SlideParts(batches[self._groups.index], replica.size, firsts[self._groups.index])
+        parts = SlideParts(batches[self._groups.replica_index], replica.size, firsts[self._groups.replica_index])
         # Numbers of slides and tiles stand for the shape of an image batch.
         self._consensus.check_training((len(slides), sum(parts.tiles), 0, 0), "tiles", labels, self._optimizer)
         trials = agree(everyone, lambda: self._tried(slides, train=True))
@@ -237,7 +237,7 @@ class TilesEngine(EngineState):
         """
         everyone = self._groups.all
         slides = agree(everyone, lambda: check_slides(tiles, None))
-        lengths = gather_lengths(everyone, slides, self._groups.replica.size)[self._groups.index]
+        lengths = gather_lengths(everyone, slides, self._groups.replica.size)[self._groups.replica_index]
         parts = SlideParts(lengths, self._groups.replica.size)
         trials = agree(everyone, lambda: self._tried(slides, train=True))
         encoding = self._pass(trials, slides, parts, train=True)
@@ -264,22 +264,21 @@ class TilesEngine(EngineState):
         room: KeepingRoom | None,
         hooks: ParameterHooks,
     ) -> torch.Tensor:
-        """Run both passes with the head between them; return the loss. ``room`` may keep fewer than ``kept`` chunks."""
+        """Run both passes around the head; return the loss. As ``room`` allows, ``kept`` chunks keep activations."""
         trains_encoder = bool(encoding.facts.trained)
         with self._call.norms():
             ACTIVITY.action = "encoding tiles"
             features, graphs = encoding.forward(kept if trains_encoder else 0, room)
             self.kept = (sum(graph is not None for graph in graphs), len(graphs))
             ACTIVITY.action = "aggregating features"
-            first = DrawKey(self.random.seed, self.random.step, encoding.parts.first_slide)
-            of_head = head(features, encoding.slides, labels, first, trains_encoder)
+            first_key = DrawKey(self.random.seed, self.random.step, encoding.parts.first_slide)
+            of_head = head(features, encoding.slides, labels, first_key, trains_encoder)
             del features  # the head needs them no longer, and the second pass needs their memory
             self._attention, self._attended_tiles = of_head.attention, of_head.attended_tiles
             of_encoder = (f"encoder.{name}" for name in encoding.facts.trained)
             # In the model's order: reductions are sent in this order, which must be the same on all ranks.
             position = {name: n for n, (name, _) in enumerate(self._model.named_parameters())}
             trained = tuple(sorted({*of_head.trained, *of_encoder}, key=lambda name: position[name]))
-            self._names.trained = trained
             if trained not in self._gradients:
                 dtype = torch.bfloat16 if self.plan.reduce_dtype == "bfloat16" else None
                 self._gradients[trained] = self._make_gradients(trained, dtype)
@@ -297,7 +296,7 @@ class TilesEngine(EngineState):
             comm.broadcast(tensor.data)
 
     def _make_ownership(self) -> ParameterOwnership:
-        return ParameterOwnership(self._model, self._names, self._groups, self.device)
+        return ParameterOwnership(self._model, self._stage_names, self._groups, self.device)
 
     def _watched(self) -> torch.nn.Module:
         """Return the module whose weights are the same on all ranks."""
@@ -389,7 +388,7 @@ class TilesEngine(EngineState):
         """Try the encoder on tiles of this shape and dtype, then the aggregator on features like the encoder's."""
         key = DrawKey(self.random.seed, 0, 0)
         facts = tried(self._call, like[0], key, backward=train)
-        if facts.alone and self._call.exact and self._call.live_norms:
+        if facts.tile_by_tile and self._call.exact and self._call.live_norms:
             raise RequestError("batch_norm is 'exact', but random numbers need a call for each tile; use 'frozen'")
         aggregator, autocast = self._model.aggregator, self._settings.autocast
         call = aggregator_call(aggregator, autocast, self.device, facts.features, facts.dtype)

@@ -132,7 +132,7 @@ class BagHead:
         if comm.size > 1:
             # All ranks take rank 0's value: computed on different devices, the last bits may differ.
             comm.broadcast(value)
-        first = sum(self.batches[: self.groups.index])
+        first = sum(self.batches[: self.groups.replica_index])
         # The cotangent is None if the loss does not use the logits.
         of_all = torch.zeros_like(leaf) if cotangent is None else cotangent
         return value, of_all[first : first + len(own)], of_parameters
@@ -148,7 +148,7 @@ class BagHead:
         }
         # All ranks of a replica have the same logits: the first one sends them.
         sends = self.groups.replica.rank == 0
-        owned = {(name, self.groups.index): tensor for name, tensor in tensors.items()} if sends else {}
+        owned = {(name, self.groups.replica_index): tensor for name, tensor in tensors.items()} if sends else {}
         by_replica = gather_tensors(self.groups.all.of("reduce"), like, owned, own.device)
         logits, labels = (torch.cat([by_replica[name, r] for r in range(len(self.batches))]) for name in tensors)
         return logits, labels

@@ -99,7 +99,7 @@ def chunk_size(facts: EncoderFacts, memory_bytes: int | None, requested: int | N
         memory_bytes: the plan's limit.
         requested: the user's number of tiles; None: as many as fit, at most ``LARGEST_CHUNK``.
     """
-    if facts.alone:  # its random numbers need a call for each tile
+    if facts.tile_by_tile:  # its random numbers need a call for each tile
         return 1
     if requested is not None:
         return requested

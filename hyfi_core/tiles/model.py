@@ -32,4 +32,3 @@ class OneStage:
     def __init__(self, model: TileModel) -> None:
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         self.names: list[list[str]] = [[name for name, _ in named]]
-        self.trained: tuple[str, ...] = ()

@@ -52,7 +52,7 @@ class SameWeights:
         # Name -> digest of weights that this rank does not use: writing the same values again is no change.
         self._idle = {name: watch.digest(name) for name in watch.names if name not in weights.names}
         self._turn = 0
-        self._equal_arithmetic = True
+        self._round_alike = True
 
     def words(self, scope: Scope) -> list[int]:
         """Return this rank's part of the message that compares a call; the group takes the maximum of each word.
@@ -67,7 +67,7 @@ class SameWeights:
                 words += [_NONE, _NONE]
                 continue
             # Ranks that round differently never have equal values, so their digests are not compared.
-            digest = self._watch.sample(names, self._turn) if self._equal_arithmetic else 0
+            digest = self._watch.sample(names, self._turn) if self._round_alike else 0
             words += [digest, -digest]
         return words
 
@@ -116,7 +116,7 @@ class SameWeights:
             }
             any_lost = any(of_rank.lost for of_name in by_name.values() for of_rank in of_name)
             verdict = [_refusal(by_name, equal), any_lost, equal]
-        refusal, overwritten, self._equal_arithmetic = comm.broadcast_object(verdict)
+        refusal, overwritten, self._round_alike = comm.broadcast_object(verdict)
         if refusal is not None:
             raise RequestError(refusal)
         # The change is accepted: from now on, writing these values again is no change.
@@ -148,16 +148,21 @@ class _RankFacts:
     digest: int
 
 
-def _refusal(by_name: dict[str, list[_RankFacts]], equal_arithmetic: bool) -> str | None:
-    """Return a message about weights that differ, None if there are none."""
-    wrong = [name for name, ranks in by_name.items() if not _agree(ranks, equal_arithmetic)]
+def _refusal(by_name: dict[str, list[_RankFacts]], round_alike: bool) -> str | None:
+    """Return a message about weights that differ, None if there are none.
+
+    Args:
+        by_name: name of a weight -> the facts of each rank about it.
+        round_alike: whether all ranks round alike, so that equal values are equal bits.
+    """
+    wrong = [name for name, ranks in by_name.items() if not _agree(ranks, round_alike)]
     if not wrong:
         return None
     ranks = by_name[wrong[0]]
     more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
     values: dict[int, list[int]] = {}
     for rank, facts in enumerate(ranks):
-        if facts.holds or facts.changed:
+        if facts.holds or facts.changed:  # others, which neither use nor changed it, have no digest of it
             values.setdefault(facts.digest, []).append(rank)
     changed = [rank for rank, facts in enumerate(ranks) if facts.changed]
     unchanged = [rank for rank, facts in enumerate(ranks) if facts.holds and not facts.changed]
@@ -173,19 +178,19 @@ def _refusal(by_name: dict[str, list[_RankFacts]], equal_arithmetic: bool) -> st
     )
 
 
-def _agree(ranks: list[_RankFacts], equal_arithmetic: bool) -> bool:
+def _agree(ranks: list[_RankFacts], round_alike: bool) -> bool:
     """Whether ranks that hold a weight have equal values or all changed it, and no other rank changed it alone.
 
     Args:
         ranks: the facts of each rank about the weight.
-        equal_arithmetic: whether all ranks round alike, so that equal values are equal bits.
+        round_alike: whether all ranks round alike, so that equal values are equal bits.
     """
     holders = [facts for facts in ranks if facts.holds]
     all_changed, any_changed = all(facts.changed for facts in holders), any(facts.changed for facts in holders)
     # A change that was overwritten on one rank and not made on all leaves ranks with different values.
     if any(facts.lost for facts in ranks) and not all_changed:
         return False
-    if equal_arithmetic:
+    if round_alike:
         # Ranks whose change was overwritten are left out: they are sent the owner's values again.
         if len({facts.digest for facts in holders if not facts.lost}) > 1:
             return False

@@ -72,6 +72,7 @@ def check_library(version: str, environment: Mapping[str, str]) -> None:
 
 def _refuse_closed_connection(version: str, environment: Mapping[str, str]) -> None:
     """Refuse variables of an earlier launcher whose connection this process does not have: MPICH would abort."""
+    # PMI_FD is a connection that the launcher has opened; it may be closed by now. PMI_PORT is an address to call.
     if "Open MPI" in version or "PMI_PORT" in environment:
         return
     # PMIx: without an address of its server no process can connect.

@@ -72,7 +72,7 @@ class PeerWatch:
         tell: reports that a rank has died; called on one rank, before its process ends.
         places: host and process of each rank; if empty, there are no heartbeats.
         tell_stalled: reports ranks that do not go on; called on one rank, before its process ends.
-        stops: whether this rank was requested to stop.
+        stop_requested: whether this rank was requested to stop.
         ends_with_dead: whether this process ends when another has died; not if a launcher sees to that.
     """
 
@@ -83,17 +83,19 @@ class PeerWatch:
         tell: Callable[[int], None],
         places: Sequence[Place] = (),
         tell_stalled: Callable[[Stall], None] = lambda stall: None,
-        stops: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
         ends_with_dead: bool = True,
     ) -> None:
         self._rank, self._peers, self._tell, self._tell_stalled = rank, peers, tell, tell_stalled
-        self._places, self._ends_with_dead = tuple(places), ends_with_dead
+        # Host and process of each rank, to judge and kill those that do not go on; empty: there are no heartbeats.
+        self._places = tuple(places)
+        self._ends_with_dead = ends_with_dead  # whether this process ends itself when another rank has died
         self._leaving = False  # whether this rank has told the others that it ends
         # Ranks to which no more heartbeats are sent, because their connection is full: after half a heartbeat, the
         # receiver would misread all later words.
         self._full = set[int]()
         self.rule = StallRule(dict(enumerate(self._places)))  # judges from heartbeats which ranks do not go on
-        self._heart = Heart(stops)  # makes the heartbeats of this rank
+        self._heart = Heart(stop_requested)  # makes the heartbeats of this rank
         # A child that outlives this process would keep the connections open.
         os.register_at_fork(after_in_child=self._close)
         threading.Thread(target=self._watch, daemon=True, name="hyfi-peers").start()
@@ -229,7 +231,7 @@ def watch_peers(
     world: Communicator,
     tell: Callable[[int], None],
     tell_stalled: Callable[[Stall], None] | None = None,
-    stops: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
     ends_with_dead: bool = True,
 ) -> PeerWatch | None:
     """Start watching (collective); None for a single process, or if a rank cannot connect to rank 0.
@@ -238,7 +240,7 @@ def watch_peers(
         world: all ranks of the job.
         tell: reports that a rank has died; called on one rank, before its process ends.
         tell_stalled: reports ranks that do not go on, likewise; None: these are not detected.
-        stops: whether this rank was requested to stop.
+        stop_requested: whether this rank was requested to stop.
         ends_with_dead: whether this process ends when another has died; not if a launcher sees to that.
     """
     if world.size == 1:
@@ -256,7 +258,7 @@ def watch_peers(
     if refused is None and peers is not None:
         if tell_stalled is None:
             return PeerWatch(world.rank, peers, tell)
-        return PeerWatch(world.rank, peers, tell, places, tell_stalled, stops, ends_with_dead)
+        return PeerWatch(world.rank, peers, tell, places, tell_stalled, stop_requested, ends_with_dead)
     if world.rank == 0:
         message = f"hyfi: rank {refused} cannot connect to rank 0, so only the launcher detects ranks that are killed"
         print(message, file=sys.stderr, flush=True)

@@ -205,7 +205,7 @@ class RankSupervisor:
         wait = ACTIVITY.wait
         if wait is None or now_s - wait.since_s < _LONG_S:
             return
-        if wait.ended is None:  # not yet on the board
+        if wait.on_end is None:  # not yet on the board
             self._note(board, wait)
         states = board.states()
         # A rank that computes may take long; any new report, such as of the end of a wait, shows that the job goes on.
@@ -225,7 +225,7 @@ class RankSupervisor:
             with contextlib.suppress(RuntimeError):
                 board.post("computes", "")
 
-        wait.ended = ended
+        wait.on_end = ended
         board.post("waits", f"{ACTIVITY.where()}, in {wait.what()}", wait.nbytes)
         if ACTIVITY.wait is not wait:  # it ended in the meantime
             ended()

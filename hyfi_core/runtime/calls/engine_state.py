@@ -165,7 +165,8 @@ class EngineState:
         named = self._model.named_parameters()
         # Each rank loads its own parameters: if one refuses, all must.
         agree(self._groups.all, lambda: load_optimizer_state(self.optimizer, named, training.optimizer))
-        self._scale.note()
+        # ``update`` measures by which factor the caller has multiplied the gradients: from here on.
+        self._scale.remember_gradients()
         restore_random(self.random, training.state)
         return training.state.get("extra")
 

@@ -38,7 +38,7 @@ class GradientScale:
         self._noted_version = 0
         self._noted_values = torch.empty(0)
 
-    def note(self) -> None:
+    def remember_gradients(self) -> None:
         """Remember the gradients as they are now."""
         self._sample = next((p for p in self._parameters if p.grad is not None and p.numel()), None)
         if self._sample is not None and self._sample.grad is not None:
@@ -47,7 +47,7 @@ class GradientScale:
             self._noted_version, self._noted_values = gradient._version, _few(gradient).clone()
 
     def factor(self) -> float | None:
-        """Return the number by which gradients were multiplied since ``note``; None without any, or if it is not one.
+        """Return the factor of the gradients since they were remembered; None without any, or if it is not one number.
 
         On a GPU the host waits for the values if they were changed.
         """

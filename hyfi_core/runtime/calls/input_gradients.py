@@ -80,6 +80,7 @@ def differentiate(
     tape = build_tape(ranked, (image,))
     memory = memory_of(tape)
     executor = Executor(tape, stage, memory=memory)
+    # The backward of compiled code runs only once; here it runs for each output.
     records = yield from within(uncompiled, executor.forward(values, record=True))
     logits, output = output_logits(ranked, values)
     memory.stay(logits)
@@ -88,7 +89,7 @@ def differentiate(
         seed[:, index] = float(stage.rank == 0)  # a replicated output: its cotangent is a sum over ranks
         # The last backward frees the records as it goes.
         last = index == logits.shape[1] - 1
-        gradient = (yield from executor.backward(records, {output: seed}, {}, keep=not last)).get(image)
+        gradient = (yield from executor.backward(records, {output: seed}, parameters={}, keep=not last)).get(image)
         memory.need([pixels, gradient])
         of_pixels = torch.zeros_like(pixels) if gradient is None else gradient
         use(InputGradient(index, first, ranked.read_box, pixels, of_pixels))

@@ -51,7 +51,7 @@ class PagedCall:
             for stage in lowered.hosted.values()
         ]
 
-    def new_bytes(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    def state_bytes_to_come(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
         """Return the bytes of gradients and optimizer state that do not exist yet, but must fit beside the call's maps.
 
         For an evaluation that is the optimizer's state, which exists between training steps.

@@ -35,8 +35,8 @@ class ParameterHooks:
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], backwards: int) -> None:
-        self._before: list[_HookDict] = []
-        self._after: list[_HookDict] = []
+        self._before_accumulation: list[_HookDict] = []
+        self._after_accumulation: list[_HookDict] = []
         for name, parameter in named.items():
             before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
             if not before and not after:
@@ -48,23 +48,23 @@ class ParameterHooks:
                     f"engine.accumulate "
                     "and engine.update"
                 )
-            self._before += [_HookDict(parameter, before, [*before.items()])] if before else []
-            self._after += [_HookDict(parameter, after, [*after.items()])] if after else []
+            self._before_accumulation += [_HookDict(parameter, before, [*before.items()])] if before else []
+            self._after_accumulation += [_HookDict(parameter, after, [*after.items()])] if after else []
 
     def __enter__(self) -> None:
         """Suspend the hooks."""
-        for suspended in (*self._before, *self._after):
+        for suspended in (*self._before_accumulation, *self._after_accumulation):
             # Emptied in place: the user's handles hold weak references to these dicts, to remove from them.
             suspended.live.clear()
 
     def __exit__(self, *raised: object) -> None:
         """Register the hooks again, in the original order."""
-        for suspended in (*self._before, *self._after):
+        for suspended in (*self._before_accumulation, *self._after_accumulation):
             suspended.live.update(suspended.hooks)
 
     def run_on_new_gradients(self) -> None:
         """Run hooks that change a gradient: once it is reduced, before it is added to those of earlier calls."""
-        for suspended in self._before:
+        for suspended in self._before_accumulation:
             gradient = suspended.parameter.grad
             if gradient is None:
                 continue
@@ -76,7 +76,7 @@ class ParameterHooks:
 
     def run_after_accumulation(self) -> None:
         """Run post-accumulate hooks."""
-        for suspended in self._after:
+        for suspended in self._after_accumulation:
             for _, hook in suspended.hooks:
                 if suspended.parameter.grad is not None:
                     hook(suspended.parameter)

@@ -68,7 +68,7 @@ class BatchLoss(StepLoss):
             return
         self.value = loss.detach().double().reshape(())
         seed = torch.full_like(loss, self._plan.mean_over)  # reduced gradients are divided by it
-        counts = self._leads(0) and self._groups.index == 0
+        counts = self._leads(0) and self._groups.replica_index == 0
         if counts:
             self.counted = self.value
         self._gradients = self._differentiated(leaves, loss, seed, counts)
@@ -83,13 +83,13 @@ class BatchLoss(StepLoss):
         """Return a micro-batch's part of the gradients of all logits; see ``StepLoss``."""
         if self._gradients is None:
             return zeros_of(leaves)
-        start, stop = self._rows(self._groups.index, microbatch)
+        start, stop = self._rows(self._groups.replica_index, microbatch)
         parts = [
             gradient if gradient is None or at in self._common_leaves else gradient[start:stop]
             for at, gradient in enumerate(self._gradients)
         ]
         # A leaf that is the same for all images gets its whole gradient in the first micro-batch.
-        is_first = (self._groups.index, microbatch) == self._sample_order[0]
+        is_first = (self._groups.replica_index, microbatch) == self._sample_order[0]
         counted = [leads and (is_first or at not in self._common_leaves) for at in range(len(parts))]
         # In new memory: it may be spilled.
         copies = [torch.clone if counts else torch.zeros_like for counts in counted]
@@ -142,7 +142,7 @@ class BatchLoss(StepLoss):
 
         A direction's outputs are sent by one rank of its last stage, which leads it; labels by that of direction 0.
         """
-        replica, microbatches = self._groups.index, range(self._plan.microbatches)
+        replica, microbatches = self._groups.replica_index, range(self._plan.microbatches)
         led = [m for m in microbatches if self._leads(self._direction(m))]
         owned = {(replica, m, leaf): outputs[m][leaf] for m in led for leaf in leaves}
         if self._leads(0):

@@ -39,5 +39,5 @@ def loss_of_step(
         return BatchLoss(function, pick, labels, plan, groups, common_leaves)
     count = plan.microbatches
     # With shares replicas count by their samples, and reduced gradients are sums (``plan.mean_over`` is 1).
-    divisor = float(count / plan.weight(groups.index)) if plan.shares else count
+    divisor = float(count / plan.weight(groups.replica_index)) if plan.shares else count
     return MicrobatchLoss(function, pick, labels.split(len(labels) // count), divisor, labels.device)

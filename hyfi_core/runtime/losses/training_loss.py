@@ -202,7 +202,7 @@ class TrainingLoss:
         like = {
             replica: labels.new_empty((share, *labels.shape[1:]), device="meta") for replica, share in enumerate(shares)
         }
-        own = {self._groups.index: labels} if self._groups.replica.rank == 0 else {}
+        own = {self._groups.replica_index: labels} if self._groups.replica.rank == 0 else {}
         gathered = gather_tensors(self._groups.all.of("reduce"), like, own, torch.device("cpu"))
         return torch.cat(list(gathered.values()))
 

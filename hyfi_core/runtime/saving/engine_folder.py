@@ -52,7 +52,7 @@ def save_engine(
     agree(comm, lambda: _check_request(folder, extra, model_json))
     # As text, because JSON has no bytes; the state of torch's generator has 5 kB.
     state = {"random": [random.seed, random.step], "rng": bytes(torch.get_rng_state().tolist()).hex()}
-    writer = CheckpointWriter(comm, bool(part.weights))
+    writer = CheckpointWriter(comm, writes=bool(part.weights))
     writer.begin(
         folder,
         part,

@@ -110,7 +110,7 @@ def load_optimizer_state(
             }
         )
         for parameter in group["params"]:
-            if id(parameter) not in names:
+            if id(parameter) not in names:  # the placeholder of a rank without parameters
                 continue
             name = names[id(parameter)]
             state = dict(saved_group["values"].get(name, {}))

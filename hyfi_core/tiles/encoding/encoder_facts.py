@@ -60,8 +60,8 @@ class EncoderFacts:
     Attributes:
         features: length of a feature vector.
         dtype: dtype of features.
-        shapes: shapes of the random numbers that a call for one tile draws, in order.
-        alone: whether each tile must be encoded in a call of its own, because of how random numbers are laid out.
+        drawn_shapes: shapes of the random numbers that a call for one tile draws, in order.
+        tile_by_tile: whether each tile needs a call of its own, because of how random numbers are laid out.
         trained: names of the encoder's parameters that get gradients.
         kept: bytes of a chunk's activations.
         peak: bytes of a chunk's forward and backward.
@@ -70,8 +70,8 @@ class EncoderFacts:
 
     features: int
     dtype: torch.dtype
-    shapes: tuple[DrawnShape, ...]
-    alone: bool
+    drawn_shapes: tuple[DrawnShape, ...]
+    tile_by_tile: bool
     trained: frozenset[str]
     kept: TileBytes
     peak: TileBytes
@@ -105,11 +105,12 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
     buffers = {name: buffer.clone() for name, buffer in call.encoder.named_buffers()}
     try:
         with call.norms():
-            shapes = _drawn(call, tiles[-1:], key)
-            one = _trial(call, tiles[-1:], key, [_TILES - 1], shapes, backward)
-            several = _trial(call, tiles, key, range(_TILES), shapes, backward)
+            drawn_shapes = _drawn(call, tiles[-1:], key)
+            one = _trial(call, tiles[-1:], key, [_TILES - 1], drawn_shapes, backward)
+            several = _trial(call, tiles, key, range(_TILES), drawn_shapes, backward)
             _check_buffers(call, buffers)
-            alone = _must_be_alone(call, tiles, key, shapes, one, several)
+            # True if a tile's random numbers depend on the other tiles of its call.
+            tile_by_tile = _needs_single_calls(call, tiles, key, drawn_shapes, one, several)
     finally:
         with torch.no_grad():
             for name, buffer in call.encoder.named_buffers():
@@ -124,8 +125,8 @@ def tried(call: EncoderCall, tile_shape: tuple[int, ...], key: DrawKey, backward
     return EncoderFacts(
         features=features.shape[1],
         dtype=features.dtype,
-        shapes=shapes,
-        alone=alone,
+        drawn_shapes=drawn_shapes,
+        tile_by_tile=tile_by_tile,
         trained=several.trained,
         kept=kept,
         peak=peak,
@@ -155,7 +156,7 @@ def _trial(
     tiles: torch.Tensor,
     key: DrawKey,
     numbers: range | list[int],
-    shapes: tuple[DrawnShape, ...],
+    drawn_shapes: tuple[DrawnShape, ...],
     train: bool,
 ) -> _Trial:
     """Run forward and, if trained, backward for some tiles; return their features, and the bytes that both took.
@@ -165,12 +166,12 @@ def _trial(
         tiles: ``(n, C, h, w)``.
         key: key of random numbers.
         numbers: numbers of these tiles in their slide, on which their random numbers depend.
-        shapes: shapes of the random numbers that a call for one tile draws; empty if not known yet.
+        drawn_shapes: shapes of the random numbers that a call for one tile draws; empty if not known yet.
         train: whether gradients are computed.
     """
     named = {name: p for name, p in call.encoder.named_parameters() if p.requires_grad}
     with PeakMeter() as meter, torch.set_grad_enabled(train and bool(named)):
-        features = call(tiles, key, numbers, shapes)
+        features = call(tiles, key, numbers, drawn_shapes)
         # What is alive after the forward: the features, and what their graph has saved.
         kept, trained = meter.live_bytes, frozenset[str]()
         if features.requires_grad:
@@ -205,8 +206,13 @@ def _check_buffers(call: EncoderCall, before: dict[str, torch.Tensor]) -> None:
             )
 
 
-def _must_be_alone(
-    call: EncoderCall, tiles: torch.Tensor, key: DrawKey, shapes: tuple[DrawnShape, ...], one: _Trial, several: _Trial
+def _needs_single_calls(
+    call: EncoderCall,
+    tiles: torch.Tensor,
+    key: DrawKey,
+    drawn_shapes: tuple[DrawnShape, ...],
+    one: _Trial,
+    several: _Trial,
 ) -> bool:
     """Return whether tiles must be encoded one by one, because random numbers depend on the other tiles of a call.
 
@@ -214,7 +220,7 @@ def _must_be_alone(
         call: calls the encoder.
         tiles: tiles of the trials, ``(n, 3, T, T)``.
         key: key of random numbers.
-        shapes: shapes of the random numbers that a call for one tile draws.
+        drawn_shapes: shapes of the random numbers that a call for one tile draws.
         one: the trial of the last tile alone.
         several: the trial of all tiles.
 
@@ -223,7 +229,7 @@ def _must_be_alone(
     """
     if _equal_to_rounding(one.features[0], several.features[-1]):
         return False
-    if shapes:  # perhaps only the random numbers differ
+    if drawn_shapes:  # perhaps only the random numbers differ
         flags = [(module, module.training) for module in call.encoder.modules()]
         # Without dropout, a difference that remains comes from the encoder itself.
         call.encoder.eval()

@@ -149,7 +149,7 @@ class EncoderPass:
 
     def _kept_vectors(self) -> KeptVectors | None:
         """Return the store of kept vectors; None if vectors depend on more than tiles and frozen weights."""
-        if self.vectors is None or self.facts.trained or self.facts.shapes or self.call.live_norms:
+        if self.vectors is None or self.facts.trained or self.facts.drawn_shapes or self.call.live_norms:
             return None
         self.vectors.begin(self.call.encoder)
         return self.vectors
@@ -167,11 +167,11 @@ class EncoderPass:
         # kernels, so that both passes over a chunk would differ in the last bits.
         saving: AbstractContextManager[Any] = nullcontext() if keeps else keeping_nothing()
         with torch.set_grad_enabled(self.trains), saving:
-            return self.call(inputs, key, chunk.tiles, self.facts.shapes, sharing)
+            return self.call(inputs, key, chunk.tiles, self.facts.drawn_shapes, sharing)
 
     def _guard(self) -> AbstractContextManager[Any]:
         """Return the context of a backward, which must not draw random numbers."""
-        return NoDrawsInBackward() if self.facts.shapes else nullcontext()
+        return NoDrawsInBackward() if self.facts.drawn_shapes else nullcontext()
 
 
 class _Completing:

@@ -57,7 +57,7 @@ class ShardedTilesEngine(TilesEngine):
         self._trained_flags = [parameter.requires_grad for parameter in self._model.encoder.parameters()]
 
     def _make_ownership(self) -> ShardedOwnership:
-        return ShardedOwnership(self._model, self._names, self._groups, self.device)
+        return ShardedOwnership(self._model, self._stage_names, self._groups, self.device)
 
     def _watched(self) -> nn.Module:
         """Return a module with the aggregator alone, under its names in the model."""

@@ -13,7 +13,7 @@ def test_a_gradient_is_in_memory_no_longer_than_its_parameter_has_it() -> None:
     scale = GradientScale([parameter])
     parameter.grad = torch.full((8, 8), 3.0)
     held = TensorWeakRef(parameter.grad)
-    scale.note()
+    scale.remember_gradients()
     assert scale.factor() == 1
     parameter.grad.mul_(0.5)
     assert scale.factor() == 0.5

@@ -66,7 +66,7 @@ def nothing(model: nn.Module) -> None:
 
 def steps(engine: Engine, model: nn.Module, change: Callable[[nn.Module], Any], between: bool = False) -> Any:
     """Train three steps; change the weights after the first, or between its gradient and its update."""
-    replica = engine._groups.index
+    replica = engine._groups.replica_index
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * replica + step)
         engine.accumulate(torch.randn(SHAPE, dtype=torch.float64, generator=generator), torch.tensor([0, 1]))
