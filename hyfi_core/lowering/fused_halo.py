@@ -65,7 +65,7 @@ class Sketch:
         pixel_bytes: value -> bytes of one pixel, all channels and images together.
         readers: value -> number of operators that use it.
         image: the input image, which is read and never exchanged.
-        fixed: values that are computed on owned parts only, because other stages use them.
+        owned_only: values that are computed on owned parts only, without margins, because other stages use them.
     """
 
     flows: tuple[Flow, ...]
@@ -73,10 +73,10 @@ class Sketch:
     pixel_bytes: Mapping[str, int]
     readers: Mapping[str, int]
     image: str
-    fixed: frozenset[str] = frozenset()
+    owned_only: frozenset[str] = frozenset()
 
     @cached_property
-    def reached(self) -> tuple[tuple[str, ...], ...]:
+    def inputs_with_halo(self) -> tuple[tuple[str, ...], ...]:
         """For each operator, the names of inputs that some rank needs beyond its own part, to compute owned results."""
         return tuple(
             tuple(value for value, _ in reaching(self, flow, self.layouts[flow.makes[0]].parts)) for flow in self.flows
@@ -116,7 +116,7 @@ def margins_of(sketch: Sketch, depth: int) -> Margins:
     """Return what ranks compute and exchange with fused runs of at most ``depth`` windows along any path."""
     exchanged = _starts_of_runs(sketch, depth)
     # Other stages receive owned parts, and an exchange begins with them: neither may have a margin.
-    inner = {value for flow in sketch.flows for value in flow.makes} - sketch.fixed - exchanged
+    inner = {value for flow in sketch.flows for value in flow.makes} - sketch.owned_only - exchanged
     wide: dict[str, Boxes] = {}  # value -> the boxes of it that ranks compute, with margins
     computed: dict[str, Boxes] = {}  # operator -> the same
     needed_boxes: dict[str, tuple[Boxes, ...]] = {}  # exchanged value -> what each of its users needs
@@ -163,20 +163,21 @@ def _owned(layout: Layout, need: Boxes) -> bool:
 def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
     """Return the values that ranks exchange: a fused run begins at each, and has at most ``depth`` windows.
 
-    Where the next window would be one too many, its input is exchanged, or a value with several users that leads to it.
+    Where the next window would be one too many, its input is exchanged; or a value with several users that leads to it,
+    since all branches from there then share one exchange.
     """
     made_by = {value: at for at, flow in enumerate(sketch.flows) for value in flow.makes}
     windows_behind: dict[str, float] = {sketch.image: 0}  # value -> windows since the last exchange
     exchanged: set[str] = set()
     at = 0
     while at < len(sketch.flows):
-        flow, reached = sketch.flows[at], sketch.reached[at]
+        flow, with_halo = sketch.flows[at], sketch.inputs_with_halo[at]
         counts: dict[str, float] = {}  # input -> windows since the last exchange, with this operator
         for value in flow.takes:
             # What no flow makes has no margin: infinity, so that the next window exchanges it.
             behind = 0 if value in exchanged else windows_behind.get(value, math.inf)
-            counts[value] = behind + 1 if value in reached else behind
-        over = next((value for value in reached if counts[value] > depth), None)
+            counts[value] = behind + 1 if value in with_halo else behind
+        over = next((value for value in with_halo if counts[value] > depth), None)
         if over is not None:
             begin = _branch_point(sketch, made_by, over, depth)
             exchanged.add(begin)
@@ -184,8 +185,8 @@ def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
             at = made_by.get(begin, -1) + 1
             continue
         for value in flow.makes:
-            # A fixed value has no margin, so that the next window exchanges it at any depth.
-            windows_behind[value] = math.inf if value in sketch.fixed else max(counts.values())
+            # A value of owned parts only has no margin, so that the next window exchanges it at any depth.
+            windows_behind[value] = math.inf if value in sketch.owned_only else max(counts.values())
         at += 1
     return exchanged
 
@@ -205,12 +206,12 @@ def _branch_point(sketch: Sketch, made_by: Mapping[str, int], value: str, depth:
     candidate, windows = value, 1  # the window that takes ``value``
     while sketch.readers.get(candidate, 0) < 2:
         maker = made_by.get(candidate)
-        # A fixed value has no margin, so no run passes through it; what no operator makes cannot be traced further.
-        if maker is None or candidate in sketch.fixed or len(sketch.flows[maker].takes) != 1:
+        # A value of owned parts only has no margin, so no run passes through it; what no operator makes ends the chain.
+        if maker is None or candidate in sketch.owned_only or len(sketch.flows[maker].takes) != 1:
             return value
         (candidate,) = sketch.flows[maker].takes
         # A window counts if a rank needs more of its input than its own part; a 1 x 1 kernel does not.
-        windows += bool(sketch.reached[maker])
+        windows += bool(sketch.inputs_with_halo[maker])
         if windows > depth or candidate == sketch.image:
             return value
     return candidate

@@ -42,7 +42,7 @@ def sketch_of(
         pixel_bytes={name: _pixel_bytes(program.values[name], splits[name]) for name in maps},
         readers=readers,
         image=program.image,
-        fixed=frozenset(exits),
+        owned_only=frozenset(exits),
     )
 
 

@@ -107,7 +107,7 @@ def join_calls(ranked: RankProgram) -> RankProgram:
     return replace(ranked, instructions=tuple(instructions))
 
 
-def parts_of(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
+def unjoined(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
     """Return the instructions with joined calls apart again."""
     apart: list[Instruction] = []
     for instruction in instructions:

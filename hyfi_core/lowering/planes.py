@@ -77,15 +77,15 @@ def on_plane(ranked: RankProgram, plane: Plane, rank: int) -> RankProgram:
         instruction, computing = step
         if plane.index in computing:
             instructions.append(instruction)
-    # ``undivided``: from the instructions of all planes, each finds the same values that carry gradients.
-    return replace(ranked, instructions=tuple(instructions), undivided=ranked.instructions)
+    # ``of_all_planes``: from the instructions of all planes, each finds the same values that carry gradients.
+    return replace(ranked, instructions=tuple(instructions), of_all_planes=ranked.instructions)
 
 
 def exchanges(ranked: RankProgram, plane: Plane, rank: int) -> list[PlaneExchange]:
     """Return the exchanges of a divided program, with those in which this plane has no part; see ``on_plane``."""
-    if not ranked.undivided:
+    if not ranked.of_all_planes:
         return []
-    undivided = replace(ranked, instructions=ranked.undivided)
+    undivided = replace(ranked, instructions=ranked.of_all_planes)
     return [step for step in _steps(undivided, plane, rank) if isinstance(step, PlaneExchange)]
 
 

@@ -147,7 +147,7 @@ class BackwardMemory:
                 continue
             origin = self._origin(call, name)
             memory = of_output.memory if origin == "given" else self._new()
-            # It may be the cotangent itself, a view of it or a tensor that PyTorch keeps.
+            # The gradient may be the cotangent itself, a view of it or a tensor that PyTorch keeps.
             if origin == "unknown":
                 memory = self._given_to_others(memory | of_output.memory)
             if name in self._facts.parameters:

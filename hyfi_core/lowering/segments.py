@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hyfi_core.capture.program import refs_in
-from hyfi_core.lowering.joined_calls import parts_of
+from hyfi_core.lowering.joined_calls import unjoined
 from hyfi_core.lowering.reuse import BackwardMemory, Over, TapeFacts, writing_over
 from hyfi_core.ops.plane_exchange import PlaneExchange
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram
@@ -96,7 +96,7 @@ def build_tape(
     """
     last_use = _last_uses(ranked)
     chosen = ranked.instructions[start:stop]
-    active = _active(ranked, ranked.undivided or parts_of(chosen), set(sources))  # the same in all planes
+    active = _active(ranked, ranked.of_all_planes or unjoined(chosen), set(sources))  # the same in all planes
     steps: list[Step] = []
     run: list[tuple[int, LocalCall]] = []
     for index, instruction in enumerate(chosen, start):

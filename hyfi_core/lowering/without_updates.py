@@ -39,7 +39,7 @@ def without_updates(program: Program, results: Iterable[str]) -> Program:
     """Return the program, or a stage of it, without what only computes new values of buffers.
 
     Args:
-        program: a program whose updates are apart.
+        program: a program for which ``updates_are_apart`` holds.
         results: values that are needed: of its output, and those that other stages use.
     """
     needed = program.needed(set(results))

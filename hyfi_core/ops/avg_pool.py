@@ -120,9 +120,10 @@ class AvgPool(Banded):
         call = torch.ops.aten.avg_pool2d_backward.grad_input
         ceil_mode, count_include_pad = False, True  # as in ``_pooled``
         result = into
-        if forgets_padding(into, padding):
+        # Computed in the contiguous format, and copied: in that of ``into``, a GPU's kernel ignores the padding.
+        if gradient_forgets_padding(into, padding):
             result = torch.empty_like(into, memory_format=torch.contiguous_format)
-        # The kernel reads only the shape of its input, so that the result's memory stands for it.
+        # The native call reads only the shape of the pool's input, so that the result's memory stands for it.
         kernel, stride, _ = self.steps
         call(dy, result, kernel, stride, padding, ceil_mode, count_include_pad, self._divisor, grad_input=result)
         return into if result is into else into.copy_(result)
@@ -179,7 +180,7 @@ class WindowCounts:
         return None if self._same else self._rows.like(like)[:, None] * self._columns.like(like)[None, :]
 
 
-def forgets_padding(tensor: torch.Tensor, padding: int | Sequence[int]) -> bool:
+def gradient_forgets_padding(tensor: torch.Tensor, padding: int | Sequence[int]) -> bool:
     """Whether the native cotangent of an average pool of this map may be wrong: see the module."""
     padded = any(padding) if isinstance(padding, Sequence) else bool(padding)
     # A map of one channel has the same memory in both formats: the kernel decides by the strides.
@@ -197,7 +198,7 @@ def avg_pool2d(
     """Return ``aten.avg_pool2d`` in the memory format of the map; its gradient is right on a GPU, too."""
     call = torch.ops.aten.avg_pool2d.default
     # PyTorch's gradient of a padded channels-last map on a GPU is wrong: such a map is pooled in the other format.
-    if not forgets_padding(tensor, padding):
+    if not gradient_forgets_padding(tensor, padding):
         return call(tensor, kernel_size, stride, padding, *settings, **more)  # type: ignore[no-any-return]
     # A clone, since a map of one channel counts as contiguous already, with the strides of the other format.
     plain = tensor.clone(memory_format=torch.contiguous_format)

@@ -242,10 +242,10 @@ class BatchNorm(AsyncBackward, Recomputable):
             dx_rows.copy_(wide)
 
     def _centred(self, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return the pixels that count, for float64 minus their mean: far from zero, slope · x + shift cancels.
+        """Return the pixels that count in the statistics, those of a float64 map minus their mean.
 
-        Subtracting allocates a map. In other dtypes rounding is coarser than the cancellation, so they are returned as
-        they are, and ``_terms`` puts the mean into the shift.
+        Far from zero, slope · x and a shift with the mean in it cancel: rounding errors remain. Float64 is for exact
+        results, so the mean is subtracted first, in a new map; in other dtypes ``_terms`` puts it into the shift.
         """
         counted = self._counted(own)
         if mean.dtype != torch.float64:

@@ -162,7 +162,7 @@ class BoundaryTransfer:
     def _buffers(self) -> Buffers:
         return Buffers()
 
-    def origin(self, value: BoundaryValue, position: int, at_source: bool) -> Box | None:
+    def box_on(self, value: BoundaryValue, position: int, at_source: bool) -> Box | None:
         """Return the box of a value on the rank at ``position`` of a stage; None for a replicated value.
 
         ``at_source``: of the first stage; else of the second.
@@ -177,7 +177,7 @@ class BoundaryTransfer:
         """
         received, result = _unpacked(self, self.incoming(target), messages, only_read=True), {}
         for value in self.values:
-            box, parts = self.origin(value, target, at_source=False), received.get(value.name, [])
+            box, parts = self.box_on(value, target, at_source=False), received.get(value.name, [])
             full = self._from_one_piece(value, box, parts)
             if full is None:
                 full = self._canvas(value, box)
@@ -191,7 +191,7 @@ class BoundaryTransfer:
         """Return the sums of the cotangents received by the rank at ``source``, in memory that may be overwritten."""
         received, result = _unpacked(self, self.outgoing(source, back=True), messages, only_read=False), {}
         for value in self.values:
-            box, parts = self.origin(value, source, at_source=True), received.get(value.name, [])
+            box, parts = self.box_on(value, source, at_source=True), received.get(value.name, [])
             # A rank that did not send a replicated value to any rank has no share of its cotangent.
             if not value.gradient or (box is None and not parts):
                 continue
@@ -282,7 +282,7 @@ def cut_out(
             # The receiver expects these bytes: without them, all pieces that follow would be shifted.
             parts.append(torch.zeros(piece.shape, dtype=piece.value.dtype, device=boundary.device))
             continue
-        origin = boundary.origin(piece.value, position, at_source)
+        origin = boundary.box_on(piece.value, position, at_source)
         # ``opened``: with height and width as separate dims, which the local tensor may have as one.
         parts.append(piece.value.cut(piece.value.opened(tensor, origin), piece.box, origin).to(piece.value.dtype))
     return parts

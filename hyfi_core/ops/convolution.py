@@ -158,7 +158,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         conv_input, kernel = saved.conv_input, saved.weight.to(saved.conv_input.dtype)
         offset = None if inputs[2] is None else inputs[2].to(conv_input.dtype)
         if self.own is None:  # own part and strips were convolved on one canvas
-            return self._convolve(self._conv_input(saved), kernel, offset, self.canvas_padding)
+            return self._convolve(self._native_input(saved), kernel, offset, self.canvas_padding)
         result = self._convolve(conv_input, kernel, offset, self.own.padding)
         self._add_reached(result, kernel, conv_input, saved.strips)
         return result
@@ -167,7 +167,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         """Return two operations for each weight of an output channel; see ``ops.base.Recomputable``."""
         return 2.0 * prod(shapes[1][1:])
 
-    def _conv_input(self, saved: _SavedConvolution, is_read: bool = True) -> torch.Tensor:
+    def _native_input(self, saved: _SavedConvolution, is_read: bool = True) -> torch.Tensor:
         """Return the input of the native call: as saved, or a canvas built again, without values unless ``is_read``."""
         if self.own is not None or self.keeps_canvas:
             return saved.conv_input
@@ -243,8 +243,8 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         Args:
             comm: the ranks of the stage.
             back: arguments of the backward.
-            at_once: whether to compute weight and bias during the exchange in any case. The caller always computes them
-                on a canvas, without messages, and if the map needs no cotangent.
+            at_once: whether to compute weight and bias during the exchange in any case. Without an exchange to compute
+                them in (on a canvas, without messages, or if the map needs no cotangent), they are left to the caller.
             waits: without ``at_once``, whether to compute them if this rank would have to wait.
         """
         if not back.mask[0]:
@@ -263,7 +263,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         if pending is not None and (at_once or (waits and not pending.test())):
             with polled(pending):
                 weight_back = self._weight_back(back)
-        d_own = self._widened(d_input, back.saved)
+        d_own = self._on_whole_part(d_input, back.saved)
         yield from self.halo.add_back(d_own, pending_strips)
         return d_own, weight_back
 
@@ -272,7 +272,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         if not (back.mask[1] or back.mask[2]):
             return None, None
         _, d_weight, d_bias = self._differentiate(back, (False, *back.mask[1:]))
-        # The bias needs no strips: its cotangent is a sum over outputs, and the native call has all of them.
+        # On a canvas, the native call has the strips, too. The bias needs none: its cotangent is a sum over outputs.
         if d_weight is not None and self.own is not None:
             self._add_strips(d_weight, back)
         return d_weight, d_bias
@@ -305,7 +305,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
             else:
                 d_taps.add_(self._native_back(part, canvas, _reading_taps(kernel, piece), (0, 0), _WEIGHT_ONLY)[1])
 
-    def _widened(self, d_input: torch.Tensor, saved: _SavedConvolution) -> torch.Tensor:
+    def _on_whole_part(self, d_input: torch.Tensor, saved: _SavedConvolution) -> torch.Tensor:
         """Return the cotangent of the whole own part, in its dtype; zero where no window reads it."""
         if d_input.shape == saved.shape:
             return d_input.to(saved.dtype)
@@ -318,7 +318,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def _differentiate(self, back: _Back, mask: OutputMask) -> Any:
         """Return the cotangents of the native call's inputs selected by ``mask``; None if it is empty."""
         # The cotangent of the map needs the input's shape alone.
-        conv_input = self._conv_input(back.saved, is_read=mask[1] and not self.output.empty)
+        conv_input = self._native_input(back.saved, is_read=mask[1] and not self.output.empty)
         if self.output.empty:
             return torch.zeros_like(conv_input) if mask[0] else None, None, None
         padding = self.canvas_padding if self.own is None else self.own.padding

@@ -90,7 +90,7 @@ class MaxPool(Banded, RemakesSaved):
 
     def compact(self, saved: Any) -> Any:
         """Return ``saved`` with indices in one byte each where that is enough; see ``ops.base.RemakesSaved``."""
-        if self.holds_map:
+        if self.holds_map:  # only for cells, which do not keep the map, is memory worth the time to pack indices
             return saved
         if self.own is None:  # pooled on a canvas: what the halo exchange saved, canvas, indices, no bands
             saved_halo, canvas, indices, no_bands = saved

@@ -61,7 +61,7 @@ def on_maps(rule: Rule, tiles: Rule = on_tiles) -> Rule:
         if split is not None and split.in_batch and dim_count == 4:
             one_map(tiles)(builder, op)
             return
-        if split is not None and (not split.plain or split.dims != (2, 3) or dim_count != 4):
+        if split is not None and (not split.has_own_dims or split.dims != (2, 3) or dim_count != 4):
             shape = builder.shape(op.args[0].name)
             builder.refuse(
                 op,

@@ -25,7 +25,7 @@ from hyfi_core.rules.calls import bound, emit_on_part, renamed
 from hyfi_core.rules.instructions import KeepsStatistics, Split
 from hyfi_core.rules.operator_facts import OperatorFacts
 
-_LIVE = ("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats")
+_LIVE_STATISTICS = ("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats")
 """Operators that normalise with statistics of the images at hand."""
 
 
@@ -47,7 +47,7 @@ def batch_norm_training(builder: Builder, op: Operator) -> None:
     count = _pixels(builder, x.name)
     batch_mean, batch_var = builder.fresh(running_mean.name), builder.fresh(running_var.name)
     outputs = (normalised, batch_mean, batch_var)
-    _communicate(builder, _collective(builder, split, count, eps), (part, *affine), outputs, split)
+    _communicate(builder, _norm_over_ranks(builder, split, count, eps), (part, *affine), outputs, split)
     # PyTorch normalises by the biased variance and stores the unbiased one.
     unbias = count / max(count - 1, 1)
     for running, batch, output, factor in (
@@ -69,7 +69,7 @@ def batch_norm_without_statistics(builder: Builder, op: Operator) -> None:
         names = tuple(part if name == x.name else name for name in inputs)
         builder.compute(function, names, op.outputs[:1], split)
         return
-    norm = _collective(builder, split, _pixels(builder, x.name), eps)
+    norm = _norm_over_ranks(builder, split, _pixels(builder, x.name), eps)
     _communicate(builder, norm, (part, *affine), op.outputs[:1], split)
 
 
@@ -96,7 +96,7 @@ def batch_norm_of_features(builder: Builder, op: Operator) -> tuple[Callable[...
         RequestError: its statistics would be computed over several replicas.
     """
     # With running statistics it is pointwise, like any operator on features.
-    if op.text not in _LIVE:
+    if op.text not in _LIVE_STATISTICS:
         return None
     if builder.norm_replicas > 1:
         builder.refuse(
@@ -207,7 +207,7 @@ def _pixels(builder: Builder, name: str) -> int:
     return int(prod(shape) // shape[1] * builder.norm_replicas)
 
 
-def _collective(builder: Builder, split: Split, count: int, eps: float) -> BatchNorm:
+def _norm_over_ranks(builder: Builder, split: Split, count: int, eps: float) -> BatchNorm:
     """Return the operator for owned parts or, in a fused run, for computed boxes."""
     if split.boxes is None:
         return BatchNorm(count, eps)
@@ -257,7 +257,7 @@ class _Running(KeepsStatistics):
 def has_live_statistics(op: Operator) -> bool:
     """Whether an operator is a batch norm that uses the statistics of its map: in training, and not frozen."""
     # The sixth argument is ``training``.
-    return op.text in _LIVE or (op.text == "aten.batch_norm.default" and bool(op.args[5]))
+    return op.text in _LIVE_STATISTICS or (op.text == "aten.batch_norm.default" and bool(op.args[5]))
 
 
 def _on_maps_and_tiles(rule: Rule) -> Rule:

@@ -128,7 +128,7 @@ class Builder:
 
         Only values whose height and width are separate dims can be part of fused runs.
         """
-        if not split.plain:
+        if not split.has_own_dims:
             return split.owned
         self._fusible.append(op.name)
         boxes = self.runs.computed.get(op.name)
@@ -251,7 +251,7 @@ class Builder:
             return self._read(name, need[self.rank], split, fill)
         if need == current.held:
             return name
-        if not current.plain:
+        if not current.has_own_dims:
             return self._moved_folded(name, need, split, fill)
         source = self._covering(name, need)
         if source is not None:
@@ -273,7 +273,7 @@ class Builder:
     def opened(self, name: str) -> str:
         """Return the name of a value with the pixels of ``name``, and height and width as separate dims."""
         folded = self.splits[name]
-        if folded.plain:
+        if folded.has_own_dims:
             return name
         shape, dims = folded.opened(self.shape(name))
         split, result = Split(folded.layout, dims), self.fresh(name, shape)

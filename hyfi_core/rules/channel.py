@@ -16,11 +16,11 @@ from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.calls import arguments, emit, emit_on_part
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.place import cat_of_space, split_of_space
-from hyfi_core.rules.moves.strips import along_space, first_extreme
+from hyfi_core.rules.moves.strips import along_space, extreme_along_space
 from hyfi_core.rules.norm import normalise
 from hyfi_core.rules.operator_facts import OperatorFacts
 from hyfi_core.rules.pointwise import operands, pointwise
-from hyfi_core.rules.positions import extreme as extreme_position
+from hyfi_core.rules.positions import extreme as extreme_over_positions
 from hyfi_core.rules.positions import gather, over_positions, topk
 from hyfi_core.rules.reduction import moments_over_ranks
 from hyfi_core.rules.softmax import softmax
@@ -29,14 +29,14 @@ AlongSpace = Callable[[Builder, Operator, int], None]
 """Lowers an operator along height or width: takes builder, operator and the dim."""
 
 
-def _split_outside_space(builder: Builder, op: Operator) -> Split:
-    """Return the layout of results with the pixels of the first argument; the caller checks dims."""
+def _split_of_map(builder: Builder, op: Operator) -> Split:
+    """Return how results that have the pixels of the first argument, a map, are split; the caller checks dims."""
     return builder.same_pixels(op, op.args[0].name)
 
 
 def _per_pixel(builder: Builder, op: Operator, split: Split) -> None:
     """Emit an operator whose output pixels depend on the same pixels of its only map."""
-    emit_on_part(builder, op, _split_outside_space(builder, op), split)
+    emit_on_part(builder, op, _split_of_map(builder, op), split)
 
 
 def channel_norm(builder: Builder, op: Operator) -> None:
@@ -45,7 +45,7 @@ def channel_norm(builder: Builder, op: Operator) -> None:
     split, dim_count = builder.splits[name], len(builder.shape(name))
     over = set(range(dim_count - len(normalised), dim_count))
     if not over & set(split.dims):
-        _per_pixel(builder, op, _split_outside_space(builder, op))
+        _per_pixel(builder, op, _split_of_map(builder, op))
     elif op.text == "aten.layer_norm.default" and over == {1, 2, 3} and split.dims == (2, 3) and dim_count == 4:
         _layer_norm_of_maps(builder, op, name)
     else:
@@ -83,7 +83,7 @@ def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
 
 def linear(builder: Builder, op: Operator) -> None:
     """A linear layer over the last dim, which must be neither height nor width."""
-    split, dim_count = _split_outside_space(builder, op), len(builder.shape(op.args[0].name))
+    split, dim_count = _split_of_map(builder, op), len(builder.shape(op.args[0].name))
     if dim_count - 1 in split.dims:
         builder.refuse(op, "mixes the pixels of a row", "a linear layer over channels in the last dim, (B, H, W, C)")
     _per_pixel(builder, op, split)
@@ -91,7 +91,7 @@ def linear(builder: Builder, op: Operator) -> None:
 
 def prelu(builder: Builder, op: Operator) -> None:
     """PReLU, with one slope for all values, or one for each channel in dim 1."""
-    split, slopes = _split_outside_space(builder, op), builder.shape(op.args[1].name)
+    split, slopes = _split_of_map(builder, op), builder.shape(op.args[1].name)
     # PyTorch applies slopes along dim 1, whatever that dim is in the model.
     if 1 in split.dims and slopes not in ((), (1,)):
         builder.refuse(
@@ -112,7 +112,7 @@ def along(dim_at: int, keepdim_at: int | None, default: int | None = -1, positio
 
     def rule(builder: Builder, op: Operator) -> None:
         """An operator along one dim; along height or width, it is computed on whole rows or columns."""
-        split, dims = _split_outside_space(builder, op), len(builder.shape(op.args[0].name))
+        split, dims = _split_of_map(builder, op), len(builder.shape(op.args[0].name))
         dim = op.args[dim_at] if len(op.args) > dim_at else op.kwargs.get("dim", default)
         if not isinstance(dim, int):
             builder.refuse(op, "works on the flattened tensor, across all dims", "an explicit dim")
@@ -137,9 +137,9 @@ def extreme(builder: Builder, op: Operator) -> None:
     """``max`` and ``min`` along one dim, with indices."""
     name = op.args[0].name
     if over_positions(builder, op, op.args[1]):
-        extreme_position(builder, op)
+        extreme_over_positions(builder, op)
     elif op.args[1] % len(builder.shape(name)) in builder.splits[name].dims:
-        first_extreme(builder, op)
+        extreme_along_space(builder, op)
     else:
         along(dim_at=1, keepdim_at=2)(builder, op)
 
@@ -154,7 +154,7 @@ def _reduced(split: Split, dim: int, keep: bool) -> Split:
 
 def per_pixel(builder: Builder, op: Operator) -> None:
     """An operator that computes each pixel from the same pixel, and may append dims."""
-    _per_pixel(builder, op, _split_outside_space(builder, op))
+    _per_pixel(builder, op, _split_of_map(builder, op))
 
 
 def cosine_similarity(builder: Builder, op: Operator) -> None:
@@ -196,7 +196,7 @@ def channelwise(dim_at: int, over_space: AlongSpace) -> Rule:
 def _split_over_space(builder: Builder, op: Operator, dim: int) -> None:
     """``split`` or ``chunk`` along height, width, or the entries of the batch that are divided among ranks."""
     split = builder.splits[op.args[0].name]
-    if not split.in_batch and not split.plain:
+    if not split.in_batch and not split.has_own_dims:
         builder.refuse(op, "splits a dim in which height and width are flattened", "a split of either height or width")
     split_of_space(builder, op, dim)
 
@@ -225,7 +225,7 @@ FACTS = {
     **dict.fromkeys(("glu", "cumprod", "cummax", "cummin", "sort", "argsort"), _AT_1),
     "sort.stable": _AT_2,
     **dict.fromkeys(("max.dim", "min.dim"), OperatorFacts(one_map(extreme))),
-    **dict.fromkeys(("argmax", "argmin"), OperatorFacts(one_map(along(1, 2, None, positions=extreme_position)))),
+    **dict.fromkeys(("argmax", "argmin"), OperatorFacts(one_map(along(1, 2, None, positions=extreme_over_positions)))),
     **dict.fromkeys(("median.dim", "prod.dim_int", "any.dim", "all.dim"), OperatorFacts(one_map(along(1, 2)))),
     "topk": OperatorFacts(one_map(along(2, None, positions=topk))),
     "index_select": OperatorFacts(one_map(along(1, None, 0, positions=gather))),

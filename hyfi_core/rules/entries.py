@@ -40,7 +40,7 @@ def index(builder: Builder, op: Operator) -> None:
         positions.index(builder, op)
         return
     input_split = builder.same_pixels(op, name)
-    split = _indexed(builder, op, input_split)
+    split = _split_of_indexed(builder, op, input_split)
     emit_on_part(builder, op, input_split, split)
 
 
@@ -49,7 +49,7 @@ def _is_mask(builder: Builder, name: str) -> bool:
     return builder.values[name].dtype in (torch.bool, torch.uint8)
 
 
-def _indexed(builder: Builder, op: Operator, split: Split) -> Split:
+def _split_of_indexed(builder: Builder, op: Operator, split: Split) -> Split:
     """Return how ``y[indices]`` is split, where ``y`` is split as ``split``."""
     indexed = [at for at, item in enumerate(op.args[1]) if item is not None]
     infos = [builder.values[op.args[1][at].name] for at in indexed]
@@ -83,12 +83,13 @@ def index_put(builder: Builder, op: Operator) -> None:
             op, "writes a map into a tensor that is not a map", "a map as destination, such as torch.zeros_like(y)"
         )
     split = builder.splits[name].owned
-    inner = _indexed(builder, op, split)
+    split_of_indexed = _split_of_indexed(builder, op, split)
     values = op.args[2].name
     # Dims of ``y[indices]``: without the indexed ones, and with those to which the indices broadcast.
-    dims = len(builder.shape(name)) - sum(item is not None for item in op.args[1])
-    dims += len(torch.broadcast_shapes(*(builder.shape(item.name) for item in op.args[1] if item is not None)))
-    names = {name: builder.part(name, split), values: _fitted(builder, op, values, inner, dims)}
+    dim_count = len(builder.shape(name)) - sum(item is not None for item in op.args[1])
+    dim_count += len(torch.broadcast_shapes(*(builder.shape(item.name) for item in op.args[1] if item is not None)))
+    fitted = _fitted(builder, op, values, split_of_indexed, dim_count)
+    names = {name: builder.part(name, split), values: fitted}
     emit(builder, op, names, split)
 
 
@@ -174,7 +175,7 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, lines: range, so
     """
     name = op.args[0].name
     split = builder.splits[name].owned
-    if not split.plain:
+    if not split.has_own_dims:
         builder.refuse(
             op, "overwrites pixels of a map whose height and width are flattened into one dim", "either height or width"
         )
@@ -186,7 +187,7 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, lines: range, so
     parts = split.layout.parts
     need = parts.each(written, _as_it_is) if along_y else parts.each(_as_it_is, written)
     source_split = builder.splits.get(source)
-    if source_split is not None and (source_split.dims != split.dims or not source_split.plain):
+    if source_split is not None and (source_split.dims != split.dims or not source_split.has_own_dims):
         builder.refuse(
             op,
             f"writes a map whose height and width are dims {source_split.dims} into one where they are {split.dims}",
@@ -244,11 +245,11 @@ def repeat(builder: Builder, op: Operator) -> None:
     """``repeat`` and ``tile`` along dims other than height and width, including new ones; or of whole maps."""
     name, result = op.args[0].name, builder.shape(op.first_output)
     split, shape = builder.same_pixels(op, name), builder.shape(name)
-    more = len(result) - len(shape)
-    dims = (split.dims[0] + more, split.dims[1] + more)
+    added = len(result) - len(shape)  # dims that are new, in front
+    dims = (split.dims[0] + added, split.dims[1] + added)
     if any(result[dim] != shape[old_dim] for dim, old_dim in zip(dims, split.dims, strict=True)):
         channel_dims = [dim for dim in range(len(shape)) if dim not in split.dims]
-        if not split.plain or more or any(result[dim] != shape[dim] for dim in channel_dims):
+        if not split.has_own_dims or added or any(result[dim] != shape[dim] for dim in channel_dims):
             builder.refuse(
                 op,
                 f"repeats height and width (dims {split.dims}) together with other dims",

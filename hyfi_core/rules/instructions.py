@@ -35,7 +35,7 @@ class Split:
     ``x.view(B * H * W, C)``: each rank has its part of each map.
 
         tensor                 dims      map counts
-        (B, C, H, W)           (2, 3)    (1, 1)    plain
+        (B, C, H, W)           (2, 3)    (1, 1)    dims of their own
         (B, C, H · W)          (2, 2)    (1, 1)    flat
         (B · H · W, C)         (0, 0)    (B, 1)    flat, in the batch dim
 
@@ -72,8 +72,8 @@ class Split:
         return self.dims == (0, 0)
 
     @property
-    def plain(self) -> bool:
-        """Whether height and width are separate tensor dims, with nothing else in them."""
+    def has_own_dims(self) -> bool:
+        """Whether height and width are tensor dims of their own, with nothing else in them."""
         return not self.flat and self.map_counts == (1, 1)
 
     @property
@@ -97,7 +97,7 @@ class Split:
         return self._opened(shape, self.held[rank].shape)[0]
 
     def _opened(self, shape: tuple[int, ...], sides: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, int]]:
-        """Return ``opened`` for a map of ``sides`` (height, width), the whole one or a rank's part."""
+        """Return (shape, dims of height and width) as ``opened``; ``sides``: height and width, of the map or a part."""
         result: list[int] = []
         dims = [0, 0]
         for at, side in enumerate(shape):
@@ -245,7 +245,7 @@ class RankProgram:
         fusible: operators whose rules can compute margins: they may be part of a fused run.
         gathered: descriptions of the maps that ranks gather.
         drawn: operators that draw from torch's generator, which recomputation would not reproduce.
-        undivided: the instructions of all planes; empty if branches are not divided.
+        of_all_planes: the instructions of all planes; empty if branches are not divided.
         ahead: operators whose results are split as later operators use them.
     """
 
@@ -259,7 +259,7 @@ class RankProgram:
     fusible: frozenset[str] = frozenset()
     gathered: tuple[str, ...] = ()
     drawn: tuple[Operator, ...] = ()
-    undivided: tuple[Instruction, ...] = ()
+    of_all_planes: tuple[Instruction, ...] = ()
     ahead: frozenset[str] = frozenset()
 
     @property

@@ -94,31 +94,31 @@ def index(builder: Builder, op: Operator) -> None:
     name, indexers = op.args[0].name, op.args[1]
     split = builder.splits[name].owned
     indexed_dims = [dim for dim, item in enumerate(indexers) if item is not None]
-    indices = tuple(indexers[dim].name for dim in indexed_dims)
+    index_names = tuple(indexers[dim].name for dim in indexed_dims)
     are_adjacent = indexed_dims == list(range(indexed_dims[0], indexed_dims[0] + len(indexed_dims)))
     # As in NumPy, the dims of the indices replace those that are indexed, or come first if these are not adjacent.
-    first_of_result = indexed_dims[0] if are_adjacent else 0
+    first_dim_of_indices = indexed_dims[0] if are_adjacent else 0
     of_positions = indexed_dims.index(split.dims[0])
 
-    def of_part(tensor: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+    def of_part(tensor: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
         """Return the entries at the positions that this rank has, 0 for others.
 
         Args:
             tensor: this rank's part of the flat map.
-            numbers: the index of each indexed dim; that of the positions counts in the whole map.
+            indices: the index of each indexed dim; that of the positions counts in the whole map.
         """
         # Checked first: for a bad index, a rank without pixels raises as the others do, and does not wait for them.
-        local, inside = _places(split, builder.rank, numbers[of_positions], op.text, from_end=True)
+        local, inside = _places(split, builder.rank, indices[of_positions], op.text, from_end=True)
         if not tensor.numel():
             # An empty sum, 0, connects the result to the input, so that all ranks have the same backward.
             return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
-        index_of_dim = dict(zip(indexed_dims, numbers, strict=True)) | {split.dims[0]: local}
+        index_of_dim = dict(zip(indexed_dims, indices, strict=True)) | {split.dims[0]: local}
         entries = tensor[tuple(index_of_dim.get(dim, slice(None)) for dim in range(tensor.dim()))]
-        inside = inside.expand(torch.broadcast_shapes(*(number.shape for number in numbers)))
-        dims_after = entries.dim() - first_of_result - inside.dim()
+        inside = inside.expand(torch.broadcast_shapes(*(item.shape for item in indices)))
+        dims_after = entries.dim() - first_dim_of_indices - inside.dim()
         return torch.where(inside.reshape(*inside.shape, *[1] * dims_after), entries, 0.0)
 
-    inputs = (builder.part(name, split), *indices)
+    inputs = (builder.part(name, split), *index_names)
     if len(set(inputs)) < len(inputs):
         builder.refuse(op, "uses one tensor as index of two dims", "a tensor for each")
     sum_of_parts(builder, of_part, inputs, op.first_output)

@@ -59,11 +59,13 @@ def _sum(builder: Builder, op: Operator, mean: bool) -> None:
     if not set(space) & set(dims):
         _pointwise(builder, op, dims, keepdim)
     elif not set(space) <= set(dims):
-        if not builder.splits[name].plain:
+        if not builder.splits[name].has_own_dims:
             builder.refuse(
                 op, f"is over dims {dims}, which mix rows or columns with something else", "either height or width"
             )
-        _sum_over_space(builder, name, output, dims, keepdim, mean, _in_profile(builder, name, dims, keepdim))
+        # One number for each row or each column: every rank has those of its part, at their place among zeros.
+        placed = _placed_in_profile(builder, name, dims, keepdim)
+        _sum_over_space(builder, name, output, dims, keepdim, mean, placed)
     else:
         _sum_over_space(builder, name, output, dims, keepdim, mean)
 
@@ -74,7 +76,7 @@ def _fewer(split: Split, gone: tuple[int, ...]) -> Split:
     return Split(split.layout, (y, x), map_counts=split.map_counts)
 
 
-def _in_profile(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool) -> Any:
+def _placed_in_profile(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool) -> Any:
     """Return a function that pads this rank's sums along one axis with zeros, to the length of the other axis.
 
     The sum over ranks is then the whole profile, of length H or W, on every rank.
@@ -317,7 +319,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
         mean = first + ((means - first) * weights).sum(0)
         return torch.stack([mean, ((variances + (means - mean).square()) * weights).sum(0)])
 
-    rows, summed, moments_name = (builder.fresh(part, (), torch.float64) for _ in range(3))
+    rows, summed, moments_name = (builder.fresh(part, (), torch.float64) for _ in range(3))  # no rule reads the shape
     builder.compute(moments, (part,), (rows,))
     builder.communicate(SumOverRanks(), (rows,), (summed,), "reduce")
     builder.compute(moments_of_all, (summed,), (moments_name,))

@@ -70,11 +70,11 @@ def _has_map_of(builder: Builder, output: str, name: str, split: Split) -> bool:
         builder: knows the shapes.
         output: result of an operator on gathered maps.
         name: one of these maps.
-        split: split of that map; outputs are cut only if it is plain.
+        split: split of that map; outputs are cut only if height and width have their own dims.
     """
     input_shape, output_shape = builder.shape(name), builder.shape(output)
     return (
-        split.plain
+        split.has_own_dims
         and len(input_shape) == len(output_shape)
         and all(input_shape[dim] == output_shape[dim] for dim in split.dims)
     )
@@ -88,7 +88,7 @@ def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[t
         rank: the rank.
         shape: shape of the replicated value.
     """
-    if not split.plain:
+    if not split.has_own_dims:
         return _cut_of_folded(split, rank, shape)
     box, (y, x) = split.held[rank], split.dims
 

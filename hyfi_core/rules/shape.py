@@ -127,7 +127,7 @@ def select(builder: Builder, op: Operator) -> None:
     name = op.args[0].name
     split = builder.same_pixels(op, name)
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
-    if dim in split.dims and split.plain and op.text == "aten.select.int":
+    if dim in split.dims and split.has_own_dims and op.text == "aten.select.int":
         _row(builder, op, dim)
     elif dim == 0 and split.in_batch:
         builder.refuse(op, "takes single tiles", ALL_TILES)
@@ -203,7 +203,7 @@ def sliced(builder: Builder, op: Operator) -> None:
         pointwise(builder, op)
     elif split.in_batch:
         _slice_tiles(builder, op)
-    elif split.plain:
+    elif split.has_own_dims:
         slice_of_space(builder, op, dim)
     else:
         builder.refuse(op, "slices a dim in which height and width are flattened", "a slice of either height or width")

@@ -219,7 +219,7 @@ class GradientsOfCells:
 def _used(stage: HostedStage) -> list[str]:
     """Return the user's names of a stage's parameters; with branches, of those that this plane computes with."""
     ranked = stage.ranked
-    if not ranked.undivided:
+    if not ranked.of_all_planes:
         return list(ranked.program.parameters.values())
     inputs = {name for instruction in ranked.instructions for name in instruction.inputs}
     return [named for value, named in ranked.program.parameters.items() if value in inputs]

@@ -211,7 +211,7 @@ class _StagesOfRank:
             # A rank without this stage lowers it as position 0: later stages need the layouts of its outputs.
             lowered = {position: self._lower(index, position) for position in {*positions.values()} or {0}}
             ranked = next(iter(lowered.values())).ranked
-            divided |= bool(ranked.undivided)
+            divided |= bool(ranked.of_all_planes)
             self._splits.append(ranked.splits)
             self.hosted.update({(index, direction): lowered[position] for direction, position in positions.items()})
         if branches > 1 and not divided:

@@ -325,8 +325,8 @@ def _lower_stage(
         ranked = trial  # the same that lowering again would return
     else:
         ranked = lower(program, replace(target, plane=planes[0]), piece.outputs, exits, runs)
-    # ``ranked`` has the instructions of plane 0; ``undivided`` are those of all planes.
-    all_planes = replace(ranked, instructions=ranked.undivided or ranked.instructions, undivided=())
+    # ``ranked`` has the instructions of plane 0; ``of_all_planes`` are those of all planes.
+    all_planes = replace(ranked, instructions=ranked.of_all_planes or ranked.instructions, of_all_planes=())
     further = (on_plane(all_planes, plane, middle) for plane in planes[1:])
     sent = tuple(exchange.carrying(active) for exchange in exchanges(ranked, planes[0], middle))
     stage = DividedStage(branches, (ranked, *further), sent)

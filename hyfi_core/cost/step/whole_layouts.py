@@ -53,7 +53,7 @@ class WholeLayouts:
         if self.ranked.gathered:  # whether ranks gather a map depends on its size
             return False
         # Only maps (B, C, H, W) of which ranks own even parts: in others, sizes may depend on the number of images.
-        if any(split.dims != (2, 3) or not split.plain for split in self.ranked.splits.values()):
+        if any(split.dims != (2, 3) or not split.has_own_dims for split in self.ranked.splits.values()):
             return False
         own, other = self.program.values, program.values
         return own.keys() == other.keys() and all(

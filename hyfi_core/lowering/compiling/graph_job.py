@@ -206,13 +206,14 @@ def _precisions() -> list[tuple[str, Any, str]]:
 def same_keys() -> Iterator[None]:
     """Context in which keys of Inductor's cache do not depend on what a process has imported first.
 
-    Keys are digests of pickles. Pickle names a memory format by the first loaded module in which it finds
-    ``torch.contiguous_format``. That is not torch if a module loaded before it has imported that name and is still
+    Keys are digests of pickles. Pickle writes a memory format as ``torch.contiguous_format`` of a module: of the first
+    one in ``sys.modules`` that has the name ``torch``. This may be a module that imports torch and is itself still
     being imported, or was loaded by hand, as pytest does. A child does not have that module, so it would fill the cache
     under keys that this process never looks up.
     """
     before = copyreg.dispatch_table.get(torch.memory_format)
-    copyreg.pickle(torch.memory_format, lambda value: str(value).removeprefix("torch."))  # an attribute of torch
+    # Written as ``contiguous_format``, which pickle finds in torch itself.
+    copyreg.pickle(torch.memory_format, lambda value: str(value).removeprefix("torch."))
     try:
         yield
     finally:

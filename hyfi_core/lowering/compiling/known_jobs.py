@@ -16,7 +16,7 @@ def cached_on_disk() -> bool:
     return graph_job.BACKEND == "inductor" and config.fx_graph_cache and not config.force_disable_caches
 
 
-def is_marked(job: GraphJob) -> bool:
+def compiled_before(job: GraphJob) -> bool:
     """Whether a run has compiled a job before; its code may have been removed from the cache since."""
     return cached_on_disk() and _mark(job).is_file()
 

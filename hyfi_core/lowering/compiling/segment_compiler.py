@@ -27,7 +27,7 @@ import torch
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.lowering.compiling.background import BackgroundBatch, reason
 from hyfi_core.lowering.compiling.graph_job import CompiledFunction, GraphJob, InputFacts, Traced, traced
-from hyfi_core.lowering.compiling.known_jobs import cached_on_disk, is_marked, mark
+from hyfi_core.lowering.compiling.known_jobs import cached_on_disk, compiled_before, mark
 from hyfi_core.lowering.joined_calls import JoinedCalls
 from hyfi_core.rules.instructions import Instruction, LocalCall, RankProgram
 
@@ -195,7 +195,7 @@ class SegmentCompiler:
             if (graph := self._traced(request)) is None:
                 continue
             # What is compiled already is loaded here: children are only for what has to be compiled.
-            if graph.job.key in _CODE or is_marked(graph.job):
+            if graph.job.key in _CODE or compiled_before(graph.job):
                 self._take(graph.job, [(request, graph)], None)
             else:
                 jobs.setdefault(graph.job.key, (graph.job, []))[1].append((request, graph))

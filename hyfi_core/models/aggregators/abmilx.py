@@ -39,16 +39,17 @@ class Abmilx(nn.Module):
             raise RequestError(f"heads is {heads}; use at least 1")
         if hidden % heads:
             raise RequestError(f"hidden is {hidden}; use a multiple of heads, {heads}")
-        self.heads, part = heads, hidden // heads
+        self.heads, of_head = heads, hidden // heads  # features of each head
         self.compress = nn.Sequential(nn.Linear(features, hidden), nn.GELU(), nn.Dropout(dropout))
-        self.score = nn.Sequential(nn.Linear(part, part), nn.GELU(), nn.Linear(part, 1))
-        self.norm, self.similarity = nn.LayerNorm(part), nn.Linear(part, 2 * part, bias=False)
+        self.score = nn.Sequential(nn.Linear(of_head, of_head), nn.GELU(), nn.Linear(of_head, 1))
+        # Makes queries and keys, side by side.
+        self.norm, self.similarity = nn.LayerNorm(of_head), nn.Linear(of_head, 2 * of_head, bias=False)
         self.shared = nn.Parameter(torch.ones(1))  # by how much a tile's attention is that of similar tiles
         self.projection, self.classifier = nn.Linear(hidden, hidden), nn.Linear(hidden, classes)
 
     def forward(self, bag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits ``(K,)`` and attention ``(N,)``, the mean of the heads', of tiles ``(N, D)``."""
-        parts = self.compress(bag).unflatten(1, (self.heads, -1)).transpose(0, 1)  # (M, N, part)
+        parts = self.compress(bag).unflatten(1, (self.heads, -1)).transpose(0, 1)  # (M, N, features of a head)
         attention = self._refined(parts, self.score(parts)).softmax(1)
         pooled = (attention * parts).sum(1).flatten()
         return self.classifier(self.projection(pooled)), attention.mean(0).squeeze(1)

@@ -146,10 +146,11 @@ def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:
     """Return the name of the map with height or width viewed as two dims (n, ``inner``); ranks share ``inner``.
 
     For example 8 rows on two ranks, with ``inner`` 4. Rows 0 and 4 belong together, so every rank first gets all rows,
-    of some columns (``strips``); after the view, rows are no longer cut, and ``Builder.part`` may cut the second dim::
+    of some columns (``strips``), and views them as (2, 4); then ``Builder.part`` may cut the second dim::
 
-        rows 0 1 2 3 | 4 5 6 7  ──▶  0 1 2 3 4 5 6 7  ──▶  0 1 2 3
-        rank 0       | rank 1        each rank              4 5 6 7
+        rows 0 1 2 3 │ 4 5 6 7  ──▶  0 1 2 3 4 5 6 7  ──▶  0 1 2 3  ──▶     0 1 │ 2 3
+                     │                                     4 5 6 7          4 5 │ 6 7
+        rank 0       │ rank 1        each rank, some columns             rank 0 │ rank 1
     """
     split = builder.splits[name]
     dim, shape = split.dims[axis], builder.shape(name)
@@ -161,8 +162,12 @@ def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:
 
 
 def _ungridded(builder: Builder, name: str, output: str) -> None:
-    """Emit ``output``: height and width of a value, each merged with the dim before it."""
-    split, sizes = builder.splits[name], builder.shape(name)
+    """Emit ``output``: the same tensor, split as one map instead of several in one dim; the inverse of ``_gridded``.
+
+    ``name`` is (n · h, m · w): ranks share h and w, and each has its part of each of the n · m maps. Opened, it is
+    (n, h, m, w). Each rank gets all of w, of some rows, and merges (m, w), then all of h, and merges (n, h).
+    """
+    split = builder.splits[name]
     value = builder.opened(name)
     for axis in (1, 0):
         value_split = builder.splits[value]
@@ -173,7 +178,7 @@ def _ungridded(builder: Builder, name: str, output: str) -> None:
         cuts[axis] = (0, size)
         dims = tuple(at - (at >= dim) for at in value_split.dims)
         value = _reshaped(builder, strip, (*shape[: dim - 1], size, *shape[dim + 1 :]), cuts, dims)
-    assert builder.shape(value) == sizes
+    assert builder.shape(value) == builder.shape(name)
     even_split = Split(Layout.even(*split.sides, builder.grid), split.dims)
     builder.compute(lambda tensor: tensor, (builder.part(value, even_split),), (output,), even_split)
 

@@ -38,11 +38,11 @@ def pad(builder: Builder, op: Operator) -> None:
     shape, dims = builder.shape(name), builder.splits[name].dims
     # ``widths`` has pairs (before, after), of the last dim first.
     padded = {len(shape) - 1 - at // 2 for at, width in enumerate(widths) if width}
-    if not builder.splits[name].plain and not padded & set(dims):  # such as within each tile
+    if not builder.splits[name].has_own_dims and not padded & set(dims):  # such as within each tile
         split = builder.splits[name].owned
         emit_on_part(builder, op, split, split)
         return
-    if not builder.splits[name].plain:
+    if not builder.splits[name].has_own_dims:
         builder.refuse(op, "pads a map whose height and width are flattened into one dim", "padding before flattening")
     around = {len(shape) - 1 - at: (widths[2 * at], widths[2 * at + 1]) for at in range(len(widths) // 2)}
     space = (around.pop(dims[0], (0, 0)), around.pop(dims[1], (0, 0)))
@@ -111,7 +111,7 @@ def _by_table(builder: Builder, outputs: tuple[str | None, ...], name: str, tabl
     rows = Selection(torch.tensor(tables[0][part.y0 : part.y1], dtype=torch.int64) - need.y0)
     columns = Selection(torch.tensor(tables[1][part.x0 : part.x1], dtype=torch.int64) - need.x0)
 
-    # Autocast pads in float32 on CPUs.
+    # That of the captured result: a padding by table, too, is in float32 under autocast on CPUs.
     dtype = builder.values[next(output for output in outputs if output is not None)].dtype
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
     shape = builder.shape(op.first_output)
     for name in names:
         split = builder.splits.get(name)
-        if split is not None and (not split.plain or set(split.dims) != set(first.dims)):
+        if split is not None and (not split.has_own_dims or set(split.dims) != set(first.dims)):
             builder.refuse(
                 op,
                 f"concatenates maps whose height and width are dims {first.dims} and {split.dims}",

@@ -47,7 +47,7 @@ def roll(builder: Builder, op: Operator) -> None:
     if not set(dims) & set(split.dims):
         _emit_on_other_dims(builder, op)
         return
-    if not split.plain:
+    if not split.has_own_dims:
         builder.refuse(
             op, f"rolls dims {dims}, which mix rows or columns with something else", "either height or width"
         )
@@ -67,7 +67,7 @@ def flip(builder: Builder, op: Operator) -> None:
     if not set(dims) & set(split.dims):
         _emit_on_other_dims(builder, op)
         return
-    if not split.plain:
+    if not split.has_own_dims:
         builder.refuse(
             op, f"flips dims {dims}, which mix rows or columns with something else", "either height or width"
         )

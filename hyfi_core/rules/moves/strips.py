@@ -48,7 +48,7 @@ def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: 
     """
     name = op.args[0].name
     split = builder.splits[name]
-    if not split.plain:
+    if not split.has_own_dims:
         builder.refuse(
             op, f"works along dims {dims}, which mix rows or columns with something else", "either height or width"
         )
@@ -84,7 +84,7 @@ def _resized(split: Split, dim: int, size: int) -> Split:
     return Split(layout, split.dims)
 
 
-def first_extreme(builder: Builder, op: Operator) -> None:
+def extreme_along_space(builder: Builder, op: Operator) -> None:
     """``max`` and ``min`` along height or width, with indices: first of each part, then of the parts' results.
 
     The results of all parts are a small map with one line for each part, which every rank gathers. The first of equal
@@ -95,7 +95,7 @@ def first_extreme(builder: Builder, op: Operator) -> None:
     dim = op.args[1] % len(shape)
     keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(op.kwargs.get("keepdim", False))
     # Along an axis of one rank, rows are whole already.
-    if not split.plain or (builder.grid[0] if dim == split.dims[0] else builder.grid[1]) == 1:
+    if not split.has_own_dims or (builder.grid[0] if dim == split.dims[0] else builder.grid[1]) == 1:
         along_space(builder, op, (dim,), keepdim)
         return
     layout, box = split.layout, split.layout.parts[builder.rank]

@@ -130,9 +130,9 @@ def _rows_with_ends(builder: Builder, op: Operator, line: _Line, stride: int) ->
     name = op.args[0].name
     split, shape = builder.splits[name].owned, builder.shape(name)
     count = builder.shape(op.first_output)[-1]
-    # One rank has whole rows: nothing to receive.
-    alone = builder.grid == (1, 1) and split.dims == (2, 2) and count == shape[-1]
-    if alone or (split.in_batch and len(shape) == 3):
+    # One rank has whole rows, and so has each rank of (tiles, C, L), whose ranks share the tiles: nothing to receive.
+    has_all_rows = builder.grid == (1, 1) and split.dims == (2, 2) and count == shape[-1]
+    if has_all_rows or (split.in_batch and len(shape) == 3):
         emit_on_part(builder, op, split, split)
         return None
     if len(shape) != 3 or not split.is_flat_map:

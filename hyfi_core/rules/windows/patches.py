@@ -14,7 +14,7 @@ from hyfi_core.rules.moves.axis import Axis, reach, scattered
 from hyfi_core.rules.operator_facts import OperatorFacts
 
 
-def _covered(outputs: int, kernel: int, dilation: int, padding: int, stride: int) -> Axis:
+def _axis_of_windows(outputs: int, kernel: int, dilation: int, padding: int, stride: int) -> Axis:
     """Return the axis on which window ``i`` starts at input ``i * stride - padding``."""
     return Axis(
         outputs,
@@ -28,7 +28,9 @@ def unfold(builder: Builder, op: Operator) -> None:
     kernel, dilation, padding, stride = (pair(setting) for setting in op.args[1:5])
     sizes = builder.shape(name)[2:]
     counts = _windows(sizes, kernel, dilation, padding, stride)
-    axes = tuple(_covered(*settings) for settings in zip(counts, kernel, dilation, padding, stride, strict=True))
+    axes = tuple(
+        _axis_of_windows(*settings) for settings in zip(counts, kernel, dilation, padding, stride, strict=True)
+    )
     reached = reach(builder, name, (axes[0], axes[1]))
     # Windows are positions: their grid is flattened into one dim.
     split = Split(reached.split.layout, (2, 2))
@@ -87,7 +89,7 @@ def unfold_along(builder: Builder, op: Operator) -> None:
         split = builder.same_pixels(op, name)
         emit_on_part(builder, op, split, split)
         return
-    if not input_split.plain:
+    if not input_split.has_own_dims:
         builder.refuse(
             op,
             f"takes windows along dim {dim}, which mixes rows or columns with something else",
@@ -95,7 +97,7 @@ def unfold_along(builder: Builder, op: Operator) -> None:
         )
     output = builder.shape(op.first_output)
     axes = [
-        _covered(output[at], kernel, dilation=1, padding=0, stride=stride)
+        _axis_of_windows(output[at], kernel, dilation=1, padding=0, stride=stride)
         if at == dim
         else Axis.shifted(output[at], 0)  # along the other axis, each pixel stays where it is
         for at in input_split.dims

@@ -79,7 +79,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowParts:
     return _WindowParts(split, need, (window.y.padding if native_y else 0, window.x.padding if native_x else 0))
 
 
-def _try_whole_map(builder: Builder, op: Operator) -> bool:
+def _try_on_one_rank(builder: Builder, op: Operator) -> bool:
     """Emit the operator as it is if a single rank has the whole map; return False on other grids."""
     output = op.outputs[0]
     if builder.grid != (1, 1) or output is None:
@@ -95,10 +95,10 @@ def conv2d(builder: Builder, op: Operator) -> None:
     """Convolution with any kernel, stride, dilation, groups and padding, also "same" and "valid"."""
     x, weight, bias, stride, _, dilation, groups = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     stride, dilation = pair(stride), pair(dilation)
-    if _needs_subsampling(builder.shape(weight.name), stride):
+    if _onednn_corrupts_memory(builder.shape(weight.name), stride):
         _subsampled_convolution(builder, op, stride)
         return
-    if _try_whole_map(builder, op):
+    if _try_on_one_rank(builder, op):
         return
     sliding = windows.conv2d(op, builder.shape)
     parts = _sliding(builder, op, sliding)
@@ -117,10 +117,10 @@ def conv2d(builder: Builder, op: Operator) -> None:
     builder.compute(call, inputs, op.outputs, parts.split, op)
 
 
-def _needs_subsampling(weight: tuple[int, ...], stride: tuple[int, int]) -> bool:
+def _onednn_corrupts_memory(weight: tuple[int, ...], stride: tuple[int, int]) -> bool:
     """Whether a convolution has a 1 x 1 kernel, a stride above 1, and a number of input channels that oneDNN fails on.
 
-    Its weight gradient, channels-last and with sides divisible by the stride, writes beyond its memory if a group has
+    The weight gradient, channels-last and with sides divisible by the stride, writes beyond its memory if a group has
     fewer than 16 input channels (torch 2.13 on CPU: heap corruption with 4, 6, 7, 8, 12).
     """
     return weight[2:] == (1, 1) and max(stride) > 1 and weight[1] % 16 != 0
@@ -153,7 +153,7 @@ def max_pool2d(builder: Builder, op: Operator) -> None:
         # PyTorch's backward then writes beyond its memory (torch 2.13 on CPU: heap corruption).
         builder.refuse(op, "has windows whose taps are all in the padding", "a dilation of at most the map's size")
     parts = _sliding(builder, op, sliding)
-    if try_max_pool_alone(builder, op, sliding.window, parts.split) or _try_whole_map(builder, op):
+    if try_max_pool_alone(builder, op, sliding.window, parts.split) or _try_on_one_rank(builder, op):
         return
     if try_overlapped_max_pool(builder, op, sliding.window, parts.split, parts.need, parts.native_padding):
         return
@@ -168,7 +168,7 @@ def max_pool2d(builder: Builder, op: Operator) -> None:
 
 def avg_pool2d(builder: Builder, op: Operator) -> None:
     """Average pooling: the sum over each window, divided by the number of its pixels that count."""
-    if _try_whole_map(builder, op):
+    if _try_on_one_rank(builder, op):
         return
     *_, include_pad, divisor = arguments(op.args, ([], [0, 0], False, True, None), 2)
     sliding = windows.avg_pool2d(op, builder.shape)

@@ -40,7 +40,7 @@ def of_slice(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(shape)
     start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
     lines = range(shape[dim])[start:stop:step]
-    if not split.plain or dim not in split.dims or not lines:
+    if not split.has_own_dims or dim not in split.dims or not lines:
         return None
     # A window that begins later has a negative padding.
     return _tap({dim: AxisWindow(kernel=1, stride=lines.step, padding=-lines.start)}, split.dims, 0.0)
@@ -56,7 +56,7 @@ def of_pad(op: Operator, shape: tuple[int, ...], split: Split) -> Tap | None:
     value = op.args[3] if len(op.args) > 3 else op.kwargs.get("value")
     around = {rank - 1 - at: (widths[2 * at], widths[2 * at + 1]) for at in range(len(widths) // 2)}
     elsewhere = any(pair != (0, 0) for dim, pair in around.items() if dim not in split.dims)
-    if not split.plain or mode != "constant" or elsewhere:
+    if not split.has_own_dims or mode != "constant" or elsewhere:
         return None
     windows = {dim: AxisWindow(kernel=1, stride=1, padding=before) for dim, (before, _) in around.items()}
     return _tap(windows, split.dims, 0.0 if value is None else float(value))

@@ -21,7 +21,7 @@ from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.waits import Waits, waited, within
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.compiling.segment_compiler import uncompiled
-from hyfi_core.lowering.joined_calls import parts_of
+from hyfi_core.lowering.joined_calls import unjoined
 from hyfi_core.lowering.segments import Tape
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box
@@ -90,10 +90,10 @@ def attribute(
         RequestError: the output is not one tensor of logits reduced from a map, or branches are divided.
     """
     ranked_model = lowered.only.ranked
-    if ranked_model.undivided:
+    if ranked_model.of_all_planes:
         raise RequestError("contributions need a plan whose planes have the whole model; use plan.branches=1")
     # The last map may be hidden inside a joined call.
-    ranked = replace(ranked_model, instructions=parts_of(ranked_model.instructions))
+    ranked = replace(ranked_model, instructions=unjoined(ranked_model.instructions))
     name, body, head = split_tape(ranked)
     yield from Executor(body, stage, memory=memory_of(body)).forward(values, record=False)
     part = yield from attribute_head(ranked, name, head, values, stage, memory_of(head))

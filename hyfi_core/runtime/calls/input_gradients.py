@@ -73,7 +73,7 @@ def differentiate(
         RequestError: the output is not one tensor of logits, or branches are divided.
     """
     ranked = lowered.only.ranked
-    if ranked.undivided:
+    if ranked.of_all_planes:
         raise RequestError("gradients of the image need a plan whose planes have the whole model; use plan.branches=1")
     image = ranked.program.image
     pixels = values[image]

@@ -14,7 +14,7 @@ import torch
 
 from hyfi_core.capture.program import refs_in
 from hyfi_core.errors import NoMapError
-from hyfi_core.lowering.joined_calls import parts_of
+from hyfi_core.lowering.joined_calls import unjoined
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.rules.instructions import RankProgram
 
@@ -41,13 +41,13 @@ def last_map(ranked: RankProgram) -> tuple[str, int] | None:
 
 def has_last_map(ranked: RankProgram) -> bool:
     """Whether the output is reduced from a map."""
-    return last_map(replace(ranked, instructions=parts_of(ranked.instructions))) is not None
+    return last_map(replace(ranked, instructions=unjoined(ranked.instructions))) is not None
 
 
 def is_feature_map(ranked: RankProgram, name: str) -> bool:
     """Whether a split value is ``(B, C, H, W)``, not some other shape with space in it."""
     split = ranked.splits[name]
-    return split.plain and split.dims == (2, 3) and len(ranked.values[name].shape) == 4
+    return split.has_own_dims and split.dims == (2, 3) and len(ranked.values[name].shape) == 4
 
 
 def as_map(ranked: RankProgram, name: str, part: torch.Tensor, rank: int) -> torch.Tensor:

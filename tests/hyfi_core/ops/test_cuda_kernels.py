@@ -93,7 +93,9 @@ def step(
 
 def as_on_a_gpu() -> Any:
     """Context in which padded average pools are computed on a CPU as on a GPU."""
-    return mock.patch.object(avg_pool, "forgets_padding", lambda x, padding: any(padding) and is_channels_last(x))
+    return mock.patch.object(
+        avg_pool, "gradient_forgets_padding", lambda x, padding: any(padding) and is_channels_last(x)
+    )
 
 
 def reference() -> dict[str, torch.Tensor]:

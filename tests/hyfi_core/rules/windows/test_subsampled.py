@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hyfi_core.rules.calls import pair
-from hyfi_core.rules.windows.sliding import _needs_subsampling
+from hyfi_core.rules.windows.sliding import _onednn_corrupts_memory
 from tests.harness import assert_answers_equal_one_process
 
 
@@ -39,7 +39,7 @@ def test_they_equal_one_process(grid: tuple[int, int]) -> None:
     ],
 )
 def test_which_of_them_need_it(weight: tuple[int, ...], stride: tuple[int, int], needed: bool) -> None:
-    assert _needs_subsampling(weight, stride) == needed
+    assert _onednn_corrupts_memory(weight, stride) == needed
 
 
 def test_a_setting_of_one_number_is_for_both_axes() -> None:
