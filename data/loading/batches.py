@@ -59,14 +59,14 @@ class BatchLayout:
         """Return the replica that a sample belongs to."""
         return self._position_in_round(number)[1]
 
-    def ordinal(self, number: int) -> int:
+    def index_in_replica(self, number: int) -> int:
         """Return the index of a sample among all samples of its replica, from turn 0 on."""
         position, replica = self._position_in_round(number)
         return number // sum(self.shares) * self.shares[replica] + position
 
     def position_of(self, number: int) -> int:
         """Return a sample's index in its replica's batch."""
-        return self.ordinal(number) % self.batch_of(self.replica_of(number))
+        return self.index_in_replica(number) % self.batch_of(self.replica_of(number))
 
     def _position_in_round(self, number: int) -> tuple[int, int]:
         """Return (index among its replica's samples of the round, replica)."""

@@ -39,7 +39,7 @@ class CellFeed:
         prefetch: Largest number of turns requested ahead.
         ahead_bytes: Most bytes requested and not read yet, at least two boxes; None: only ``prefetch`` limits them.
         device: Device of the images.
-        watch: Called while waiting, for signals; may raise.
+        check_signals: Called while waiting, for signals; may raise.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CellFeed:
         prefetch: int,
         ahead_bytes: int | None = None,
         device: torch.device | str = "cpu",
-        watch: Callable[[], None] = lambda: None,
+        check_signals: Callable[[], None] = lambda: None,
     ) -> None:
         self.wait_s = 0.0
         self._spec, self._device = spec, torch.device(device)
@@ -70,7 +70,7 @@ class CellFeed:
             "ahead": (self._ahead + 1) * samples,
             "box_bytes": max((part_bytes(part.box) for part in self._parts), default=0),
         }
-        self._link = LoaderLink(comm, loaders, hello, watch)
+        self._link = LoaderLink(comm, loaders, hello, check_signals)
         self._request_ahead()
 
     @property
@@ -139,13 +139,13 @@ class CellFeed:
 
     def _request(self, turn: int, part: InputPart) -> None:
         """Request a box of some samples of a turn, each sample from the loader that serves it."""
-        buffers, layout = PartBuffers((part,), self._device, self._stream), self._spec.layout
+        buffers, batches = PartBuffers((part,), self._device, self._stream), self._spec.batches
         numbers_of: dict[int, list[int]] = {}  # loader -> numbers of the samples to request from it
         receives = []
         # `position` is a sample's index in the batch, `number` that in the stream of all replicas' samples.
-        numbers = layout.numbers(turn, self._spec.replica)[part.first : part.stop]
+        numbers = batches.numbers(turn, self._spec.replica)[part.first : part.stop]
         for position, number in enumerate(numbers, part.first):
-            loader = self._link.loader_of(layout.ordinal(number))
+            loader = self._link.loader_of(batches.index_in_replica(number))
             receives += [Message(loader, buffer, PIXELS_TAG) for buffer in buffers.of_sample(position)]
             numbers_of.setdefault(loader, []).append(number)
         box = part.box.y0, part.box.y1, part.box.x0, part.box.x1

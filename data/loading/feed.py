@@ -74,14 +74,14 @@ class FeedSpec:
 
     Attributes:
         stream: Order of all samples.
-        layout: How the stream is divided into batches.
+        batches: How the stream is divided into batches.
         replica: The trainer's replica.
         parts: The boxes that the trainer needs of the batch's samples; empty: it needs no pixels.
         turns: The turns ``[first, stop)``.
     """
 
     stream: SampleStream
-    layout: BatchLayout
+    batches: BatchLayout
     replica: int
     parts: tuple[InputPart, ...]
     turns: tuple[int, int]
@@ -112,7 +112,7 @@ class InlineFeed:
 
     def batch(self, turn: int) -> BatchPixels:
         """Return this feed, whose ``read`` reads samples of the turn."""
-        self._turn_numbers = self._spec.layout.numbers(turn, self._spec.replica)
+        self._turn_numbers = self._spec.batches.numbers(turn, self._spec.replica)
         return self
 
     def close(self, stopped: bool) -> None:

@@ -74,12 +74,12 @@ class _Client:
     gone: bool = False
     sent_bytes: int = 0
 
-    def boxes(self, layout: BatchLayout, number: int) -> list[Box]:
+    def boxes(self, batches: BatchLayout, number: int) -> list[Box]:
         """Return the boxes of a sample that this loader sends to the trainer; empty if it does not need the sample."""
         offset, stride = self.every
-        if layout.replica_of(number) != self.replica or layout.ordinal(number) % stride != offset:
+        if batches.replica_of(number) != self.replica or batches.index_in_replica(number) % stride != offset:
             return []
-        return [part.box for part in self.parts if part.has_sample(layout.position_of(number))]
+        return [part.box for part in self.parts if part.has_sample(batches.position_of(number))]
 
     @property
     def next(self) -> _SampleRequest | None:
@@ -95,11 +95,11 @@ class LoaderService:
         trainers: Ranks of the trainers to serve.
         samples: Images of the training split.
         stream: Order of all samples, the same as the trainers'.
-        layout: How the stream is divided into batches, the same as the trainers'.
+        batches: How the stream is divided into batches, the same as the trainers'.
         workers: Number of decoding processes to begin with.
         cache_bytes: Size of the cache of original images for later epochs.
         start: Starts a worker.
-        watch: Called between messages, for signals; may raise.
+        check_signals: Called between messages, for signals; may raise.
         at_a_time: Samples that a decoding process prepares at a time.
         growth: Starts more decoding processes while trainers wait, no more than slots can occupy; None: there are as
             many as at the beginning.
@@ -111,16 +111,17 @@ class LoaderService:
         trainers: Sequence[int],
         samples: Samples,
         stream: SampleStream,
-        layout: BatchLayout,
+        batches: BatchLayout,
         workers: int,
         cache_bytes: int = 0,
         start: StartWorker = ChildWorker,
-        watch: Callable[[], None] = lambda: None,
+        check_signals: Callable[[], None] = lambda: None,
         at_a_time: int = 1,
         growth: WorkerGrowth | None = None,
     ) -> None:
         self._at_a_time, self._growth = at_a_time, growth
-        self._comm, self._ranks, self._stream, self._layout, self._watch = comm, tuple(trainers), stream, layout, watch
+        self._comm, self._ranks, self._stream, self._batches = comm, tuple(trainers), stream, batches
+        self._check_signals = check_signals
         self._samples, self._workers, self._cache_bytes, self._start_worker = samples, workers, cache_bytes, start
         self._trainers: dict[int, _Client] = {}
         # For each sample or box in a slot: its parts by trainer rank, until they have arrived there.
@@ -161,7 +162,7 @@ class LoaderService:
         backoff = Backoff()
         # `_receive_message` adds a trainer to `_trainers` when its hello arrives.
         while len(self._trainers) < len(self._ranks):
-            self._watch()
+            self._check_signals()
             if self._receive_message():
                 backoff.reset()
             else:
@@ -174,10 +175,10 @@ class LoaderService:
         boxes_of_samples = [
             [part.box for t in trainers if t.replica == replica for part in t.parts if part.has_sample(position)]
             for replica in {t.replica for t in trainers}
-            for position in range(self._layout.batch_of(replica))
+            for position in range(self._batches.batch_of(replica))
         ]
         # Rounded up, as a loader has every n-th sample of the replica, and the first may be among them.
-        open_requests = {t.replica: -(-t.ahead * self._layout.batch_of(t.replica) // t.every[1]) for t in trainers}
+        open_requests = {t.replica: -(-t.ahead * self._batches.batch_of(t.replica) // t.every[1]) for t in trainers}
         in_boxes = [t for t in self._trainers.values() if t.box_bytes]
         largest_box = max((t.box_bytes for t in in_boxes), default=0)
         return DecodePool(
@@ -196,7 +197,7 @@ class LoaderService:
         """Receive requests, prepare samples and send them until all trainers have said goodbye."""
         backoff = Backoff()
         while not all(trainer.gone for trainer in self._trainers.values()):
-            self._watch()
+            self._check_signals()
             # A list: each step runs in each round. `any` of the calls themselves would end at the first that worked.
             happened = [
                 self._receive_message(),
@@ -273,24 +274,24 @@ class LoaderService:
         """Return trainer rank -> boxes, of all that are prepared together for a request of one of them."""
         if request.box is not None:
             return {rank: [request.box]}
-        pairs = ((rank, t.boxes(self._layout, request.number)) for rank, t in self._trainers.items())
+        pairs = ((rank, t.boxes(self._batches, request.number)) for rank, t in self._trainers.items())
         return {rank: boxes for rank, boxes in pairs if boxes}
 
     def _start(self, request: _SampleRequest, boxes_of: dict[int, list[Box]], pool: DecodePool) -> None:
         """Start preparing what the trainers (rank to boxes) need of a sample."""
         epoch, index = self._stream.at(request.number)
-        # A sample in boxes counts once, with the first of them.
+        # The pool counts a sample that is requested in boxes once, with the first of them.
         counted = request.box is None or request.number not in self._samples_in_boxes
         if request.box is not None:
             self._samples_in_boxes.add(request.number)
-        # One after the other in the slot, and in what the pool returns: each trainer's are a slice of them.
+        # The pool prepares the boxes of all trainers together, in this order: each trainer's are a slice of the result.
         all_boxes = tuple(box for boxes in boxes_of.values() for box in boxes)
         pool.submit(request.name, epoch, index, all_boxes, counted)
         first = 0
         self._recipients[request.name] = {}
         for rank, boxes in boxes_of.items():
             self._recipients[request.name][rank] = slice(first, first + len(boxes))
-            # All of its trainers, not only the one that was oldest.
+            # For each trainer that needs the sample, not only for the one whose request was chosen.
             self._trainers[rank].started += 1
             first += len(boxes)
 

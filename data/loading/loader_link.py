@@ -53,17 +53,17 @@ class LoaderLink:
         comm: Communicator of all ranks.
         loaders: Ranks of the loaders that serve this trainer.
         hello: What the loaders must know before the first request.
-        watch: Called while waiting, for signals; may raise.
+        check_signals: Called while waiting, for signals; may raise.
 
     Attributes:
         reports: Report of each loader, by rank; complete after ``close``.
     """
 
     def __init__(
-        self, comm: Communicator, loaders: Sequence[int], hello: Mapping[str, Any], watch: Callable[[], None]
+        self, comm: Communicator, loaders: Sequence[int], hello: Mapping[str, Any], check_signals: Callable[[], None]
     ) -> None:
         self.reports: dict[int, Report] = {}
-        self._comm, self._loaders, self._watch = comm, tuple(loaders), watch
+        self._comm, self._loaders, self._check_signals = comm, tuple(loaders), check_signals
         self._answers: deque[_Answer] = deque()  # not complete, in the order of requests
         self._sends: list[Pending] = []
         self._requests = 0
@@ -72,9 +72,9 @@ class LoaderLink:
         n = len(self._loaders)
         self._send({loader: {"kind": "hello", **hello, "every": [k, n]} for k, loader in enumerate(self._loaders)})
 
-    def loader_of(self, ordinal: int) -> int:
+    def loader_of(self, index_in_replica: int) -> int:
         """Return the loader of the replica's sample with this index."""
-        return self._loaders[ordinal % len(self._loaders)]
+        return self._loaders[index_in_replica % len(self._loaders)]
 
     def request(self, receives: Sequence[Message], requests: Mapping[int, Mapping[str, Any]]) -> int:
         """Post receives, then send the requests that they answer.
@@ -131,7 +131,7 @@ class LoaderLink:
             if received is not None:
                 self.reports[received[0]] = received[1]
             else:
-                self._watch()
+                self._check_signals()
                 backoff.pause()
 
     def _receive(self, unfinished: Callable[[], bool]) -> None:
@@ -140,7 +140,7 @@ class LoaderLink:
         backoff = Backoff(first_s=1e-4, max_s=2e-3)
         while unfinished():
             if self._answers[0].loaders_behind():
-                self._watch()
+                self._check_signals()
                 backoff.pause()
             else:
                 self._answers.popleft()

@@ -32,7 +32,7 @@ class RemoteFeed:
         spec: The parts that this trainer needs.
         prefetch: Number of turns requested ahead of the current one.
         device: Device of the images.
-        watch: Called while waiting, for signals; may raise.
+        check_signals: Called while waiting, for signals; may raise.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RemoteFeed:
         spec: FeedSpec,
         prefetch: int,
         device: torch.device | str = "cpu",
-        watch: Callable[[], None] = lambda: None,
+        check_signals: Callable[[], None] = lambda: None,
     ) -> None:
         self.wait_s = 0.0
         self._spec = spec
@@ -52,7 +52,7 @@ class RemoteFeed:
         self._slots = [PartBuffers(spec.parts, device, stream) for _ in range(prefetch + 1)]
         self._next_request = self._next_turn = spec.turns[0]
         hello = {"parts": [p.to_json() for p in spec.parts], "replica": spec.replica, "ahead": len(self._slots)}
-        self._link = LoaderLink(comm, loaders, hello, watch)
+        self._link = LoaderLink(comm, loaders, hello, check_signals)
         self._request_ahead()
 
     @property
@@ -90,12 +90,12 @@ class RemoteFeed:
         if not self._spec.parts:
             return
         while self._next_request < min(self._next_turn + len(self._slots), self._spec.turns[1]):
-            slot, layout = self._slots[self._next_request % len(self._slots)], self._spec.layout
+            slot, batches = self._slots[self._next_request % len(self._slots)], self._spec.batches
             numbers_of: dict[int, list[int]] = {}  # loader -> numbers of the samples to request from it
             receives = []
             # `position` is a sample's index in the batch, `number` that in the stream of all replicas' samples.
-            for position, number in enumerate(layout.numbers(self._next_request, self._spec.replica)):
-                loader = self._link.loader_of(layout.ordinal(number))
+            for position, number in enumerate(batches.numbers(self._next_request, self._spec.replica)):
+                loader = self._link.loader_of(batches.index_in_replica(number))
                 buffers = slot.of_sample(position)
                 receives += [Message(loader, buffer, PIXELS_TAG) for buffer in buffers]
                 # Skip samples that this trainer needs no part of: the loader would have nothing to send.

@@ -29,8 +29,8 @@ from hyfi_core.tiles.source import TileSource
 MOST_TILES = 32
 """Most tiles in one message: longer chunks arrive in several."""
 
-Piece = tuple[int, int, int]
-"""(number of the sample, first tile, tile after the last)."""
+TileSpan = tuple[int, int, int]
+"""The tiles of one message: (number of the sample, first tile, tile after the last)."""
 
 
 class PackedTile(Protocol):
@@ -58,7 +58,7 @@ class TileFeed:
         row: How a tile becomes a row of an image.
         ahead: Largest number of messages requested and not taken yet.
         pinned: Whether to receive in memory from which GPUs copy.
-        watch: Called while waiting, for signals; may raise.
+        check_signals: Called while waiting, for signals; may raise.
 
     Attributes:
         ahead: Chunks that may be in memory beside the one at work.
@@ -72,36 +72,36 @@ class TileFeed:
         row: PackedTile,
         ahead: int,
         pinned: bool = False,
-        watch: Callable[[], None] = lambda: None,
+        check_signals: Callable[[], None] = lambda: None,
     ) -> None:
         self.ahead = ahead
         self._loaders, self._row, self._pinned = tuple(loaders), row, pinned
-        # Pieces that are requested and not taken yet: (number of the request, memory of the tiles).
-        self._open: dict[Piece, tuple[int, torch.Tensor]] = {}
+        # Spans that are requested and not taken yet: (number of the request, memory of the tiles).
+        self._open: dict[TileSpan, tuple[int, torch.Tensor]] = {}
         self._turn_numbers: tuple[int, ...] = ()  # of the turn's samples
-        self._later: list[Piece] = []  # pieces that the next turn needs first
-        self._waiting: deque[Piece] = deque()  # to be requested, in this order
+        self._later: list[TileSpan] = []  # spans that the next turn needs first
+        self._waiting: deque[TileSpan] = deque()  # to be requested, in this order
         self._sent = 0  # requests so far
-        # What loaders need to know. One more than is requested ahead, for a piece that was not expected; a box has the
+        # What loaders need to know. One more than is requested ahead, for a span that was not expected; a box has the
         # tiles of a message, each a row of an image.
         hello = {"parts": [], "replica": replica, "ahead": ahead + 1, "box_bytes": BANDS * MOST_TILES * row.width}
-        self._link = LoaderLink(comm, loaders, hello, watch)
+        self._link = LoaderLink(comm, loaders, hello, check_signals)
 
     @property
     def reports(self) -> dict[int, Report]:
         """Report of each loader, by rank; complete after ``close``."""
         return self._link.reports
 
-    def begin(self, numbers: Sequence[int], chunks: Sequence[TileChunk], later: Sequence[Piece]) -> None:
+    def begin(self, numbers: Sequence[int], chunks: Sequence[TileChunk], later: Sequence[TileSpan]) -> None:
         """Begin a turn, and request the first of its tiles.
 
         Args:
             numbers: Numbers of this turn's samples, in the order of the engine's slides.
             chunks: Chunks that the engine is expected to encode first.
-            later: Pieces that the next turn is expected to need first, see `pieces`.
+            later: Spans that the next turn is expected to need first, see `spans`.
         """
         self._turn_numbers, self._later = tuple(numbers), list(later)
-        self._expect(pieces(chunks, numbers))
+        self._expect(spans(chunks, numbers))
 
     def read(
         self,
@@ -120,7 +120,7 @@ class TileFeed:
             waited: Called for each chunk with the seconds spent waiting for it.
             last: Whether these are the last chunks of the turn: tiles of the next turn are requested after them.
         """
-        self._expect(pieces(chunks, self._turn_numbers) + (self._later if last else []))
+        self._expect(spans(chunks, self._turn_numbers) + (self._later if last else []))
         return self._taken(chunks, like, waited)
 
     def kept_bytes(self, slides: Sequence[TileSource]) -> int:
@@ -138,7 +138,8 @@ class TileFeed:
         shape, dtype = like
         for chunk in chunks:
             start_s = time.perf_counter()
-            parts = [self._take(piece) for piece in pieces([chunk], self._turn_numbers)]
+            # A long chunk arrives in several messages, one for each span.
+            parts = [self._take(span) for span in spans([chunk], self._turn_numbers)]
             if len(parts) == 1:
                 tiles = parts[0]  # not copied
             else:
@@ -149,44 +150,44 @@ class TileFeed:
             yield chunk, tiles
             del tiles
 
-    def _expect(self, coming: list[Piece]) -> None:
-        """Request these pieces from now on, in order; drop requested pieces that are not among them."""
+    def _expect(self, coming: list[TileSpan]) -> None:
+        """Request these spans from now on, in order; drop requested spans that are not among them."""
         expected = set(coming)
-        self._open = {piece: opened for piece, opened in self._open.items() if piece in expected}
-        self._waiting = deque(piece for piece in coming if piece not in self._open)
+        self._open = {span: opened for span, opened in self._open.items() if span in expected}
+        self._waiting = deque(span for span in coming if span not in self._open)
         self._request_ahead()
 
-    def _take(self, piece: Piece) -> torch.Tensor:
-        """Return the tiles of a piece when they have arrived, and request the next ones."""
-        if piece not in self._open:
-            # It is read out of order: `ahead` other pieces were requested before it.
-            self._waiting.remove(piece)
-            self._request(piece)
-        # Request the next pieces before waiting for this one: the loader is then busy meanwhile.
-        request, rows = self._open.pop(piece)
+    def _take(self, span: TileSpan) -> torch.Tensor:
+        """Return the tiles of a span when they have arrived, and request the next ones."""
+        if span not in self._open:
+            # It is read out of order: `ahead` other spans were requested before it.
+            self._waiting.remove(span)
+            self._request(span)
+        # Request the next spans before waiting for this one: the loader is then busy meanwhile.
+        request, rows = self._open.pop(span)
         self._request_ahead()
         self._link.wait(request)
         return self._row.unpack(rows)
 
     def _request_ahead(self) -> None:
-        """Request the next pieces until ``ahead`` are requested and not taken."""
+        """Request the next spans until ``ahead`` are requested and not taken."""
         while self._waiting and len(self._open) < self.ahead:
             self._request(self._waiting.popleft())
 
-    def _request(self, piece: Piece) -> None:
-        """Request the tiles of a piece from the next loader."""
-        number, start, stop = piece
+    def _request(self, span: TileSpan) -> None:
+        """Request the tiles of a span from the next loader."""
+        number, start, stop = span
         box = Box(start, stop, 0, self._row.width)
         rows = torch.empty((BANDS, *box.shape), dtype=torch.uint8, pin_memory=self._pinned)
         # Loaders in turn, whatever the sample: one slide has many tiles, and every loader can read them.
         loader = self._loaders[self._sent % len(self._loaders)]
         self._sent += 1
         asked = {"numbers": [number], "box": (box.y0, box.y1, box.x0, box.x1)}
-        self._open[piece] = self._link.request([Message(loader, rows, PIXELS_TAG)], {loader: asked}), rows
+        self._open[span] = self._link.request([Message(loader, rows, PIXELS_TAG)], {loader: asked}), rows
 
 
-def pieces(chunks: Sequence[TileChunk], numbers: Sequence[int]) -> list[Piece]:
-    """Return the pieces of chunks, each at most ``MOST_TILES`` tiles long: one for each message.
+def spans(chunks: Sequence[TileChunk], numbers: Sequence[int]) -> list[TileSpan]:
+    """Return the spans of chunks, each at most ``MOST_TILES`` tiles long: one for each message.
 
     Args:
         chunks: Chunks in the order in which they are encoded.

@@ -304,7 +304,7 @@ def _adjacent(index: Index, slots: list[int]) -> Iterator[list[int]]:
     length = 0
     for slot in slots:
         offset, size = (int(n) for n in index[slot])
-        # Not always: zarr allows the chunks of a shard in any order.
+        # Compare the offsets, because zarr allows the chunks of a shard in any order.
         follows = group and offset == int(index[group[-1]].sum()) and length + size <= _LONGEST_READ_BYTES
         if group and not follows:
             yield group

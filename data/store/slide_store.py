@@ -242,11 +242,11 @@ def _check_shards(path: Path, files: dict[str, FileEntry]) -> None:
 
 
 def _sizes(files: dict[str, FileEntry]) -> dict[str, dict[str, int]]:
-    """Return array -> file name -> size: ``{"0": {"c/0/0/0": 1234}}``."""
+    """Return array -> shard -> size: ``{"0": {"c/0/0/0": 1234}}`` for the file ``0/c/0/0/0``."""
     sizes: dict[str, dict[str, int]] = {}
     for name, entry in files.items():
         if entry.size is not None:
-            # zarr's default keys of chunks begin with "c/".
+            # zarr's default keys of chunks begin with "c/", so the names of all shards have "/c/".
             array, _, file = name.partition("/c/")
             sizes.setdefault(array, {})[f"c/{file}"] = entry.size
     return sizes

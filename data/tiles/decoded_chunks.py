@@ -33,13 +33,13 @@ class DecodedChunks:
         self._slide, self._level, self._threads = slide, level, threads
         self._px = slide.images[size.path].layout.chunk_px
         self.bounds = Box.of_size(size.height_px, size.width_px)
-        self._most = cache_bytes // (3 * self._px[0] * self._px[1])
+        self._most_chunks = cache_bytes // (3 * self._px[0] * self._px[1])
         self._recent: OrderedDict[ChunkPlace, NDArray[np.uint8]] = OrderedDict()
 
     @property
     def most_bytes(self) -> int:
         """Most bytes that stay in memory: those of the cache, or of the whole level if it is smaller."""
-        return min(self._most * 3 * self._px[0] * self._px[1], 3 * self.bounds.area)
+        return min(self._most_chunks * 3 * self._px[0] * self._px[1], 3 * self.bounds.area)
 
     def forget(self) -> None:
         """Free what is in memory."""
@@ -54,9 +54,9 @@ class DecodedChunks:
         rows, columns = range(y0 // height, -(-y1 // height)), range(x0 // width, -(-x1 // width))
         return [(row, column) for row in rows for column in columns]
 
-    def box(self, position: ChunkPlace) -> Box:
+    def box(self, at: ChunkPlace) -> Box:
         """Return the part of the level that a chunk has."""
-        (height, width), (row, column) = self._px, position
+        (height, width), (row, column) = self._px, at
         return Box(row * height, (row + 1) * height, column * width, (column + 1) * width).intersect(self.bounds)
 
     def read(self, places: Sequence[ChunkPlace]) -> Iterator[tuple[ChunkPlace, NDArray[np.uint8]]]:
@@ -67,17 +67,17 @@ class DecodedChunks:
         Raises:
             StoreError: A file of the store is missing or damaged.
         """
-        missing = [position for position in places if position not in self._recent]
+        missing = [at for at in places if at not in self._recent]
         # Chunks in memory first, because decoding the others may evict them.
-        for position in places:
-            if position in self._recent:
-                self._recent.move_to_end(position)
-                yield position, self._recent[position]
-        for position, chunk in zip(missing, self._decoded(missing), strict=True):
-            self._recent[position] = chunk
-            while len(self._recent) > self._most:
+        for at in places:
+            if at in self._recent:
+                self._recent.move_to_end(at)
+                yield at, self._recent[at]
+        for at, chunk in zip(missing, self._decoded(missing), strict=True):
+            self._recent[at] = chunk
+            while len(self._recent) > self._most_chunks:
                 self._recent.popitem(last=False)
-            yield position, chunk
+            yield at, chunk
 
     def _decoded(self, places: Sequence[ChunkPlace]) -> Iterator[NDArray[np.uint8]]:
         """Yield decoded chunks in order; two for each thread are decoded in advance."""
@@ -85,12 +85,12 @@ class DecodedChunks:
             yield from ahead(self._decode, places, self._slide.path)
             return
         pool, remaining = thread_pool(self._threads), iter(places)
-        under_way = deque(pool.submit(self._decode, position) for position in islice(remaining, 2 * self._threads))
+        under_way = deque(pool.submit(self._decode, at) for at in islice(remaining, 2 * self._threads))
         while under_way:
             chunk = under_way.popleft().result()
-            under_way.extend(pool.submit(self._decode, position) for position in islice(remaining, 1))
+            under_way.extend(pool.submit(self._decode, at) for at in islice(remaining, 1))
             yield chunk
 
-    def _decode(self, position: ChunkPlace) -> NDArray[np.uint8]:
+    def _decode(self, at: ChunkPlace) -> NDArray[np.uint8]:
         """Return a chunk's pixels ``(3, h, w)``, without what lies beyond the level."""
-        return self._slide.read(self.box(position), self._level)
+        return self._slide.read(self.box(at), self._level)

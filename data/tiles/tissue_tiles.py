@@ -116,7 +116,7 @@ class TissueTiles:
         return replace(self, corners=read_only(self.corners[chosen]), tissue=read_only(self.tissue[chosen]))
 
     def digest(self) -> str:
-        """Return the SHA-256, in hexadecimal digits, of the slide's content and the tiles' size, plane and corners."""
+        """Return the SHA-256, in hexadecimal digits, of all that determines the tiles' pixels and places."""
         described = (
             self.content,
             self.size_px,

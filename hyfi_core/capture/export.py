@@ -154,12 +154,11 @@ def _own_composites_only(traced: ExportedProgram) -> contextlib.AbstractContextM
 
     It would list and patch hundreds at every export, which takes several times as long as a small model's export.
     """
-    # Private: where a version of PyTorch lacks it, exports are slower and the same.
     is_kept = getattr(importlib.import_module("torch._export.utils"), "_is_preservable_cia_op", None)
-    if is_kept is None:  # a version of PyTorch without this function
+    if is_kept is None:  # the function is private, and missing in some versions: exports are slower and the same
         return contextlib.nullcontext()
     own = {target for target in _targets(traced) if isinstance(target, torch._ops.OpOverload) and is_kept(target)}
-    return patched(importlib.import_module("torch.export.exported_program"), _LISTED, lambda: set(own))
+    return patched(importlib.import_module("torch.export.exported_program"), _LISTS_COMPOSITES, lambda: set(own))
 
 
 @contextlib.contextmanager
@@ -183,7 +182,7 @@ def _traced_places_only() -> contextlib.AbstractContextManager[None]:
 
 
 _NOTES = "_populate_param_buffer_metadata_to_new_gm"
-_LISTED = "_collect_all_valid_cia_ops"
+_LISTS_COMPOSITES = "_collect_all_valid_cia_ops"
 
 
 def _graphs_without_code() -> contextlib.AbstractContextManager[None]:
@@ -245,7 +244,7 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
     else:
         names = [node.name]
         _declare(values, node.name, result, node.meta.get("stack_trace"))
-    _refuse_wrong(node)
+    _refuse_wrongly_traced(node)
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     function = function_of(node.target, node.args)
     return Operator(
@@ -260,7 +259,7 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
     )
 
 
-def _refuse_wrong(node: torch.fx.Node) -> None:
+def _refuse_wrongly_traced(node: torch.fx.Node) -> None:
     """Refuse computation with a Python number read from a tensor, and what torch.export traces wrongly."""
     # If an unfolded view of a tensor changes, torch.export keeps only pixels in windows, and adds where these overlap.
     if node.target is torch.ops.aten.unfold_backward.default:

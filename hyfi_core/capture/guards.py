@@ -42,7 +42,7 @@ from hyfi_core.capture.module_state import (
 )
 from hyfi_core.capture.patching import patched, traced_where
 from hyfi_core.capture.places import calling_line
-from hyfi_core.capture.storing.later_forwards import Stored, changes, is_constant
+from hyfi_core.capture.storing.later_forwards import Stored, change_message, is_constant
 from hyfi_core.capture.storing.stored_tensors import Caches, StoredTensors
 from hyfi_core.capture.watched_calls import WatchedCalls
 from hyfi_core.errors import RequestError
@@ -187,7 +187,7 @@ def _refuse_changed(model: nn.Module, before: Attributes, after: Attributes, ass
         if assigned is not None and is_constant(vars(holder)[name]):
             assigned.append((holder, name, vars(holder)[name]))
         elif (path, name) in before:
-            raise RequestError(changes(model, (holder, name, None)))
+            raise RequestError(change_message(model, (holder, name, None)))
 
 
 def _refuse_counted(before: Attributes, after: Attributes) -> None:

@@ -47,7 +47,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None), torch.Tensor, nn.Paramete
 _GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 _LISTS = frozenset({list, tuple})
 _CONTAINERS = frozenset({list, tuple, set, dict, OrderedDict})
-_OWN = frozenset({"_parameters", "_buffers", "_modules"})
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 _CREATING = frozenset({"__init__", "__new__", "__post_init__"})
 """Methods that run when an object of the class is created."""
@@ -78,7 +78,7 @@ def outside_values(model: nn.Module, attributes: Iterable[Any] | None = None) ->
         attributes: the attributes of its modules that are not plain values, if they have been collected already.
     """
     if attributes is None:
-        attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in _OWN)
+        attributes = _attributes_of_modules(model)
     counts: dict[str, int] = {}
     yielded: set[tuple[str, int]] = set()
     for name, value in _Walk().of_model(model, attributes):
@@ -101,11 +101,16 @@ def memories(model: nn.Module) -> tuple[list[Memoised], list[tuple[Any, str]]]:
         Functions with ``functools.lru_cache``; (dict of globals or class, name) of variables that functions may assign.
     """
     walk = _Walk()
-    attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in _OWN)
     # What the walk yields is not needed: it fills these lists on its way.
-    for _ in walk.of_model(model, attributes):
+    for _ in walk.of_model(model, _attributes_of_modules(model)):
         pass
     return walk.memoised, walk.assigned
+
+
+def _attributes_of_modules(model: nn.Module) -> Iterator[Any]:
+    """Yield the attributes of a model and its submodules that are neither parameters, buffers nor submodules."""
+    for module in model.modules():
+        yield from (value for name, value in vars(module).items() if name not in _REGISTRIES)
 
 
 class _Walk:

@@ -154,7 +154,7 @@ class Baton:
         cell = self.cell
         while True:
             self._idle += 1
-            if self.waited_outside():
+            if self.waited_for_other_process():
                 self._outside.add(cell)
             else:
                 self._outside.discard(cell)
@@ -177,7 +177,7 @@ class Baton:
         """Record that a cell waits for another process."""
         self._noted_outside = True
 
-    def waited_outside(self) -> bool:
+    def waited_for_other_process(self) -> bool:
         """Return whether a cell has waited for another process since the last call of this method."""
         noted, self._noted_outside = self._noted_outside, False
         return noted
@@ -192,7 +192,7 @@ class Baton:
             if not self._running:
                 return
             try:
-                # A step may be called in the user's contexts, which the threads of cells do not have.
+                # Whatever contexts the caller of ``run`` is in: tapes enable gradients where they need them.
                 with torch.inference_mode(False), torch.no_grad():
                     self._results = self._run_joined()
             except BaseException as error:
@@ -208,9 +208,9 @@ class Baton:
             raise RuntimeError(f"cells {sorted(self._joined)} wait for cells {sorted(ended)}, which have ended")
         # Sorted by cell, not by arrival, so that sums and messages have the same order in every run.
         joined, self._joined = dict(sorted(self._joined.items())), {}
-        self._in_tapes = True
+        self._in_tapes = True  # until they end, no cell may call ``wait``
         try:
-            return run_in_lockstep(joined, self._set_running, self.waited_outside)
+            return run_in_lockstep(joined, self._set_running, self.waited_for_other_process)
         finally:
             self._in_tapes = False
 

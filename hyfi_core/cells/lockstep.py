@@ -23,14 +23,14 @@ NAP_S = 1e-4
 
 
 def run_in_lockstep(
-    cells: Mapping[int, Waits[Any]], turn: Callable[[int, bool], None], waits_outside: Callable[[], bool]
+    cells: Mapping[int, Waits[Any]], turn: Callable[[int, bool], None], waited_for_other_process: Callable[[], bool]
 ) -> dict[int, Any]:
     """Run the computations of cells in turns, each up to its next wait; return cell -> result of its computation.
 
     Args:
         cells: cell -> computation, in the order of turns.
         turn: called with a cell, and whether it continues after a wait, before it runs.
-        waits_outside: whether any cell has waited for another process since this was last called.
+        waited_for_other_process: whether any cell has waited for another process since this was last called.
 
     Raises:
         RuntimeError: all cells wait for each other.
@@ -52,7 +52,7 @@ def run_in_lockstep(
                     results[cell] = end.value
                     del pending[cell]
             # Called first, in every round, because the call also clears what cells have noted since.
-            if not waits_outside() and not has_run:
+            if not waited_for_other_process() and not has_run:
                 raise RuntimeError(f"cells {sorted(pending)} wait for each other (deadlock)")
             if not has_run:
                 time.sleep(NAP_S)

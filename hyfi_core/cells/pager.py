@@ -103,7 +103,7 @@ class Pager:
             while page.uses and page.uses[-1] <= when:
                 page.uses.pop()
             page.update_written()  # the step may have changed the memory
-            self._enqueue(page)
+            self._enqueue(page)  # by its next use, which is another one now
         self._write_early()
 
     def resume(self, cell: int) -> None:

@@ -160,7 +160,7 @@ class MachineModel:
         nodes = -(-ranks // self.devices_per_node)
         return self.cores is not None and nodes * self.cores.count < ranks
 
-    def turns_s(self, ranks: int) -> float:
+    def core_wait_s(self, ranks: int) -> float:
         """Return the seconds that an exchange waits for other ranks on its core; ``on_shared_cores`` scales them up."""
         if self.cores is None or not self.shared(ranks):
             return 0.0

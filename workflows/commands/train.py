@@ -372,8 +372,8 @@ def _loader(
     """
     from workflows.training.feeding import make_loader
 
-    watch = partial(stop.forward, roles.world)
-    service = make_loader(inputs.job, inputs.loader_samples(), roles, watch, most)
+    check_signals = partial(stop.forward, roles.world)
+    service = make_loader(inputs.job, inputs.loader_samples(), roles, check_signals, most)
     return lambda _: STOPPED if service.serve() else DONE
 
 
@@ -391,6 +391,6 @@ def _validator(
     assert group is not None
     plan = validation_plan(job.config, job.plan, group.size)
     start = partial(start_child, inputs.model_json(), job.config, job.val.samples, plan, device=device)
-    service = ValidationService(roles.world, group, start, watch=lambda: stop.forward(roles.world))
+    service = ValidationService(roles.world, group, start, check_signals=lambda: stop.forward(roles.world))
     service.begin()
     return lambda _: STOPPED if service.serve() else DONE

@@ -69,13 +69,13 @@ class ValidationService:
         world: All ranks.
         group: The validators; rank 0 of it communicates with trainer 0.
         start: Starts this rank's child.
-        watch: Called between messages, for signals; may raise.
+        check_signals: Called between messages, for signals; may raise.
     """
 
     def __init__(
-        self, world: Communicator, group: Communicator, start: Start, watch: Callable[[], None] = lambda: None
+        self, world: Communicator, group: Communicator, start: Start, check_signals: Callable[[], None] = lambda: None
     ) -> None:
-        self._world, self._group, self._start, self._watch = world, group, start, watch
+        self._world, self._group, self._start, self._check_signals = world, group, start, check_signals
         self._is_leader = group.rank == 0
         self._buffers = SharedBuffers(QUEUE if self._is_leader else 0)
         self._child: ChildProcess | None = None
@@ -131,7 +131,7 @@ class ValidationService:
 
     def _receive(self) -> bool:
         """Handle messages of trainer 0 and of the other validators; return whether trainer 0 sent any."""
-        self._watch()
+        self._check_signals()
         self._sending = [pending for pending in self._sending if not pending.test()]
         received = False
         while (work := self._world.poll_object(WORK_TAG, 0)) is not None:
@@ -246,7 +246,7 @@ class ValidationService:
         """Follow validator 0 until the children are ready, or until the end; return whether the run was stopped."""
         backoff = Backoff()
         while True:
-            self._watch()
+            self._check_signals()
             if self._child is not None and (message := self._child.receive()) is not None:
                 self._on_follower_child(message)
             order = self._group.poll_object(ORDER_TAG, 0)

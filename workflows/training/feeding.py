@@ -47,7 +47,7 @@ def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, d
     loaders, cells = roles.loaders_of.get(roles.world.rank, ()), engine.plan.cells is not None
     # Loaders send boxes in this order, and a receiver takes the next one that arrives: cells must read in this order.
     parts = _in_order(engine) if cells else engine.input_parts
-    spec = FeedSpec(job.stream, job.layout, replica, tuple(parts), turns)
+    spec = FeedSpec(job.stream, job.batches, replica, tuple(parts), turns)
     if loaders and cells:
         limit = engine.plan.memory_bytes if device.type == "cpu" else None  # on a GPU, the limit is of its own memory
         ahead_bytes = None if limit is None else int(_AHEAD_OF_MEMORY * limit)
@@ -160,7 +160,7 @@ def cores_left(own: CoreUse, uses: Sequence[CoreUse]) -> int:
 
 
 def make_loader(
-    job: TrainingJob, samples: Samples, roles: Roles, watch: Callable[[], None], most: int | None
+    job: TrainingJob, samples: Samples, roles: Roles, check_signals: Callable[[], None], most: int | None
 ) -> LoaderService:
     """Return this loader rank's service of the training ``samples``.
 
@@ -168,7 +168,7 @@ def make_loader(
         job: The run.
         samples: The training samples.
         roles: Roles of the ranks.
-        watch: Called between messages.
+        check_signals: Called between messages.
         most: Largest number of decoding processes to which the loader may grow, from `most_workers`; None: no growth.
     """
     rank, data = roles.world.rank, job.config.data
@@ -184,10 +184,10 @@ def make_loader(
         [trainer for trainer, loaders in roles.loaders_of.items() if rank in loaders],
         samples,
         job.stream,
-        job.layout,
+        job.batches,
         workers=workers,
         cache_bytes=data.cache_bytes,
-        watch=watch,
+        check_signals=check_signals,
         at_a_time=job.train.reads_at_a_time if samples is job.train else 1,  # bags keep what they decode
         growth=growth,
     )

@@ -72,7 +72,7 @@ class TrainingJob:
         return plan if self.shares is None else replace(plan, replicas=len(self.shares), shares=self.shares)
 
     @cached_property
-    def layout(self) -> BatchLayout:
+    def batches(self) -> BatchLayout:
         """How the stream of samples is divided into batches."""
         replicas, microbatches = self.plan.replicas, self.plan.microbatches
         if self.plan.shares is None:
@@ -103,7 +103,7 @@ class TrainingJob:
     @property
     def step_samples(self) -> int:
         """Number of samples in one step, over all replicas and accumulated batches."""
-        return self.layout.turn_samples * self.config.optimizer.accumulate
+        return self.batches.turn_samples * self.config.optimizer.accumulate
 
     def steps_of(self, epochs: int) -> int:
         """Return the number of steps of ``epochs`` epochs; the last step may have samples of the next epoch."""
@@ -134,7 +134,7 @@ class TrainingJob:
 
     def batch_labels(self, turn: int, replica: int) -> torch.Tensor:
         """Return the labels of one replica's batch, as the loss takes them."""
-        indices = [self.stream.at(number)[1] for number in self.layout.numbers(turn, replica)]
+        indices = [self.stream.at(number)[1] for number in self.batches.numbers(turn, replica)]
         return self.task.tensor(_label(self.train_samples.samples[index]) for index in indices)
 
     def step_slides(self, step: int, turns: Sequence[int]) -> list[str]:
@@ -144,7 +144,7 @@ class TrainingJob:
             number
             for turn in turns
             for replica in range(self.plan.replicas)
-            for number in self.layout.numbers(first + turn, replica)
+            for number in self.batches.numbers(first + turn, replica)
         ]
         samples = [self.train_samples.members[sample] for _, sample in map(self.stream.at, numbers)]
         return [self.train.samples[index].slide_id for indices in samples for index in indices]

@@ -216,7 +216,7 @@ def advice_of(job: TrainingJob, forecast: Sequence[str]) -> str:
 
 def _largest_batch(job: TrainingJob) -> int:
     """Return the images in the largest batch of a replica."""
-    return max(job.layout.batch_of(replica) for replica in range(job.plan.replicas))
+    return max(job.batches.batch_of(replica) for replica in range(job.plan.replicas))
 
 
 class _Forecaster:

@@ -95,7 +95,7 @@ def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
     assert roles.trainers is not None
     # A second model: the turns move its running statistics, but not those of the model that the run trains.
     model, _ = agree(roles.trainers, lambda: start.make_model(single, loads=False))
-    engine = start.make_engine(single, model, single.plan, roles.trainers, single.layout.batch_of(0))
+    engine = start.make_engine(single, model, single.plan, roles.trainers, single.batches.batch_of(0))
     feed = make_feed(single, roles, engine, 0, engine.device)
     prepare = preparation(single)
 

@@ -188,7 +188,7 @@ def check_images(job: TrainingJob, programs: ModelPrograms) -> list[dict[str, An
         RequestError: The model cannot be captured, or its outputs are not one for each class; an image would show too
             little of its slide's tissue, or a slide is damaged.
     """
-    images = job.layout.batch_of(0) // job.plan.microbatches
+    images = job.batches.batch_of(0) // job.plan.microbatches
     programs.of(images)  # first, because reading all tissue masks takes time
     for dataset in (job.train, job.val):
         dataset.check_files()

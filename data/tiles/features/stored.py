@@ -159,6 +159,7 @@ def _tensor(path: Path) -> Any:
 
 def _vectors(path: Path, content: Any) -> tuple[str, Any]:
     """Return the name and the dataset of the vectors."""
+    # Names of ours, TRIDENT and CLAM; of STAMP; and that of `_opened` for the tensor of a ``.pt``.
     for name in ("features", "feats", "tensor"):
         if name in content and hasattr(content[name], "shape"):
             return name, content[name]
@@ -199,6 +200,7 @@ def _frame(content: Any) -> tuple[Unit | None, float | None, float]:
             size_um = attributes.get("tile_size")
         if size_um:
             return "um", float(size_um), 1.0
+        # Before version 2, STAMP stated no size, and positions in pixels of its tiles.
         return "um", _OLD_STAMP_TILE_UM, _OLD_STAMP_TILE_UM / _OLD_STAMP_TILE_PX
     return "px", _trident_size(dict(content["coords"].attrs)), 1.0
 

@@ -57,7 +57,7 @@ class PointwiseFunction:
         return f"{self.function.__module__}.{self.function.__qualname__}({constants})"
 
     def __call__(self, tensors: Sequence[torch.Tensor], name: str = "", number: int = 0) -> torch.Tensor:
-        """Apply the function to its arguments that are tensors.
+        """Call the function with these tensors at their places among its constants.
 
         It takes the arguments of the operator ``hyfi::pointwise_function``, whose calls in a program it replaces: for
         this operator, ``name`` and ``number`` say which function it is.

@@ -59,7 +59,7 @@ def check_later_forwards(
     with stored_values(assigned):
         again = trace(None)
     if not again.equals(program):
-        raise RequestError(changes(model, assigned[0]))
+        raise RequestError(change_message(model, assigned[0]))
     # In the other mode, too, the program must be the same with and without the stored values.
     with _restored(model), contextlib.suppress(_UntracedError):
         opposite = not model.training
@@ -70,11 +70,11 @@ def check_later_forwards(
         with stored_values(assigned):
             after = _traced(trace)
         if not after.equals(before):
-            raise RequestError(changes(model, assigned[0]))
+            raise RequestError(change_message(model, assigned[0]))
 
 
-def changes(model: nn.Module, stored: Stored) -> str:
-    """Return the message that a forward changes this value, and what to write instead."""
+def change_message(model: nn.Module, stored: Stored) -> str:
+    """Return the message that a forward stores this value, and what to write instead."""
     holder, name, _ = stored
     if isinstance(holder, nn.Module):
         path = next(path for path, module in model.named_modules() if module is holder)

@@ -41,17 +41,17 @@ def rank_order(traffic: LinkTraffic, nodes: Sequence[Hashable]) -> tuple[int, ..
     if in_blocks(nodes):
         return same
     orders = {same: None} | {
-        _in_places(ranks, places): None for ranks in _chains(plan, nodes) for places in _places(plan, nodes)
+        _in_places(ranks, places): None for ranks in _node_by_node(plan, nodes) for places in _places(plan, nodes)
     }
     # The present order comes first: it wins among equals.
     return min(orders, key=lambda order: traffic.between_nodes([nodes[rank] for rank in order]))
 
 
-def _chains(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]]:
+def _node_by_node(plan: ParallelPlan, nodes: Sequence[Hashable]) -> Iterator[list[int]]:
     """Yield two orders of the ranks, both node by node.
 
     The first takes all ranks of a node, then those of the next. The second first takes from each node the ranks that
-    fill whole replicas, and at the end the remaining ranks, again node by node.
+    fill whole replicas, so that each of these is on one node, and at the end the other ranks, again node by node.
     """
     by_node: dict[Hashable, list[int]] = {}
     for rank, node in enumerate(nodes):

@@ -55,47 +55,17 @@ class StageTable:
     @classmethod
     def of(cls, program: Program) -> StageTable:
         """Return the table of all stages of a captured model."""
-        candidates, last = cut_candidates(program), len(program.operators)
-        places = (0, *(candidate.index for candidate in candidates), last)
+        candidates = cut_candidates(program)
+        places = (0, *(candidate.index for candidate in candidates), len(program.operators))
+        # By position; None for an operator on which no result depends, because stages leave it out.
         alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
-        # They depend on neither image nor weights: a stage that uses them computes them itself.
+        each = [op if any(name in alive for name in op.outputs) else None for op in program.operators]
+        # Values that depend on neither image nor weights: no stage receives them, as each computes those that it uses.
         free = free_values(program, program.operators)
         numbered = [(name, at) for at, op in enumerate(program.operators) for name in op.outputs if name is not None]
         made_at = {name: at for name, at in numbered if name not in free}
-        # By position; None for an operator on which no result depends, because stages leave it out.
-        each = [op if any(name in alive for name in op.outputs) else None for op in program.operators]
-        weights = [[name for name in op.inputs if name in program.parameters] if op else [] for op in each]
-        sizes = {name: value_bytes(program, name) for name in (*program.values, *program.parameters)}
-        count, lifetimes = _Counter(places, sizes), Lifetimes(program)
-        adds = [lifetimes.of(op) if op else NOTHING for op in each]
-        sizes |= {name: size for lifetime in adds for name, size in lifetime.kept.items()}
-        sizes |= {name: size for lifetime in adds for name, size in lifetime.between.items()}
-        entering, between = lifetimes.carried(made_at), [lifetime.between for lifetime in adds]
-        walk = _Walks(
-            places=places,
-            weights=count.distinct(weights),
-            entering=count.distinct(_taken_by(program, each, entering), made_at),
-            maps=_maps(program, each, adds, lifetimes, count),
-            missing=_missing(places, [lifetime.gradients for lifetime in adds]),
-            reorders=np.array([lifetime.reorders for lifetime in adds], dtype=np.int64),
-        )
-        kept = count.distinct(between)
-        maps: dict[str, Any] = {
-            "weights": walk.weights,
-            "all_weights": sum(sizes[name] for name in program.parameters),
-            "largest_weight": count.largest([max((sizes[name] for name in names), default=0) for names in weights]),
-            "saved": count.distinct([lifetime.kept for lifetime in adds]),
-            "taken": _received_bytes(program, each, made_at, count),
-            "working": count.largest([touched_bytes(program, op) if op else 0 for op in each]),
-            # Of the stage from place a to place b: position of b minus position of a.
-            "operators": np.subtract.outer(places, places).T,
-            "first": TablePeak(walk, first=True),
-            "later": TablePeak(walk, first=False),
-            "between": kept,
-            "first_in_two": _first_in_two(walk, adds, kept, count.distinct_at(between)),
-            "later_in_two": _later_in_two(walk, adds, kept, count.distinct_at(between)),
-        }
-        return cls(tuple(candidate.module for candidate in candidates), places, StageMaps(**maps), bool(free))
+        maps = _tables(program, places, each, made_at)
+        return cls(tuple(candidate.module for candidate in candidates), places, maps, bool(free))
 
     def stages(self, cuts: Sequence[str]) -> list[StageMaps]:
         """Return the bytes of the stages between ``cuts``, which are some of ``names``, in order."""
@@ -114,7 +84,7 @@ def _of_stage(table: Any, first: int, last: int) -> Any:
 
 
 @dataclass(frozen=True)
-class _Walks:
+class _HeldInBackward:
     """What each stage holds while each operator runs backward, in bytes; see ``cost.memory.lifetimes``.
 
     Attributes:
@@ -138,13 +108,13 @@ class TablePeak:
     """The peak of every stage, as ``Peak`` is that of one.
 
     Args:
-        walk: what all stages hold, operator by operator.
+        in_backward: what all stages hold, operator by operator.
         first: whether it is the first backward of a step: ``missing`` gradients do not exist yet.
         second: the peak of the second part of a backward; None: it has one part.
     """
 
-    def __init__(self, walk: _Walks, first: bool, second: TablePeak | None = None) -> None:
-        self._walk, self._first, self._second = walk, first, second
+    def __init__(self, in_backward: _HeldInBackward, first: bool, second: TablePeak | None = None) -> None:
+        self._in_backward, self._first, self._second = in_backward, first, second
         self._bytes_on: dict[int, Table] = {}
 
     def bytes(self, ranks: int) -> Table:
@@ -156,20 +126,20 @@ class TablePeak:
 
     def _most(self, ranks: int) -> Table:
         """Return the peak of every stage on one of ``ranks`` ranks, without the second part of its backward."""
-        walk = self._walk
+        in_backward = self._in_backward
         # What a stage that begins at a place (row) holds while an operator (column) runs backward, besides its weights.
-        bytes_at = walk.maps // ranks + walk.reorders - (walk.missing if self._first else 0)
+        bytes_at = in_backward.maps // ranks + in_backward.reorders - (in_backward.missing if self._first else 0)
         # The most between each place and the next.
-        parts = np.maximum.reduceat(bytes_at, walk.places[:-1], axis=1)
+        parts = np.maximum.reduceat(bytes_at, in_backward.places[:-1], axis=1)
         rows, columns = np.indices(parts.shape)
         # Before a stage begins: never the largest. Half of the least int64, so that sums do not overflow.
         parts[columns < rows] = np.iinfo(np.int64).min // 2
         # The most from the stage's beginning up to each place where it may end.
-        peaks = np.zeros_like(walk.weights)
+        peaks = np.zeros_like(in_backward.weights)
         peaks[:, 1:] = np.maximum.accumulate(parts, axis=1)
         # Only ends behind beginnings are stages; all else is 0.
         after = np.triu(np.ones_like(peaks), 1)
-        return after * (peaks + walk.weights + walk.entering // ranks)
+        return after * (peaks + in_backward.weights + in_backward.entering // ranks)
 
 
 @dataclass(frozen=True)
@@ -185,7 +155,7 @@ class _StagePeak:
         return int(self.table.bytes(ranks)[self.first, self.last])
 
 
-class _Counter(NamedTuple):
+class _StageSums(NamedTuple):
     """Sums and maxima over the operators of every stage.
 
     Attributes:
@@ -232,12 +202,58 @@ class _Counter(NamedTuple):
         return table
 
 
+def _tables(
+    program: Program, places: tuple[int, ...], each: Sequence[Operator | None], made_at: Mapping[str, int]
+) -> StageMaps:
+    """Return ``StageMaps`` with tables of all stages in place of the numbers of one stage.
+
+    Args:
+        program: the captured model.
+        places: positions between operators at which a stage may begin or end.
+        each: the operators by position; None for those that stages leave out.
+        made_at: value -> index of the operator that makes it, of the values that a stage may receive from another.
+    """
+    lifetimes = Lifetimes(program)
+    adds = [lifetimes.of(op) if op else NOTHING for op in each]
+    saved, between = [lifetime.kept for lifetime in adds], [lifetime.between for lifetime in adds]
+    sizes = {name: value_bytes(program, name) for name in (*program.values, *program.parameters)}
+    for of_operator in (*saved, *between):
+        sizes |= of_operator
+    sums = _StageSums(places, sizes)
+    weights = [[name for name in op.inputs if name in program.parameters] if op else [] for op in each]
+    in_backward = _HeldInBackward(
+        places=places,
+        weights=sums.distinct(weights),
+        entering=sums.distinct(_taken_by(program, each, lifetimes.carried(made_at)), made_at),
+        maps=_maps(program, each, adds, lifetimes, sums),
+        missing=_missing(places, [lifetime.gradients for lifetime in adds]),
+        reorders=np.array([lifetime.reorders for lifetime in adds], dtype=np.int64),
+    )
+    kept, kept_by_each = sums.distinct(between), sums.distinct_at(between)  # between the two parts of a backward
+    tables: dict[str, Any] = {
+        "weights": in_backward.weights,
+        "all_weights": sum(sizes[name] for name in program.parameters),
+        "largest_weight": sums.largest([max((sizes[name] for name in names), default=0) for names in weights]),
+        "saved": sums.distinct(saved),
+        "taken": _received_bytes(program, each, made_at, sums),
+        "working": sums.largest([touched_bytes(program, op) if op else 0 for op in each]),
+        # Of the stage from place a to place b: position of b minus position of a.
+        "operators": np.subtract.outer(places, places).T,
+        "first": TablePeak(in_backward, first=True),
+        "later": TablePeak(in_backward, first=False),
+        "between": kept,
+        "first_in_two": _first_in_two(in_backward, adds, kept, kept_by_each),
+        "later_in_two": _later_in_two(in_backward, adds, kept, kept_by_each),
+    }
+    return StageMaps(**tables)
+
+
 def _maps(
     program: Program,
     each: Sequence[Operator | None],
     adds: Sequence[Lifetime],
     lifetimes: Lifetimes,
-    count: _Counter,
+    sums: _StageSums,
 ) -> Table:
     """Return the bytes of maps that a stage from each place (row) holds while each operator (column) runs backward.
 
@@ -246,64 +262,65 @@ def _maps(
         each: the operators by position; None for those that stages leave out.
         adds: what each operator adds.
         lifetimes: of the program.
-        count: counts the bytes of values, each once in a stage.
+        sums: of the bytes of values, each once in a stage.
     """
     last = {name: at for at, op in enumerate(each) if op for name in op.inputs}
     # Outputs of the model count as used after all operators.
     last |= dict.fromkeys(refs_in(program.outputs), len(each))
-    changes = np.zeros((len(count.places) + 1, len(each) + 1), dtype=np.int64)
+    changes = np.zeros((len(sums.places) + 1, len(each) + 1), dtype=np.int64)
     for at, op in enumerate(each):
         for name in lifetimes.carried(op.outputs) if op else ():
-            ends, row = last.get(name, at), bisect_right(count.places, at)
+            ends, row = last.get(name, at), bisect_right(sums.places, at)
             # Stages that begin before the operator hold the cotangent of its result from there to the last use.
-            changes[0, at] += count.sizes[name]
-            changes[0, ends] -= count.sizes[name]
-            changes[row, at] -= count.sizes[name]
-            changes[row, ends] += count.sizes[name]
+            changes[0, at] += sums.sizes[name]
+            changes[0, ends] -= sums.sizes[name]
+            changes[row, at] -= sums.sizes[name]
+            changes[row, ends] += sums.sizes[name]
     cotangents: Table = changes.cumsum(0).cumsum(1)[:-1, :-1]
-    kept = count.distinct_at([lifetime.kept for lifetime in adds])
+    kept = sums.distinct_at([lifetime.kept for lifetime in adds])
     return cotangents + kept + np.array([lifetime.makes for lifetime in adds], dtype=np.int64)
 
 
-def _first_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> TablePeak:
+def _first_in_two(in_backward: _HeldInBackward, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> TablePeak:
     """Return the peak of every stage in the first backward of a step, if backwards have two parts.
 
     In it, the gradients that second parts make do not exist yet: the second part makes them, operator by operator.
 
     Args:
-        walk: what stages hold in a backward in one part.
+        in_backward: what stages hold in a backward in one part.
         adds: what each operator adds.
         kept: bytes that each stage keeps between the two parts.
         by_each: bytes of ``kept`` by the operators from each place (row) up to each operator (column).
     """
     apart = [lifetime.gradients_apart for lifetime in adds]  # gradients that second parts make
-    sums = np.cumsum([0, *apart])[list(walk.places)]
-    other_gradients = walk.weights - np.triu(np.subtract.outer(sums, sums).T)
-    first_part = replace(_first_part(walk, adds, kept, by_each), weights=other_gradients)
-    second_part = replace(_second_part(walk, adds, by_each), missing=_missing(walk.places, apart))
+    up_to = np.cumsum([0, *apart])[list(in_backward.places)]
+    other_gradients = in_backward.weights - np.triu(np.subtract.outer(up_to, up_to).T)
+    first_part = replace(_first_part(in_backward, adds, kept, by_each), weights=other_gradients)
+    second_part = replace(_second_part(in_backward, adds, by_each), missing=_missing(in_backward.places, apart))
     # ``first=False``: the weights of ``first_part`` are already without the missing gradients.
     return TablePeak(first_part, first=False, second=TablePeak(second_part, first=True))
 
 
-def _later_in_two(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> TablePeak:
+def _later_in_two(in_backward: _HeldInBackward, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> TablePeak:
     """Return every stage's peak in later backwards, when all gradients exist; arguments as for ``_first_in_two``."""
     return TablePeak(
-        _first_part(walk, adds, kept, by_each),
+        _first_part(in_backward, adds, kept, by_each),
         first=False,
-        second=TablePeak(_second_part(walk, adds, by_each), first=False),
+        second=TablePeak(_second_part(in_backward, adds, by_each), first=False),
     )
 
 
-def _first_part(walk: _Walks, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> _Walks:
+def _first_part(in_backward: _HeldInBackward, adds: Sequence[Lifetime], kept: Table, by_each: Table) -> _HeldInBackward:
     """Return what stages hold in the first of two parts; arguments as for ``_first_in_two``."""
     reorders = np.array([lifetime.first_reorders for lifetime in adds], dtype=np.int64)
-    return replace(walk, entering=walk.entering + kept, maps=np.maximum(0, walk.maps - by_each), reorders=reorders)
+    entering, maps = in_backward.entering + kept, np.maximum(0, in_backward.maps - by_each)
+    return replace(in_backward, entering=entering, maps=maps, reorders=reorders)
 
 
-def _second_part(walk: _Walks, adds: Sequence[Lifetime], by_each: Table) -> _Walks:
+def _second_part(in_backward: _HeldInBackward, adds: Sequence[Lifetime], by_each: Table) -> _HeldInBackward:
     """Return what stages hold in the second of two parts; arguments as for ``_first_in_two``."""
     reorders = [lifetime.reorders if lifetime.between else 0 for lifetime in adds]
-    return replace(walk, maps=by_each, reorders=np.array(reorders, dtype=np.int64))
+    return replace(in_backward, maps=by_each, reorders=np.array(reorders, dtype=np.int64))
 
 
 def _missing(places: Sequence[int], gradients: Sequence[int]) -> Table:
@@ -321,8 +338,8 @@ def _taken_by(program: Program, each: Sequence[Operator | None], values: Collect
 
 
 def _received_bytes(
-    program: Program, each: Sequence[Operator | None], made_at: Mapping[str, int], count: _Counter
+    program: Program, each: Sequence[Operator | None], made_at: Mapping[str, int], sums: _StageSums
 ) -> Table:
     """Return the bytes that each stage receives from others; for a stage that receives none, those of the image."""
-    received = count.distinct(_taken_by(program, each, made_at), made_at)
-    return np.where(received > 0, received, count.sizes[program.image])
+    received = sums.distinct(_taken_by(program, each, made_at), made_at)
+    return np.where(received > 0, received, sums.sizes[program.image])

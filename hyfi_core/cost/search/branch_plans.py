@@ -44,7 +44,7 @@ def best_of_all_plans(programs: Programs, request: PlanRequest, top: int = 1) ->
             if request.ranks % planes:
                 continue
             share = _remaining_share(programs, request, planes, search.plans[0])
-            if share is not None:
+            if share is not None:  # planes may pay
                 search = _with_planes(programs, request, top, planes, search, share, studies)
     finally:
         studies.clear()
@@ -73,6 +73,7 @@ def _with_planes(
     """
     # A plan with planes has to be faster than the slowest plan of the result.
     slowest_s = search.plans[-1].step_s if len(search.plans) == top else math.inf
+    # Without spilling, which needs cells: cells of a rank take turns, and cannot wait for another plane.
     fewer_ranks = replace(request, ranks=request.ranks // planes, spill=None)
     try:
         # Planes shorten a step to at least ``share``: without them, it may take 1 / share as long and still win.

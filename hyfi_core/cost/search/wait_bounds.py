@@ -109,7 +109,7 @@ class WaitBounds:
         self._bounds, self._machine, self._lowered = bounds, request.machine, lowered
         self._crowded = request.ranks > 1 and request.machine.devices_per_node > 1
         self._grids: dict[int, _GridWaits] = {}  # by the ``id`` of the whole layouts
-        # By the ids of program and grid waits, and the seconds of a turn: each chain with its least time.
+        # By the ids of program and grid waits, and the wait for a core: each chain with its least time.
         self._seconds: dict[tuple[int, int, float], tuple[tuple[_PointwiseChain, float], ...]] = {}
         # By the id of the program and its cuts: the operators of each stage.
         self._operators: dict[tuple[int, tuple[str, ...] | str], tuple[list[Operator], ...]] = {}
@@ -124,7 +124,7 @@ class WaitBounds:
         pieces, grids = self._bounds.pieces(plan), plan.grids * plan.interleave
         if plan.cells is not None or plan.branches > 1 or all(grid == (1, 1) for grid in grids):
             return (0.0,) * len(pieces)
-        operators, turn_s = self._of_pieces(plan, pieces), self._machine.turns_s(plan.ranks)
+        operators, core_wait_s = self._of_pieces(plan, pieces), self._machine.core_wait_s(plan.ranks)
         added, splits, links = [], list[Mapping[str, Split] | None](), NodeLinks(plan, self._machine)
         for stage, (piece, grid) in enumerate(zip(pieces, grids, strict=True)):
             # None: the layouts are not those of the whole model on this grid, so that the bound is 0.
@@ -135,10 +135,10 @@ class WaitBounds:
             if waits is None or grid == (1, 1):
                 added.append(0.0)
                 continue
-            seconds = self._exchanges_s(program, waits, operators[stage], turn_s)
+            seconds = self._exchanges_s(program, waits, operators[stage], core_wait_s)
             link = links.within_stage(stage % len(plan.grids))
             for channels in self._summed_channels(program, waits, operators[stage]):
-                seconds += 2 * (self._machine.all_reduce_s(prod(grid), STATISTICS_BYTES * channels, link) + turn_s)
+                seconds += 2 * (self._machine.all_reduce_s(prod(grid), STATISTICS_BYTES * channels, link) + core_wait_s)
             added.append(seconds * (1 - _ROUNDING))
         return tuple(added)
 
@@ -159,22 +159,22 @@ class WaitBounds:
             self._grids[id(whole)] = _GridWaits.of(whole)
         return self._grids[id(whole)]
 
-    def _exchanges_s(self, program: Program, waits: _GridWaits, operators: list[Operator], turn_s: float) -> float:
+    def _exchanges_s(self, program: Program, waits: _GridWaits, operators: list[Operator], core_wait_s: float) -> float:
         """Return the least seconds of exchanges or margins in a stage.
 
         Args:
             program: the captured model, of one micro-batch.
             waits: where ranks of the stage's grid wait in the whole model.
             operators: the stage's operators.
-            turn_s: time for which an exchange waits for other ranks on its core.
+            core_wait_s: time for which an exchange waits for other ranks on its core.
         """
         names = {op.name for op in operators}
-        key = id(program), id(waits), turn_s
+        key = id(program), id(waits), core_wait_s
         if key not in self._seconds:
             message_s = self._machine.message_s + min(self._machine.node.latency_s, self._machine.network.latency_s)
             costs = self._bounds.costs_of(program.values[program.image].shape[0])
             self._seconds[key] = tuple(
-                (chain, min(2 * (turn_s + chain.messages * message_s), self._margins_s(chain, costs)))
+                (chain, min(2 * (core_wait_s + chain.messages * message_s), self._margins_s(chain, costs)))
                 for chain in waits.chains
             )
         # Leave out chains that are divided between stages.

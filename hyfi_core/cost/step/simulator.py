@@ -244,8 +244,8 @@ def _copied_s(plan: ParallelPlan, costs: StageCosts) -> dict[tuple[int, int], fl
     if not costs.machine.shared(plan.ranks):
         return dict.fromkeys(costs.edges, 0.0)
     # The time of a message begins with the wait for other ranks on the same core, in which nothing is copied.
-    turn_s = costs.machine.turns_s(plan.ranks)
-    return {edge: message_s - turn_s for edge, message_s in costs.edges.items()}
+    core_wait_s = costs.machine.core_wait_s(plan.ranks)
+    return {edge: message_s - core_wait_s for edge, message_s in costs.edges.items()}
 
 
 @lru_cache(maxsize=64)  # plans with other cuts, grids and replicas have the same

@@ -156,7 +156,7 @@ class StageCosts:
         self._cells = cells[0] * cells[1]
         self._program = program
         self._fine = plan.by_cells()  # the plan, with cells as ranks
-        self._turn_s = machine.turns_s(plan.ranks)  # wait for other ranks on the same core, in each exchange
+        self._core_wait_s = machine.core_wait_s(plan.ranks)  # wait for other ranks on the same core, in each exchange
         self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
         lowered_plans = self._known = LoweredPlans() if lowered_plans is None else lowered_plans
         lowered = lowered_stages(program, plan, self._fine, machine, lowered_plans)
@@ -168,7 +168,8 @@ class StageCosts:
             self._stage(_LoweredStage(number, *lowered.stage(number), dtype, lowered.active)) for number in numbers
         )
         carried = lowered.whole().carried if only is None else {}
-        self.edges = {edge: self._turn_s + self._links.edge_s(edge, incoming) for edge, incoming in carried.items()}
+        links = self._links
+        self.edges = {edge: self._core_wait_s + links.edge_s(edge, incoming) for edge, incoming in carried.items()}
 
     def _stage(self, stage: _LoweredStage) -> StageCost:
         """Return the cost of a stage: computation, waits, recomputation and spilling."""
@@ -340,9 +341,11 @@ class StageCosts:
         # Backward receives cotangents from the ranks to which forward has sent.
         in_forward = self._links.halo_s(stage, _bytes_by_peer(grid, transfer.receives, pixel_bytes))
         in_backward = self._links.halo_s(stage, _bytes_by_peer(grid, transfer.sends, pixel_bytes))
-        kinds = (*in_forward, *in_backward)
-        # Charge the kind of rank that waits longest, in forward or in backward.
-        waits.halo_s += self._turn_s + max(software_s + max(0.0, wire_s - overlapped_s) for software_s, wire_s in kinds)
+        # Ranks wait for different times: charge that of the rank that waits longest, in forward or in backward.
+        rank_waits_s = [
+            software_s + max(0.0, wire_s - overlapped_s) for software_s, wire_s in (*in_forward, *in_backward)
+        ]
+        waits.halo_s += self._core_wait_s + max(rank_waits_s)
         waits.halo_bytes += length
 
     def _branch_s(self, divided: DividedStage) -> float:
@@ -362,7 +365,7 @@ class StageCosts:
         ranks = prod(self._plan.grids[stage % len(self._plan.grids)])
         group = ranks * (self._plan.replicas if call.all_replicas else 1)
         link = None if call.all_replicas else self._links.within_stage(stage)
-        waited_s = self.machine.all_reduce_s(group, length, link) + (self._turn_s if group > 1 else 0.0)
+        waited_s = self.machine.all_reduce_s(group, length, link) + (self._core_wait_s if group > 1 else 0.0)
         return waited_s + (self._cells - 1) * self.machine.kernel_s
 
 

@@ -52,7 +52,8 @@ class WholeLayouts:
             return True
         if self.ranked.gathered:  # whether ranks gather a map depends on its size
             return False
-        # Only maps (B, C, H, W) of which ranks own even parts: in others, sizes may depend on the number of images.
+        # Only maps (B, C, H, W): where height and width share a dim with other sizes, as in ``x.view(B * H * W, C)``,
+        # layouts may depend on the number of images.
         if any(split.dims != (2, 3) or not split.has_own_dims for split in self.ranked.splits.values()):
             return False
         own, other = self.program.values, program.values

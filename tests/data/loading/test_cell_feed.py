@@ -71,7 +71,8 @@ def job(trainers: int, loaders: int, layout: BatchLayout, images: Images, microb
         if comm.rank >= trainers:
             return serve(comm, trainers, layout, images, **options)
         spec = spec_of(comm.rank, layout, (0, 5), microbatches)
-        feed = CellFeed(comm, range(trainers, trainers + loaders), spec, 2, watch=partial(comm.poll_object, 999))
+        notice = partial(comm.poll_object, 999)  # raises when another rank has failed
+        feed = CellFeed(comm, range(trainers, trainers + loaders), spec, 2, check_signals=notice)
         received = [read_all(feed, spec.parts, turn) for turn in range(5)]
         feed.close(stopped=False)
         assert len(feed.reports) == loaders
@@ -161,7 +162,9 @@ def test_any_order_of_reading_gives_the_same(seed: int) -> None:
             return
         drawn = random.Random(seed * 10 + comm.rank)
         spec = spec_of(comm.rank, layout, (3, 9), microbatches=2)
-        feed = CellFeed(comm, [2, 3], spec, 1, drawn.choice([None, 1, 4000]), watch=partial(comm.poll_object, 999))
+        feed = CellFeed(
+            comm, [2, 3], spec, 1, drawn.choice([None, 1, 4000]), check_signals=partial(comm.poll_object, 999)
+        )
         plain = InlineFeed(Images(), spec)
         for turn in range(3, 9):
             pixels, wanted = feed.batch(turn), plain.batch(turn)
@@ -181,7 +184,7 @@ def test_leaving_early_ends_loaders_and_trainers_that_read_on() -> None:
             serve(comm, 2, layout, Images(delay_s=0.01))
             return
         spec = spec_of(comm.rank, layout, (0, 6))
-        feed = CellFeed(comm, [2], spec, 2, watch=partial(comm.poll_object, 999))
+        feed = CellFeed(comm, [2], spec, 2, check_signals=partial(comm.poll_object, 999))
         feed.batch(0).read(spec.parts[0].box, 0, 1)
         if comm.rank == 1:
             for turn in range(1, 6):

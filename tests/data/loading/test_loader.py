@@ -93,7 +93,7 @@ def job(
             return service.serve(), service.counts
         spec = spec_of(comm.rank, layout, turns, **how)
         notice = partial(comm.poll_object, 999)  # raises when another rank has failed
-        feed = RemoteFeed(comm, range(trainers, trainers + loaders), spec, prefetch, watch=notice)
+        feed = RemoteFeed(comm, range(trainers, trainers + loaders), spec, prefetch, check_signals=notice)
         received = [read_all(feed, spec, turn) for turn in range(turns[0], leave_after or turns[1])]
         feed.close(stopped=leave_after is not None)
         return received, feed.reports

@@ -51,7 +51,7 @@ def request(link: LoaderLink, *loaders: int) -> int:
 
 def link_to(loaders: Loaders) -> LoaderLink:
     comm: Any = loaders
-    return LoaderLink(comm, [1, 2], {}, watch=lambda: loaders.arrive(1, 2))
+    return LoaderLink(comm, [1, 2], {}, check_signals=lambda: loaders.arrive(1, 2))
 
 
 def test_the_late_one_of_two_loaders_is_told_with_its_own_next_request() -> None:

@@ -95,7 +95,7 @@ def dealt_whole(layout: BatchLayout) -> list[tuple[int, int]]:
     assert all(layout.replica_of(n) == r for n, r in dealt)
     for replica in range(layout.replicas):
         mine, batch = [n for n, r in dealt if r == replica], layout.batch_of(replica)
-        assert [layout.ordinal(n) for n in mine] == list(range(21 * batch))
+        assert [layout.index_in_replica(n) for n in mine] == list(range(21 * batch))
         assert [layout.position_of(n) for n in mine] == list(range(batch)) * 21
     return dealt
 

@@ -10,7 +10,7 @@ import torch
 from data.loading.batches import BatchLayout
 from data.loading.loader import LoaderService
 from data.loading.order import SampleStream
-from data.loading.tile_feed import MOST_TILES, TileFeed, pieces
+from data.loading.tile_feed import MOST_TILES, TileFeed, spans
 from data.tiles.rows import BagRows, TileRow
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
@@ -56,7 +56,7 @@ def train(comm: Communicator, feed: TileFeed) -> None:
         numbers, chunks = chunks_of(turn, comm.rank, 40 if turn != 1 else 16)
         later_numbers, later = chunks_of(turn + 1, comm.rank, 40)
         expected = chunks_of(turn, comm.rank, 40)[1]
-        feed.begin(numbers, expected, pieces(later, later_numbers)[:AHEAD] if turn + 1 < TURNS else [])
+        feed.begin(numbers, expected, spans(later, later_numbers)[:AHEAD] if turn + 1 < TURNS else [])
         slides = [bags.of(index, epoch) for epoch, index in map(STREAM.at, numbers)]
         again = chunks[: 1 + turn][::-1] if turn else []  # of the first turn all chunks are kept
         for last, order in ((False, chunks), (True, again)):

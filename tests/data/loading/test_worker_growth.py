@@ -75,7 +75,7 @@ def served(
             if isinstance(images, LateImages):
                 images.needed(now[0])
 
-        feed, received = RemoteFeed(comm, [1], spec(), 2, watch=waiting), []
+        feed, received = RemoteFeed(comm, [1], spec(), 2, check_signals=waiting), []
         for now[0] in range(TURNS):
             received.append(batch(feed, now[0]))
         feed.close(stopped=False)

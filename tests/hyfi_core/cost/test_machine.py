@@ -65,7 +65,7 @@ def test_what_a_measured_machine_knows_more_is_added_and_written(tmp_path: Path)
     watching = replace(machine, update=UpdateCost(1e-5, 1e9, watch_s=3e-5))
     assert watching.watch_s(10) == pytest.approx(3e-4) and "watch_s: 3.0e-05" in watching.to_yaml()
     assert "watch_s" not in machine.to_yaml()
-    assert machine.turns_s(2) == 0.0 and machine.turns_s(4) == pytest.approx(0.002)  # four on two cores: 0.004
+    assert machine.core_wait_s(2) == 0.0 and machine.core_wait_s(4) == pytest.approx(0.002)  # four on two cores: 0.004
     path = tmp_path / "machine.yaml"
     path.write_text(machine.to_yaml())
     assert load_machine(path) == machine

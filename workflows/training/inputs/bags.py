@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from data.loading.tile_feed import Piece, TileFeed, pieces
+from data.loading.tile_feed import TileFeed, TileSpan, spans
 from data.tiles.bags import Bags, BagSource
 from data.tiles.case_bags import grouped
 from data.tiles.rows import BagRows, TileRow
@@ -67,10 +67,10 @@ class BagBatches:
         # next.
         slides = [self._bags.of(index, epoch) for epoch, index in map(self._job.stream.at, numbers)]
         if self._feed is not None:
-            # Loaders get the order of the whole turn, and the first pieces of the next one, which would otherwise begin
+            # Loaders get the order of the whole turn, and the first spans of the next one, which would otherwise begin
             # with a wait.
             chunks = self._engine.own_chunks([len(slide) for slide in slides])
-            self._feed.begin(numbers, chunks, self._first_pieces(turn + 1))
+            self._feed.begin(numbers, chunks, self._first_spans(turn + 1))
         return slides
 
     def close(self, stopped: bool) -> None:
@@ -79,16 +79,16 @@ class BagBatches:
             self._feed.close(stopped)
 
     def _numbers(self, turn: int) -> list[int]:
-        return list(self._job.layout.numbers(turn, self._replica))
+        return list(self._job.batches.numbers(turn, self._replica))
 
-    def _first_pieces(self, turn: int) -> list[Piece]:
-        """Return the pieces that the engine is expected to read first in a turn; none after the last turn."""
+    def _first_spans(self, turn: int) -> list[TileSpan]:
+        """Return the spans that the engine is expected to read first in a turn; none after the last turn."""
         assert self._feed is not None
         if turn >= self._job.steps * self._job.config.optimizer.accumulate:
             return []
         numbers = self._numbers(turn)
         counts = [self._bags.count(self._job.stream.at(number)[1]) for number in numbers]
-        return pieces(self._engine.own_chunks(counts), numbers)[: self._feed.ahead]
+        return spans(self._engine.own_chunks(counts), numbers)[: self._feed.ahead]
 
 
 class BagInputs(RunInputs):
@@ -136,7 +136,7 @@ class BagInputs(RunInputs):
     def reserve(self, engine: TrainingEngine, model: nn.Module, roles: Roles) -> None:
         """Try a prediction and a step for the slides with most tiles."""
         assert isinstance(engine, TilesEngine) and roles.trainers is not None
-        batch = max(self.job.layout.batch_of(replica) for replica in range(self.job.plan.replicas))
+        batch = max(self.job.batches.batch_of(replica) for replica in range(self.job.plan.replicas))
         # Counting tiles reads the masks of all slides: rank 0 does it for all.
         first = roles.trainers.rank == 0
         longest = roles.trainers.broadcast_object(

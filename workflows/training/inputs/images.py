@@ -105,7 +105,7 @@ class ImageInputs(RunInputs):
         """Return the engine of ``parallelize``."""
         assert roles.trainers is not None
         replica = roles.trainers.rank // self.job.plan.ranks_per_replica
-        batch = self.job.layout.batch_of(replica)
+        batch = self.job.batches.batch_of(replica)
         return starting.make_engine(self.job, model, self.job.plan, roles.trainers, batch, self._drawn)
 
     def reserve(self, engine: TrainingEngine, model: nn.Module, roles: Roles) -> None:
