@@ -1,8 +1,8 @@
 """The table of operators: the record of each, from all families. A new operator needs one record beside its rule.
 
 A rule determines how the output is split and which box of the input each rank needs for its part, and emits the local
-call. If it takes the layout of its output from ``builder.same_pixels`` or ``builder.computed``, the operator can be
-part of a fused run, in which ranks compute margins. Other operators end a run; their inputs are owned parts.
+call. If it takes the layout of its output from ``builder.same_pixels`` or ``builder.with_margins``, the operator can
+be part of a fused run, in which ranks compute margins. Other operators end a run; their inputs are owned parts.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def binomial_filter(plane: npt.NDArray[Any], rows: slice, sigma_px: float) -> tu
     down = _filter_lines(lines.astype(np.uint16 if exact else np.float32), passes)
     # Transposed, so that both axes are filtered by sums of whole lines.
     across = _filter_lines(pad_edges(down, passes, 1).T, passes).T
-    # A pass adds 4 × 4 pixels of whole numbers, and takes the mean of floats.
+    # In each pass the weights (1, 2, 1 along each axis) add up to 4 × 4; floats are divided by that at once.
     return across, 16**passes if exact else 1
 
 

@@ -167,9 +167,8 @@ def _run_folds(words: list[str], options: ScriptOptions) -> int:
     config, *overrides = arguments
     resumption = Resumption.of(resumes, source=None, accepts_changes=False)
     folds, fold_column = values["--folds"], values.get("--fold-column")
-    runs = FoldRuns(
-        Path(config), tuple(overrides), None, resumption, folds, fold_column
-    )  # None: ranks as the run needs
+    as_needed = None  # ranks of each run
+    runs = FoldRuns(Path(config), tuple(overrides), as_needed, resumption, folds, fold_column)
     runs.check()
     runs.write_splits()  # now, because jobs that start at the same time would each find an incomplete folder
     column = [] if runs.column is None else ["--fold-column", runs.column]

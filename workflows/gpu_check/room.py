@@ -34,14 +34,14 @@ def cells(setting: Setting, _: str) -> Iterator[Row]:
 def pieces(setting: Setting, side: str) -> Iterator[Row]:
     """Measure a step of a model cut into pieces (``interleave``), recomputed one by one, against a step in core.
 
-    In core: all activations stay in the device's memory. For images too large for that, there is no such step, and the
-    pieces are computed in a few cells as well, because kernels of maps of 2³¹ values and more are slow.
+    In core: all activations stay in the device's memory. Such a step is measured for the sizes in ``speed_px`` only; at
+    larger ones, pieces are computed in a few cells as well, because kernels of maps of 2³¹ values and more are slow.
     """
-    fits_in_core = int(side) in setting.sizes.speed_px
-    cells: Literal["auto"] | None = None if fits_in_core else "auto"
+    is_timed_in_core = int(side) in setting.sizes.speed_px
+    cells: Literal["auto"] | None = None if is_timed_in_core else "auto"
     plan = replace(_ONE_RANK, interleave=setting.sizes.pieces, recompute=True, cells=cells)
     named = {f"{setting.sizes.pieces} pieces, recomputed": plan}
-    yield from _against_in_core(setting, int(side), named, "pieces", in_core=fits_in_core)
+    yield from _against_in_core(setting, int(side), named, "pieces", in_core=is_timed_in_core)
 
 
 def _against_in_core(

@@ -219,7 +219,7 @@ class Task(ABC):
 
     @property
     def _overrides_loss(self) -> bool:
-        """Whether a user's class has a ``loss`` of its own, but the ``drawn`` and ``losses`` of a class before it."""
+        """Whether a user's class has a ``loss`` of its own, but the ``drawn`` and ``losses`` of a base class."""
         kind = type(self)
         return _classes_before(kind, "loss") < min(_classes_before(kind, "drawn"), _classes_before(kind, "losses"))
 
@@ -371,9 +371,9 @@ def target_columns(model: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _classes_before(kind: type, name: str) -> int:
-    """Return how many classes lie between ``kind`` and the one that defines ``name``: 0 if it does itself.
+    """Return how many classes come before the one that defines ``name``: 0 if ``kind`` does itself.
 
-    Classes are counted in the order in which Python looks for the name; all of them, if none defines it.
+    Classes are counted in the order in which Python looks for the name, from ``kind`` on; all, if none defines it.
     """
     order = kind.__mro__
     return next((k for k, base in enumerate(order) if name in vars(base)), len(order))

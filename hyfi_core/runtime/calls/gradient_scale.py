@@ -47,7 +47,9 @@ class GradientScale:
             self._noted_version, self._noted_values = gradient._version, _few(gradient).clone()
 
     def factor(self) -> float | None:
-        """Return the factor of the gradients since they were remembered; None without any, or if it is not one number.
+        """Return the number by which gradients were multiplied since they were remembered; None if there is none.
+
+        There is none without gradients other than 0, or if values were multiplied by different numbers, or by 0.
 
         On a GPU the host waits for the values if they were changed.
         """
