@@ -254,3 +254,61 @@ def test_a_branch_that_ends_in_running_statistics_leaves_cotangents_alone(grid: 
 
     shape = (2, 3, 14, 13)
     assert_equal_to_one_process(OffsetImages(Branched(), shape), shape, grid, loss=of_every_pixel)
+
+
+class _BatchNormByFormula(nn.BatchNorm2d):
+    """Batch norm as arithmetic."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        mean, variance = self.running_mean, self.running_var
+        if self.training:
+            mean, variance = input.mean((0, 2, 3)), input.var((0, 2, 3), unbiased=False)
+        assert mean is not None and variance is not None
+        numbers = (item.view(1, -1, 1, 1) for item in (mean, variance + self.eps, self.weight, self.bias))
+        mean, variance, weight, bias = numbers
+        return (input - mean) * variance.rsqrt() * weight + bias
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        hyfi_core.ParallelPlan(((1, 1),)),
+        hyfi_core.ParallelPlan(((1, 2),)),
+        hyfi_core.ParallelPlan(((2, 1),), cells=(1, 2)),
+    ],
+    ids=["one rank", "1x2", "2x1, cells"],
+)
+def test_tokens_of_one_image_do_not_spoil_the_gradient_of_batch_norm(
+    plan: hyfi_core.ParallelPlan, frozen: bool
+) -> None:
+    """PyTorch's kernel took the tokens' cotangent for one of another memory format; in plain PyTorch it still does."""
+
+    class Tokens(nn.Module):
+        def __init__(self, norm: type[nn.BatchNorm2d]) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3, 2, 1), norm(4), nn.Linear(4, 2)
+
+        def train(self, mode: bool = True) -> Tokens:
+            super().train(mode)
+            self.norm.train(mode and not frozen)
+            return self
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            tokens = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
+            return self.head(F.layer_norm(tokens, (4,)).square().mean(1))
+
+    torch.manual_seed(0)
+    net, truth = Tokens(nn.BatchNorm2d).double().train(), Tokens(_BatchNormByFormula).double().train()
+    truth.load_state_dict(net.state_dict())
+    images, labels = torch.randn(1, 3, 12, 16).double(), torch.tensor([1])
+    F.cross_entropy(truth(images), labels).backward()
+
+    def body(comm: Communicator) -> Any:
+        engine = hyfi_core.parallelize(copy.deepcopy(net), tuple(images.shape), plan, comm)
+        engine.accumulate(images, labels)
+        return engine.gather_gradients()
+
+    gradients = run_ranks(plan.ranks, body)[0]
+    for name, parameter in truth.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)

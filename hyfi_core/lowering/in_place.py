@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from hyfi_core.ops.avg_pool import AvgPool
-from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
+from hyfi_core.ops.norms.batch_norm import BatchNorm
 from hyfi_core.ops.product import LocalProduct
 from hyfi_core.ops.relu import Relu
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram

@@ -21,8 +21,8 @@ from typing import Literal
 
 from hyfi_core.capture.program import ValueInfo
 from hyfi_core.ops.base import AsyncBackward, LocalSplitBackward, SplitBackward
-from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
+from hyfi_core.ops.norms.batch_norm import BatchNorm
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.ops.relu import Relu
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall

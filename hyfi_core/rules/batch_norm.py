@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm, KnownStatistics
+from hyfi_core.ops.norms.batch_norm import BatchNorm, FusedBatchNorm
+from hyfi_core.ops.norms.known_statistics import KnownStatistics
+from hyfi_core.ops.norms.strides import batch_norm_for_all_strides
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.accepted_maps import on_maps_or_flat
 from hyfi_core.rules.builder import Builder, Rule
@@ -27,6 +29,8 @@ from hyfi_core.rules.operator_facts import OperatorFacts
 
 _LIVE_STATISTICS = ("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats")
 """Operators that normalise with statistics of the images at hand."""
+_BATCH_NORM = batch_norm_for_all_strides(F.batch_norm)
+_BATCH_NORM_WITH_STATISTICS = batch_norm_for_all_strides(torch._batch_norm_impl_index)
 
 
 def batch_norm_training(builder: Builder, op: Operator) -> None:
@@ -137,7 +141,7 @@ class NormByMap(KeepsStatistics):
 
     def __call__(self, x: Any, *affine: Any) -> Any:
         """Return the result."""
-        return F.batch_norm(x, None, None, *self._affine(affine), True, self.momentum, self.eps)
+        return _BATCH_NORM(x, None, None, *self._affine(affine), True, self.momentum, self.eps)
 
     def measure(self, x: Any, *affine: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
         """Return the result, and the mean and 1/σ by which it is normalised."""
@@ -150,7 +154,7 @@ class NormByMap(KeepsStatistics):
     def _measured(self, x: Any, affine: tuple[Any, ...], mean: Any, variance: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the result and (mean, 1/σ) of the map; running statistics are changed in place."""
         # What ``F.batch_norm`` calls, which does not return them.
-        result, *statistics = torch._batch_norm_impl_index(
+        result, *statistics = _BATCH_NORM_WITH_STATISTICS(
             x, *self._affine(affine), mean, variance, True, self.momentum, self.eps, torch.backends.cudnn.enabled
         )[:3]
         return result, tuple(statistics)
@@ -171,7 +175,7 @@ class NativeBatchNorm(NormByMap):
         # Copies: both may be outputs of an earlier call of the same norm; stacked, to start one kernel for both.
         with torch.no_grad():
             mean, variance = torch.stack((mean, variance)).unbind()
-        result = F.batch_norm(x, mean, variance, *self._affine(affine), True, self.momentum, self.eps)
+        result = _BATCH_NORM(x, mean, variance, *self._affine(affine), True, self.momentum, self.eps)
         return result, None, None, mean, variance
 
     def measure(self, x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:

@@ -10,10 +10,17 @@ import torch
 
 from hyfi_core.capture.program import Operator, Ref, refs_in, substitute
 from hyfi_core.ops.avg_pool import avg_pool2d
+from hyfi_core.ops.norms.strides import batch_norm_for_all_strides, instance_norm
 from hyfi_core.rules.builder import Builder, Splits
 from hyfi_core.rules.instructions import Split
 
-_CORRECTED: Mapping[Any, Callable[..., Any]] = {torch.ops.aten.avg_pool2d.default: avg_pool2d}
+_ATEN = torch.ops.aten
+_BATCH_NORMS = _ATEN.batch_norm.default, _ATEN._native_batch_norm_legit_no_training.default
+_CORRECTED: Mapping[Any, Callable[..., Any]] = {
+    _ATEN.avg_pool2d.default: avg_pool2d,
+    _ATEN.instance_norm.default: instance_norm,
+    **{norm: batch_norm_for_all_strides(norm) for norm in _BATCH_NORMS},
+}
 """Native operator with wrong gradients on some device -> our function, with the same arguments and results."""
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator, ValueInfo
-from hyfi_core.ops.batch_norm import MOST_ROWS
 from hyfi_core.ops.constants import Constant
+from hyfi_core.ops.norms.batch_norm import MOST_ROWS
 from hyfi_core.ops.reduce import MaxOverSpace, SumOverRanks
 from hyfi_core.rules.accepted_maps import one_map
 from hyfi_core.rules.builder import Builder

@@ -29,7 +29,7 @@ from hyfi_core.lowering.fused_sketch import sketch_of
 from hyfi_core.lowering.lower import Target, lowered_operators
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.stage_values import entries_of
-from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.ops.norms.batch_norm import BatchNorm
 from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.parallel_plan import ParallelPlan

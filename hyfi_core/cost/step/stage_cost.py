@@ -23,7 +23,7 @@ from hyfi_core.cost.machine import KNOWN_NORM, MachineModel
 from hyfi_core.cost.operators import OperatorCost, operator_costs, value_bytes
 from hyfi_core.cost.step.lowered_stages import DividedStage, LoweredPlans, lowered_stages, middle_rank
 from hyfi_core.cost.step.spilling import NOTHING_SPILLED, SpilledMaps, SpillRule, SpillTimes
-from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.ops.norms.batch_norm import BatchNorm
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.transfer import Strip, Transfer
 from hyfi_core.rules.batch_norm import has_live_statistics

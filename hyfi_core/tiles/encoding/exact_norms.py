@@ -1,7 +1,7 @@
 """Batch norms of an encoder with statistics over all tiles of a slide, on all ranks that share it.
 
 Each rank encodes its tiles of the slide in one call, and each norm waits for the sums of all ranks, forward and
-backward; `hyfi_core.ops.batch_norm` has the arithmetic. Ranks without tiles of the slide take part with none.
+backward; `hyfi_core.ops.norms.batch_norm` has the arithmetic. Ranks without tiles of the slide take part with none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.waits import waited
 from hyfi_core.errors import RequestError
-from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.ops.norms.batch_norm import BatchNorm
 
 
 @contextmanager
@@ -89,7 +89,7 @@ class _Normalised:
 
 
 class _OverTiles(torch.autograd.Function):
-    """``ops.batch_norm.BatchNorm`` for autograd; ranks have equal graphs, and so the same order of messages."""
+    """``ops.norms.batch_norm.BatchNorm`` for autograd; ranks have equal graphs, and so the same order of messages."""
 
     @staticmethod
     def forward(ctx: Any, norm: BatchNorm, comm: Communicator, x: torch.Tensor, weight: Any, bias: Any) -> Any:

@@ -16,8 +16,8 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.comm.waits import Waits
 from hyfi_core.lowering.lower import Target, lower
-from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
+from hyfi_core.ops.norms.batch_norm import BatchNorm
 from hyfi_core.ops.relu import Relu
 from hyfi_core.plan import ParallelPlan
 from hyfi_core.rules.instructions import CustomCall, LocalCall, RankProgram

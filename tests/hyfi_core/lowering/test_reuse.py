@@ -21,9 +21,9 @@ from hyfi_core.lowering import in_place, reuse
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.models import amoebanet, resnet
-from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.buffers import Buffers
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
+from hyfi_core.ops.norms.batch_norm import BatchNorm
 from hyfi_core.ops.relu import Relu
 from hyfi_core.runtime import backward
 from tests.harness import Result, assert_equal_to_one_process, compare, identity, one_process, parallel

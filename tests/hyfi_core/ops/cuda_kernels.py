@@ -165,7 +165,8 @@ KERNELS: Mapping[str, Kernel] = {
     **{
         name: Kernel()
         for name in (
-            *("_native_batch_norm_legit.default", "slice_scatter.default", "upsample_nearest2d.default"),
+            *("_native_batch_norm_legit.default", "instance_norm.default", "slice_scatter.default"),
+            "upsample_nearest2d.default",
             *(
                 "_upsample_nearest_exact2d.default",
                 "alias.default",

@@ -15,7 +15,7 @@ from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.comm.waits import waited
-from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.ops.norms.batch_norm import BatchNorm
 from hyfi_core.ops.plane_exchange import PlaneExchange, PlaneValue
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.ops.reduce import MaxOverSpace, SumOverRanks

@@ -20,8 +20,8 @@ def test_only_elements_that_share_memory_make_a_tensor_expanded() -> None:
 
 def test_nothing_is_overwritten_unless_asked() -> None:
     asked = {}
-    for found in pkgutil.iter_modules(ops.__path__):
-        for name, kind in vars(importlib.import_module(f"hyfi_core.ops.{found.name}")).items():
+    for found in pkgutil.walk_packages(ops.__path__, "hyfi_core.ops."):
+        for name, kind in vars(importlib.import_module(found.name)).items():
             if dataclasses.is_dataclass(kind):
                 fields = [field for field in dataclasses.fields(kind) if field.name.startswith("overwrites")]
                 asked |= {f"{name}.{field.name}": field.default for field in fields}
@@ -32,8 +32,8 @@ def test_nothing_is_overwritten_unless_asked() -> None:
 def test_operators_with_cotangents_in_new_memory_say_so() -> None:
     """Whoever does not say so has them copied, where they could be overwritten."""
     say_so = set()
-    for found in pkgutil.iter_modules(ops.__path__):
-        module = importlib.import_module(f"hyfi_core.ops.{found.name}")
+    for found in pkgutil.walk_packages(ops.__path__, "hyfi_core.ops."):
+        module = importlib.import_module(found.name)
         kinds = [
             kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__
         ]

@@ -17,8 +17,9 @@ import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.waits import waited
 from hyfi_core.ops import avg_pool
-from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm, KnownStatistics
 from hyfi_core.ops.max_pool import WholeMaxPool
+from hyfi_core.ops.norms.batch_norm import BatchNorm, FusedBatchNorm
+from hyfi_core.ops.norms.known_statistics import KnownStatistics
 from hyfi_core.ops.redistribute import is_channels_last
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.window import AxisWindow, Window

@@ -14,7 +14,7 @@ import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.waits import waited
-from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.ops.norms.batch_norm import BatchNorm
 from hyfi_core.plan.parallel_plan import ParallelPlan
 
 ROUNDS = 7

@@ -17,8 +17,9 @@ from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.comm.waits import waited
-from hyfi_core.ops import batch_norm
-from hyfi_core.ops.batch_norm import BatchNorm, KnownStatistics
+from hyfi_core.ops.norms import batch_norm
+from hyfi_core.ops.norms.batch_norm import BatchNorm
+from hyfi_core.ops.norms.known_statistics import KnownStatistics
 from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_freed_now
 from tests.fake_gpu import FakeGpu, batch_norm_backward_elemt
 from tests.harness import assert_equal_to_one_process, captured_once, run_copies

@@ -32,7 +32,8 @@ from hyfi_core.comm.base import Communicator, Pending, Tensors
 from hyfi_core.comm.combined import Combination, start_combined
 from hyfi_core.comm.waits import Waits
 from hyfi_core.ops.base import AsyncBackward, Cotangents, NeedsGrad, Recomputable, Rest, is_expanded
-from hyfi_core.ops.moments import Moments, moments_of, packed_rows, packed_totals
+from hyfi_core.ops.norms.moments import Moments, moments_of, packed_rows, packed_totals
+from hyfi_core.ops.norms.strides import with_usual_strides
 from hyfi_core.plan.box import Box
 
 MOST_ROWS = 64
@@ -67,7 +68,7 @@ class BatchNorm(AsyncBackward, Recomputable):
 
     def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
         """Return (normalised, mean, variance)."""
-        own, weight, bias = _in_plain_order(inputs[0]), *inputs[1:]
+        own, weight, bias = with_usual_strides(inputs[0]), *inputs[1:]
         mean, variance, inverse = yield from self._statistics(comm, self._counted(own))
         normalised = self._normalised(own, weight, bias, mean, variance, inverse)
         return (normalised, mean, variance), (own, weight, mean, variance, inverse)
@@ -157,7 +158,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Start ``backward``: return the pending sums, and a function that computes the cotangents."""
         own, weight, mean, variance, inverse = saved
         # A rank without a cotangent still takes part in the sum: the others wait for it.
-        dy = torch.zeros_like(own) if cotangents[0] is None else _in_plain_order(cotangents[0])
+        dy = torch.zeros_like(own) if cotangents[0] is None else with_usual_strides(cotangents[0])
         d_weight, d_bias = self._affine_cotangents(dy, own, weight, mean, variance, inverse)
         dtype = mean.dtype if weight is None else weight.dtype
 
@@ -326,15 +327,6 @@ def _in_one_format(dy: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, t
     return dy.contiguous() if dy.is_contiguous(memory_format=channels_last) else dy, own.contiguous()
 
 
-def _in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a map of one row or column with unambiguous strides.
-
-    Strides of a dim of size 1 are arbitrary. ``native_batch_norm_backward`` of torch 2.13 on a CPU then misreads the
-    memory format: (2, 4, 1, 6) with strides (24, 1, 1, 4), a result of einsum, gives wrong sums.
-    """
-    return tensor.contiguous() if tensor.dim() == 4 and 1 in tensor.shape[2:] else tensor
-
-
 @dataclass(frozen=True)
 class FusedBatchNorm(BatchNorm):
     """``BatchNorm`` of a computed box: statistics over owned pixels, applied to all computed ones.
@@ -354,47 +346,3 @@ class FusedBatchNorm(BatchNorm):
         # The owned rows within this block; there may be none.
         y0, y1 = (min(max(y - top, 0), tensor.shape[2]) for y in (self.owned.y0, self.owned.y1))
         return tensor.narrow(2, y0, y1 - y0).narrow(3, self.owned.x0, self.owned.width)
-
-
-class KnownStatistics(torch.autograd.Function):
-    """Batch normalisation in training mode of a whole map, by mean and 1/σ that were computed from it before.
-
-    Autograd differentiates it as ``torch.batch_norm`` in training mode: mean and 1/σ depend on the map. The result has
-    the same bits as that of the first run if that was the native kernel of a dense map.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        own: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        inverse: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the normalised map."""
-        ctx.save_for_backward(own, weight, mean, inverse)
-        if own.is_cuda:
-            # As the native kernel does after computing statistics; epsilon is not read, since 1/σ is passed.
-            return torch.batch_norm_elemt(own, weight, bias, mean, inverse, 0.0)
-        if own.element_size() <= 2:
-            # The kernel computes in float32, too, and rounds once, at the end.
-            weight, bias = (None if item is None else item.float() for item in (weight, bias))
-            mean, inverse = mean.float(), inverse.float()
-        # 1/σ is in the scale, the deviation 1: in both modes, the kernel computes x · (w · 1/σ) + (b - m · (w · 1/σ)).
-        scale = inverse if weight is None else weight * inverse
-        statistics = mean, torch.ones_like(mean)
-        result: torch.Tensor = torch.native_batch_norm(own, scale, bias, *statistics, False, 0.0, 0.0)[0]
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        """Return the cotangents of map, weight and bias."""
-        own, weight, mean, inverse = ctx.saved_tensors
-        needed = list(ctx.needs_input_grad[:3])
-        # CUDA's kernel returns no sum for a bias without a weight.
-        scale = torch.ones_like(mean) if weight is None and needed[2] else weight
-        statistics = None, None, mean, inverse  # in training mode it reads no running statistics
-        results = torch.ops.aten.native_batch_norm_backward(cotangents[0], own, scale, *statistics, True, 0.0, needed)
-        gradients = (result if is_needed else None for result, is_needed in zip(results, needed, strict=True))
-        return *gradients, None, None  # mean and 1/σ follow from the map

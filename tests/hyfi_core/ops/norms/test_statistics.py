@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.comm.waits import waited
-from hyfi_core.ops import batch_norm
 from hyfi_core.ops.avg_pool import counts
-from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm
+from hyfi_core.ops.norms import batch_norm
+from hyfi_core.ops.norms.batch_norm import BatchNorm, FusedBatchNorm
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.window import AxisWindow
 from tests.hyfi_core.cells.test_communicator import on_cells, on_two_processes

@@ -1,0 +1,1 @@
+"""Batch norm over ranks, and what it is computed from."""
