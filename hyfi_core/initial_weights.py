@@ -105,11 +105,14 @@ class InitialWeights:
         for name, tensor in named.items():
             names.setdefault(id(tensor), set()).add(name)
         self._shapes = order.shapes
-        # Names by position in the order of registration; a tensor that was replaced later has none.
+        # Names by place in the order of registration; a tensor that was replaced later has none.
         self._names = [names.get(id(tensor), set()) for tensor in order.tensors]
 
     def prepare(self, names: Collection[str]) -> None:
-        """Build the model again with values, and keep those of the tensors with these names for later calls."""
+        """Build the model again with values, and keep those of the tensors with these names for later calls.
+
+        Tensors with other names lose their values during the build. If it uses these values, the whole model is built.
+        """
         needed_places = {place for place, of_place in enumerate(self._names) if not of_place.isdisjoint(names)}
         with _BUILDING:
             torch.manual_seed(self._seed)
@@ -117,7 +120,7 @@ class InitialWeights:
             try:
                 with order.watching():
                     model = self._build()
-                # With another order than in the first build, positions would stand for other tensors.
+                # With another order than in the first build, places would stand for other tensors.
                 is_exact = order.shapes == self._shapes
             except _ForgottenUsedError:
                 is_exact = False

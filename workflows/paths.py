@@ -17,7 +17,7 @@ def require_writable(target: Path) -> None:
     """Check that ``target``, a file or a folder, can be created or written; leaves nothing behind.
 
     Raises:
-        RequestError: A part of the path is a file, no file can be created in its nearest existing folder, or the path
+        RequestError: A parent of the path is a file, no file can be created in its nearest existing folder, or the path
             is not valid.
     """
     _check_accessible(target)

@@ -124,7 +124,7 @@ def column_weights(slides: Sequence[SlideRef], labels: Labels, column: str) -> t
         columns = ", ".join(labels.rows[0]) if labels.rows else "none"
         raise RequestError(f"data.weights_column: the labels have no column {column!r}; they have: {columns}")
     values: dict[str, str] = {}
-    for row in labels.rows:
+    for row in labels.rows:  # of slides or of cases: ``labels.key`` is slide_id or case_id
         if row[column] and not _alike(values.setdefault(row[labels.key], row[column]), row[column]):
             raise RequestError(
                 f"data.weights_column: {labels.key} {row[labels.key]} has two values in {column!r}: "

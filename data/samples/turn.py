@@ -40,7 +40,8 @@ def turned(pixels: NDArray[np.uint8], mirror: bool, turns: int) -> NDArray[np.ui
         return np.array(np.rot90(pixels[:, :, ::-1] if mirror else pixels, turns, axes=(1, 2)), order="C")
     result = np.empty((pixels.shape[0], pixels.shape[2], pixels.shape[1]), np.uint8)
     # One quarter turn transposes, then reverses the order of rows; three reverse the rows first, then transpose.
-    # Mirroring before the turn equals reversing the rows after the transposition.
+    # Mirroring before the turn equals reversing the rows after the transposition. So one quarter turn reverses these
+    # rows, mirroring does, and both together cancel out; three quarter turns leave them.
     target = result if mirror == (turns % 4 == 1) else result[:, ::-1]
     _transpose(pixels if turns % 4 == 1 else pixels[:, ::-1], target)
     return result

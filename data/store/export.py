@@ -169,7 +169,7 @@ def _write(store: SlideStore, files: LocalStore, threads: int, progress: Callabl
         _copy(root, store.images[dataset["path"]], dataset["path"], threads, progress)
     for dataset in label_ome["multiscales"][0]["datasets"]:
         source = ShardedArray.open(label / dataset["path"])
-        # Labels count no pixels, but `progress` is still called: it raises to stop the export.
+        # Progress is that of the image: here it gets 0 pixels, and is called because it raises to stop the export.
         _copy(root, source, f"labels/tissue/{dataset['path']}", threads, lambda _: progress(0))
     image_label = {"version": "0.4", **label_ome["image-label"]}
     root["labels"].attrs["labels"] = ["tissue"]

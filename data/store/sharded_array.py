@@ -282,7 +282,7 @@ def read_index(file: OpenFile, path: Path, layout: ArrayLayout, expected_size: i
     Raises:
         StoreError: The file does not have its expected size, is too short, or its index is altered.
     """
-    # A file without an index is one chunk: read one byte, to learn the file's size.
+    # Without shards, a file is one chunk and has no index: read one byte, to learn the file's size.
     length = layout.index_bytes if layout.sharded else 1
     tail, size = file.tail(length)
     if expected_size is not None and size != expected_size:

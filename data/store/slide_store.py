@@ -149,7 +149,7 @@ class SlideStore:
         """Return the tissue mask ``(h, w)`` and its microns per pixel ``(y, x)``; its corner is the slide's corner.
 
         Args:
-            mpp_um: Choose the level of the label nearest to this; default: the finest, about 8 µm per pixel.
+            mpp_um: Choose the mask's level nearest to this; default: the finest, about 8 µm per pixel.
 
         Raises:
             StoreError: A shard or a chunk is missing or damaged.

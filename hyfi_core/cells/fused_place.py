@@ -27,7 +27,7 @@ def _in_runs(record: OperatorFacts) -> OperatorFacts:
     def lowered(builder: Builder, op: Operator) -> None:
         name = op.args[0].name
         tap = find(op, builder.shape(name), builder.splits[name])
-        if tap is None:  # it is not along height or width
+        if tap is None:  # no window of one tap: along other dims, of a flat map, or padded by other than a constant
             rule(builder, op)
         else:
             _emit_tap(builder, op, tap)

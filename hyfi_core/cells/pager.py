@@ -163,7 +163,7 @@ class Pager:
         return None if page is None or page.memory.expired() else page
 
     def make_room(self, room_bytes: int) -> None:
-        """Spill pages until this many bytes are free, those with the latest use first."""
+        """Spill pages until this many bytes are free, those first whose next use is latest."""
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._memory_bytes)
         if self._memory_bytes + room_bytes <= self._limit_now():
             return
@@ -281,7 +281,7 @@ class Pager:
         recomputation.fill(storage)
         self._enqueue(page)
         if made_for_it and self._memory_bytes > self._limit_now():
-            pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
+            pinned = {id(used) for used in self._pinned.get(self._cell(), [])}
             for source in made_for_it:
                 if id(source) not in pinned and not source.stays:
                     self._drop(source)

@@ -99,6 +99,7 @@ def pack_branches(
         return Branches()
     machine = machine or reference_machine()
     operators = lowered_operators(program, outputs, exits)
+    # ``free``: operators that read no computed value, only weights and constants; they are the first region.
     free, chains = _chains(program, operators, {*refs_in(outputs), *exits}, prod(grid), machine)
     link = machine.link(planes * prod(grid))
     # First with latencies; a second search without them only if the first divides nothing.

@@ -67,9 +67,10 @@ def runs_and_trial(
     machine: MachineModel,
     layouts: Unfused | None = None,
 ) -> tuple[FusedRuns, RankProgram | None]:
-    """Return (the cheapest fused runs for a value of ``plan.fused_halo``, the program lowered without fused runs).
+    """Return (fused runs for a value of ``plan.fused_halo``, the program lowered without fused runs).
 
-    The second is None if the choice did not need that program.
+    The runs are those of at most so many windows, or the cheapest for ``auto``. The program is None if the choice did
+    not need it, or had ``layouts`` instead.
 
     Args:
         program: the captured model.

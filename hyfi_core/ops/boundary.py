@@ -237,7 +237,10 @@ class BoundaryTransfer:
         return {}
 
     def _pieces(self, position: int, at_source: bool, back: bool) -> Pieces:
-        """Return position in the other stage -> pieces exchanged with the rank at ``position``, in order of values."""
+        """Return position in the other stage -> pieces exchanged with the rank at ``position``, in order of values.
+
+        ``at_source``: whether ``position`` is in the source stage; ``back``: gradients, which some values do not have.
+        """
         key = position, at_source, back
         # Both ends compute the pieces from the plan, in the same order: messages have no headers.
         if key not in self._planned:

@@ -306,7 +306,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
                 d_taps.add_(self._native_back(part, canvas, _reading_taps(kernel, piece), (0, 0), _WEIGHT_ONLY)[1])
 
     def _on_whole_part(self, d_input: torch.Tensor, saved: _SavedConvolution) -> torch.Tensor:
-        """Return the cotangent of the whole own part, in its dtype; zero where no window reads it."""
+        """Return the cotangent of the whole own part, zero where no window reads it, in the map's original dtype."""
         if d_input.shape == saved.shape:
             return d_input.to(saved.dtype)
         # Own pixels before ``start`` are read by no own window.

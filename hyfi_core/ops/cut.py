@@ -77,8 +77,9 @@ def copy_box(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 def in_words(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return views of two maps as rows of the largest words that fit, so that a copy moves fewer elements.
 
-    A word is 16, 8 or 4 bytes, several elements of a map. None if no word fits, if the tensors differ in shape or dtype
-    or are no maps of four dims, or if both have no gaps and the same strides: ``copy_`` copies such memory at once.
+    A word is 16, 8 or 4 bytes, several elements of a map. None if no word fits, if the tensors differ in shape, dtype
+    or device, are no maps of four dims, have no elements or are conjugated or negated lazily, or if both have no gaps
+    and the same strides: ``copy_`` copies such memory at once.
     """
     are_alike = target.shape == source.shape and target.dtype == source.dtype and target.device == source.device
     # Views that PyTorch conjugates or negates only when they are read have other bits in memory.
@@ -90,12 +91,13 @@ def in_words(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, 
         target.is_contiguous() or target.is_contiguous(memory_format=torch.channels_last)
     ):
         return None
-    rows = tuple(_rows(tensor) for tensor in (target, source))
-    if rows[0] is None or rows[1] is None or rows[0].shape != rows[1].shape:
+    target_rows, source_rows = _rows(target), _rows(source)
+    if target_rows is None or source_rows is None or target_rows.shape != source_rows.shape:
         return None
     for word in _WORDS:
-        if word.itemsize > target.element_size() and all(_consists_of(word, row) for row in rows if row is not None):
-            return rows[0].view(word), rows[1].view(word)
+        is_larger = word.itemsize > target.element_size()
+        if is_larger and _consists_of(word, target_rows) and _consists_of(word, source_rows):
+            return target_rows.view(word), source_rows.view(word)
     return None
 
 

@@ -135,8 +135,8 @@ class Boxes(Sequence[Box]):
     def hull(self, other: Boxes) -> Boxes:
         """Return boxes that cover those of both, which must have the same grid.
 
-        Each is the smallest such box if no rank has an empty box; otherwise some may be larger, because all ranks of a
-        row share one interval.
+        Each is the smallest such box if no rank has an empty box. The interval along one axis of an empty box may have
+        pixels, which count for all ranks of its row or column.
         """
         assert self.same_grid_as(other)
         rows = tuple(map(_hull, self.rows, other.rows))

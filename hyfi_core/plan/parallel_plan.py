@@ -215,7 +215,7 @@ class ParallelPlan:
         return self.cells
 
     def by_cells(self) -> ParallelPlan:
-        """Return the same plan with every cell as a rank; placed by ``Placement.by_cells``."""
+        """Return the same plan with every cell as a rank; ``Placement.by_cells`` says which rank each cell is."""
         cells = self.cell_grid
         if cells is None:
             return self

@@ -117,7 +117,10 @@ def faster_apart(transfer: Transfer) -> bool:
 
 
 def _inner_along(window: AxisWindow, have: Interval, length: int, outputs: Interval) -> Interval:
-    """Return those of the outputs of this rank that need no pixel of its neighbours, along one axis."""
+    """Return those of the outputs of this rank that need no pixel of its neighbours, along one axis; maybe none.
+
+    ``have``: pixels of this rank; ``length``: those of the whole map.
+    """
     # Taps outside of the map read padding, which every rank has.
     first, last = outputs
     while first < last and max(0, window.input_interval(first, first + 1)[0]) < have[0]:

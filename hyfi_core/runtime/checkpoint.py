@@ -194,7 +194,7 @@ def publish(
         model: goes to ``model.json``.
         groups: parameter groups of the optimizer.
         state: goes to ``state.json``.
-        index: goes to ``model.safetensors.index.json``.
+        index: goes to ``model.safetensors.index.json``, as it is: other tools read it.
     """
     fingerprints = dict(files)
     optimizer = {"groups": groups} if groups is not None else None
@@ -204,7 +204,7 @@ def publish(
             _write_json(temporary / name, value if name == INDEX_FILE else {"format": FORMAT, **value})
             fingerprints[name] = _fingerprint(temporary / name)
             sync_file(temporary / name)
-    # Last: it has the digests of all other files, and a folder without it is no checkpoint.
+    # Last: it has the fingerprints of all other files, and a folder without it is no checkpoint.
     _write_json(temporary / MODEL_FILE, {"format": FORMAT, **model, "files": dict(sorted(fingerprints.items()))})
     sync_file(temporary / MODEL_FILE)
     sync_file(temporary)

@@ -334,8 +334,8 @@ def _described(op: Operator) -> str:
 def picked_leaves(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:
     """Return the needed leaves of the output, and a function that applies ``output`` to them.
 
-    The user's ``output`` is first tried on names instead of tensors. If it selects one leaf, the other leaves are
-    neither computed nor gathered.
+    The user's ``output`` is first tried on the leaves' references (``Ref``) instead of tensors. If it selects one leaf,
+    the other leaves are neither computed nor gathered.
     """
     leaves = program.outputs
     if output is None:

@@ -363,7 +363,7 @@ class StageRunner:
 
     def _statistics(self, lowered: LoweredModel, apart: bool = False) -> FollowingStatistics | FoldedStatistics:
         """Return the buffers that a step changes; ``apart``: copies, so that the module's own stay as they are."""
-        # Copies only where something changes them: most cells leave buffers as they are.
+        # A cell changes copies, because other cells may still read the old values; without changes none are needed.
         changes = any(stage.ranked.program.mutations for stage in lowered.hosted.values())
         apart = (apart or self._is_cell) and changes
         model, rank = self._subject.model, self.groups.plane.rank

@@ -29,7 +29,7 @@ HostedStages = Mapping[tuple[int, int], HostedStage]
 
 
 class FollowingStatistics:
-    """Buffers of one direction: changed after every forward.
+    """Buffers of one direction: each forward reads what the one before has changed.
 
     Args:
         buffers: those of the model by all of their names.

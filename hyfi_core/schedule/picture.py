@@ -109,7 +109,7 @@ def _legend(events: Sequence[TraceEvent]) -> list[str]:
 
 
 def _axis(span_s: float, px_per_s: float, y: float) -> list[str]:
-    """Return the labels of the time axis: 5 to 12 of them, at multiples of 1, 2 or 5 times a power of ten."""
+    """Return the labels of the time axis: 6 to 13, from 0, at multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(span_s / 5))
     # ``power`` is not compared, because it may be too large by rounding: log10 of a number just below 0.001 is -3.
     step_s = max((step * power for step in (2, 5) if step * power <= span_s / 5), default=power)

@@ -137,7 +137,7 @@ class IngestOptions:
             SlideError: The row's scene is not a number.
         """
         scene = row.get("scene", "").strip()
-        if scene and not scene.isdecimal():
+        if scene and not (scene.isdecimal() and int(scene) > 0):
             raise SlideError(f"the column scene is {scene!r}; expected a number from 1")
         return Pick(int(scene or 0), self.plane)
 

@@ -97,8 +97,8 @@ def _files_listed_in(index: Path) -> list[Path]:
     except configparser.Error:
         return []  # the reader reports the error
     values = {value for section in parser.sections() for value in parser[section].values() if value}
-    plain = sorted(value for value in values if Path(value).name == value)
-    return [index.parent / name for name in plain if (index.parent / name).is_file() and name != index.name]
+    bare_names = sorted(value for value in values if Path(value).name == value)
+    return [index.parent / name for name in bare_names if (index.parent / name).is_file() and name != index.name]
 
 
 def _copy_all(files: list[Path], root: Path, folder: Path) -> bool:

@@ -186,7 +186,7 @@ def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPictur
 
 
 def _crop(result: SlideResult, region: Region) -> str:
-    """Return a picture, as a data URI, of ``CROP_UM`` around the region's peak, at the store's finest level."""
+    """Return a picture, as a data URI, of ``CROP_UM`` × ``CROP_UM`` around the region's peak, at the finest level."""
     finest, model_mpp = result.slide.levels[0], result.heatmap.mpp
     square_px = result.heatmap.square_px
     # At least 32 pixels, even if the store is coarse.

@@ -149,21 +149,21 @@ def _upright(stored: TiffSource) -> SlideSource:
 
 
 def _tiff_with_same_pixels(path: Path, by_openslide: OpenSlideSource, pick: Pick) -> TiffSource | None:
-    """Return a `TiffSource`, which is faster, if it has the same pixels as OpenSlide.
+    """Return a `TiffSource`, which is faster, unless it has other pixels than OpenSlide.
 
     Returns:
         The `TiffSource`; ``by_openslide`` is then closed. None if its pixels differ, or if it cannot read the file.
 
     Raises:
-        PlanesError: The file has several planes.
+        PlanesError: The file has several planes, and none is picked.
         ColourError: Nothing in the file says whether its pixels are RGB or YCbCr.
     """
     all_levels = list(range(len(by_openslide.levels)))
     # Indices of the levels that the file stores: of an NDPI (Hamamatsu), OpenSlide computes some.
     stored = _stored_levels(path, by_openslide) if by_openslide.vendor == "hamamatsu" else all_levels
 
-    def fill_missing(box: Box, level: int, out: RGB) -> None:
-        by_openslide.read_into(box, stored[level], out)
+    def fill_missing(box: Box, place: int, out: RGB) -> None:
+        by_openslide.read_into(box, stored[place], out)
 
     reopen = partial(open_source, pick=pick)
     try:
@@ -175,7 +175,8 @@ def _tiff_with_same_pixels(path: Path, by_openslide: OpenSlideSource, pick: Pick
         raise
     except SlideError:
         return None
-    # Not comparable: of several focal planes OpenSlide shows one of its own choice, and it believes wrong colour tags.
+    # Not comparable, so taken as it is: of several focal planes OpenSlide shows one of its own choice, and it believes
+    # wrong colour tags.
     is_comparable = not tiff.is_one_of_planes and not any(note.flag == COLOUR_FLAG for note in tiff.facts.notes)
     # `kept`: for each level of the TIFF, its place in `stored`.
     pairs = [(k, stored[index]) for k, index in enumerate(tiff.kept)]

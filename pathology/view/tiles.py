@@ -92,14 +92,14 @@ class TileCutter:
         box = TileGrid.of(slide).box(zoom, row, column)
         if box.empty:
             return None
-        part = self._part(slide, key, zoom, box)
-        if part.shape[:2] == (TILE_PX, TILE_PX):
-            return part
+        inside = self._inside(slide, key, zoom, box)
+        if inside.shape[:2] == (TILE_PX, TILE_PX):
+            return inside
         out: RGB = np.full((TILE_PX, TILE_PX, 3), 255, np.uint8)
-        out[: part.shape[0], : part.shape[1]] = part
+        out[: inside.shape[0], : inside.shape[1]] = inside
         return out
 
-    def _part(self, slide: ShownSlide, key: str, zoom: int, box: Box) -> RGB:
+    def _inside(self, slide: ShownSlide, key: str, zoom: int, box: Box) -> RGB:
         """Return the pixels of a box of a zoom, inside the slide and within one tile."""
         scale = TileGrid.of(slide).scale(zoom)
         # The coarsest level that is still fine enough, so that few pixels are read and none are invented.
@@ -127,7 +127,7 @@ class TileCutter:
         for y in range(fine.y0, fine.y1, TILE_PX):
             for x in range(fine.x0, fine.x1, TILE_PX):
                 quarter = Box(y, y + TILE_PX, x, x + TILE_PX).intersect(fine)
-                doubled[quarter.relative_to(fine).slices()] = self._part(slide, key, zoom + 1, quarter)
+                doubled[quarter.relative_to(fine).slices()] = self._inside(slide, key, zoom + 1, quarter)
         return np.ascontiguousarray(halve(doubled.transpose(2, 0, 1)).transpose(1, 2, 0))
 
     def _region(self, slide: ShownSlide, key: str, level: int, box: Box) -> RGB:

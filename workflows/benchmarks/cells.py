@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     shape, cells = (1, 3, size_px, size_px), None if way == "one piece" else parse_cells(way)
     began_s = time.perf_counter()
     if cells is not None:
-        return_what_is_freed()
+        return_what_is_freed()  # as the commands do
         plan = _plan(args, cells)
         engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator())
         # A small image first: the growth below is that of the large one alone, without code that is loaded once.

@@ -89,7 +89,7 @@ def _run_together(
     with ThreadPoolExecutor(max(len(parts), 1)) as threads:
         while waiting or running:
             busy = sum(part.ranks for part in running.values())
-            # `not running`: a part of more ranks than cores still runs, alone.
+            # If nothing is running, the next part starts even if it has more ranks than there are cores.
             while waiting and (not running or busy + waiting[0].ranks <= cores):
                 part = waiting.pop(0)
                 limit_s = deadline_s - time.monotonic()

@@ -324,10 +324,10 @@ def _run_as_rank(body: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         code = STOPPED
     except BaseException:
-        _fail(status, rank)
+        _fail(status, rank)  # ends the process
     peer_watch.leave()
     if inside_launcher():
-        # Before the exit code is left: a rank that a signal kills after it would have two outcomes.
+        # Before the exit code is written: a rank that a signal kills afterwards would have ended in two ways.
         signals.ignore_requests()
     if status is not None:
         status.end(rank, code)

@@ -93,7 +93,8 @@ class RankLog(logging.Handler):
             text += "\n" + logging.Formatter().formatException(record.exc_info)
         if record.name not in ("py.warnings", "root"):
             text = f"{record.name}: {text}"
-        # Libraries warn alike on all ranks: once on the terminal is enough, unless a rank has no file.
+        # Libraries warn alike on all ranks: once on the terminal is enough, unless a rank has no file. While
+        # lines are held for one (``_held``), they are shown later if it cannot be opened.
         shown = self._rank == 0 or (self._file is None and self._held is None)
         headed = self._log_lines(record.levelname, text, shown)
         if shown:

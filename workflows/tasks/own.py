@@ -145,9 +145,9 @@ def _tried(
 
     ``call``: a function of (name, outputs, labels) that calls it, such as `_loss_of`; None: it is called directly.
     """
-    function: OwnFunction = _own_function(key, name)
+    function: OwnFunction = _own_function(key, name)  # refuses a name that is no function, with ``call``, too
     try:
-        # A metric may compute with a network: nothing of it is trained.
+        # A loss with parameters of its own is refused: no optimizer updates them. A metric may compute with a network.
         with without_parameters() if key == LOSS_KEY else nullcontext():
             return function(outputs, labels) if call is None else call(name, outputs, labels)
     except RequestError as error:

@@ -168,7 +168,7 @@ def _tile_s(costs: BagCosts, machine: MachineModel, backward: bool, crowded: boo
 
 
 def _mean_longest(tiles: tuple[int, ...], replicas: int, slides: int) -> float:
-    """Return the tiles of the replica with most tiles, for which the others wait: the mean over random batches.
+    """Return the number of tiles of the replica that has most, for which the others wait: a mean over random batches.
 
     Args:
         tiles: Tiles of each slide.

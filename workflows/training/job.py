@@ -280,16 +280,16 @@ def _task_of(config: Config, labels: Labels, train: Sequence[SlideRef], val: Seq
     Raises:
         RequestError: The slides do not suffice, or a loss or metric of the user's own does not fit.
     """
-    data, targets = config.data, [_label(sample) for sample in train]
+    data, train_labels = config.data, [_label(sample) for sample in train]
     if data.augment.own is not None:  # the user's own change of colours
         try_colours(data.augment.own)
-    task = task_class(data.task_name).fitted(data, labels, targets)
+    task = task_class(data.task_name).fitted(data, labels, train_labels)
     task = replace(task, own_loss=data.own_loss, own_metrics=config.validation.metrics)
-    if not task.own_loss:
+    if not task.own_loss:  # what batches the user's own loss needs is not known
         task.check_batch(data.batch_size)
     task.check_validation([_label(sample) for sample in val])
-    batch, evaluated = targets[: data.batch_size], [_label(sample) for sample in val] or targets
-    for single, its_labels in task.with_labels(targets):  # one by one, if there are several targets
+    batch, evaluated = train_labels[: data.batch_size], [_label(sample) for sample in val] or train_labels
+    for single, its_labels in task.with_labels(train_labels):  # one by one, if there are several targets
         if is_own(single):  # a class of the user's
             try_task(single, its_labels[:_TRIED])
     task.try_own(batch, evaluated)  # the user's own loss and metrics

@@ -90,7 +90,10 @@ def describe_pace(job: TrainingJob) -> str:
 
 
 def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
-    """Return the function that runs a turn with this replica only; collective over its ranks, ``roles.trainers``."""
+    """Return the function that runs a turn with this replica only; collective over its ranks.
+
+    ``roles.trainers``: here the ranks of this replica alone.
+    """
     single = _single_replica_job(job)
     assert roles.trainers is not None
     # A second model: the turns move its running statistics, but not those of the model that the run trains.

@@ -95,7 +95,7 @@ class WeightWatch:
         if not noticed:
             self._notice()
         yield
-        self._last = self._marks()
+        self._last = self._marks()  # what the engine has changed does not count as changed by the user
 
     def sample(self, names: Sequence[str], turn: int) -> int:
         """Return a digest of a few values of each tensor that is in the host's memory.

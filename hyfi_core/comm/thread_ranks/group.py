@@ -126,7 +126,7 @@ class ThreadGroup:
         queues = self._queues_of(rank, message.peer, message.tag)
         queues.sends.append(post)
         self._pair(rank, message.peer, queues)
-        if not self.world.strict and not post.done:  # the sender may reuse its tensor
+        if not self.world.strict and not post.done:  # not paired, so still the last; the sender may reuse its tensor
             queues.sends[-1] = PostedMessage(Message(message.peer, message.tensor.detach().clone(), message.tag))
             post.done = True
 

@@ -277,7 +277,8 @@ def grown_bytes(program: Program, plan: ParallelPlan, device: str) -> tuple[int,
     """
     if device != "cpu":
         return rank_bytes(program, plan)
-    # In a heap, gradients find no room where whole maps have been freed, so count them as if they stayed in memory.
+    # A heap returns the memory of whole maps to the system, so gradients do not fit where these were: count them as if
+    # they stayed in memory.
     # With cells, which free parts of maps one after the other, they find room: for 2 and 4 cells 335 and 328 MB were
     # measured, 365 and 357 are forecast, and would be 400 with gradients that stay.
     stays = plan.cells is None
@@ -286,7 +287,7 @@ def grown_bytes(program: Program, plan: ParallelPlan, device: str) -> tuple[int,
     states = [sum(stages[stage].state_bytes for stage, _ in placement.hosted(rank)) for rank in range(placement.size)]
     maps = [max(0, needs - state) for needs, state in zip(plane_bytes, states, strict=True)]
     for needs, of_maps, kept_by_rank in zip(plane_bytes, maps, kept_bytes(program, plan, maps), strict=True):
-        # Planes divide maps, and each has all weights.
+        # What is not maps, this plane's share of the maps, and what heap and messages keep.
         grown.append(kept_by_rank + needs - of_maps + of_maps // plan.branches)
     return tuple(grown) * plan.branches
 

@@ -82,17 +82,18 @@ class SpillTimes:
             computed_s: time of (forward, backward) without moving, waits included.
         """
         again_s = sum(each_s.get(name, 0.0) for name in maps.recomputed)
-        written_s, read_s = (
+        # In both passes, maps move out of memory and back.
+        moving_in_forward_s, moving_in_backward_s = (
             machine.move_s(moved, plan.ranks, to_disk=plan.spill != "memory")
             for moved in (maps.forward_bytes, maps.backward_bytes)
         )
-        forward_s, backward_s = computed_s
+        computed_forward_s, computed_backward_s = computed_s
         return cls(
             again_s=again_s,
-            moving_s=written_s + read_s,
+            moving_s=moving_in_forward_s + moving_in_backward_s,
             # Maps are moved while others are computed: only what takes longer than that counts.
-            forward_s=max(0.0, written_s - forward_s),
-            backward_s=max(0.0, read_s - backward_s - again_s),
+            forward_s=max(0.0, moving_in_forward_s - computed_forward_s),
+            backward_s=max(0.0, moving_in_backward_s - computed_backward_s - again_s),
             moved_bytes=maps.forward_bytes + maps.backward_bytes,
         )
 

@@ -93,7 +93,13 @@ class GraphJob:
         graph = pickle.loads(self.graph)
         # Backward, too, is compiled here, where a failure can still be avoided.
         early = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-        with torch.set_grad_enabled(self.grad), tracing(TracingContext(mode)), early, _one_thread(), same_keys():
+        with (
+            torch.set_grad_enabled(self.grad),
+            tracing(TracingContext(mode)),
+            early,
+            _in_one_process(),
+            same_keys(),
+        ):
             function: CompiledFunction = backend(graph, inputs)
         return function
 
@@ -229,7 +235,7 @@ def _fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # caches on disk need a ShapeEnv
 
 
-def _one_thread() -> contextlib.AbstractContextManager[Any]:
+def _in_one_process() -> contextlib.AbstractContextManager[Any]:
     """Context in which Inductor starts no processes: each rank would start as many as there are cores."""
     if BACKEND != "inductor" or "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
         return contextlib.nullcontext()

@@ -31,10 +31,11 @@ class KnownStatistics(torch.autograd.Function):
             # As the native kernel does after computing statistics; epsilon is not read, since 1/σ is passed.
             return torch.batch_norm_elemt(own, weight, bias, mean, inverse, 0.0)
         if own.element_size() <= 2:
-            # The kernel computes in float32, too, and rounds once, at the end.
+            # As the native kernel for such maps, which computes in float32 and rounds once, at the end.
             weight, bias = (None if item is None else item.float() for item in (weight, bias))
             mean, inverse = mean.float(), inverse.float()
-        # 1/σ is in the scale, the deviation 1: in both modes, the kernel computes x · (w · 1/σ) + (b - m · (w · 1/σ)).
+        # In training and in evaluation mode, the native kernel computes x · (w · 1/σ) + (b - m · (w · 1/σ)). For the
+        # bits of the first run, it gets w · 1/σ as the weight and 1 as the deviation.
         scale = inverse if weight is None else weight * inverse
         statistics = mean, torch.ones_like(mean)
         result: torch.Tensor = torch.native_batch_norm(own, scale, bias, *statistics, False, 0.0, 0.0)[0]

@@ -202,7 +202,7 @@ class CheckpointWriter:
             moments, averaged, buffers = (copied.get(kind) for kind in ("optimizer", "averaged", "buffers"))
             files = write_tensors(temporary, copied["weights"], moments, averaged, buffers, number)
             self._pool.release(snapshot)
-            return {"files": files, "groups": groups, "names": sizes}
+            return {"files": files, "groups": groups, "names": sizes}  # bytes of each tensor, by name
 
         return write
 

@@ -68,6 +68,11 @@ def check_groups(
 ) -> None:
     """Check that an optimizer has the parameter groups of an ``optimizer_state``, or this rank's part of them.
 
+    Args:
+        optimizer: the optimizer.
+        named: the model's ``named_parameters()``.
+        saved: the ``optimizer_state``.
+
     Raises:
         RequestError: it does not.
     """

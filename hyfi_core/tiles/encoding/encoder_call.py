@@ -96,8 +96,8 @@ class EncoderCall:
         """Return the features ``(count, D)`` from the encoder's result."""
         features = returned if self.output is None else self.output(returned)
         if not isinstance(features, torch.Tensor) or features.dim() != 2 or len(features) != count:
-            shaped = isinstance(features, torch.Tensor)
-            shown = f"a tensor of shape {tuple(features.shape)}" if shaped else f"a {type(features).__name__}"
+            is_tensor = isinstance(features, torch.Tensor)
+            shown = f"a tensor of shape {tuple(features.shape)}" if is_tensor else f"a {type(features).__name__}"
             raise RequestError(
                 f"the encoder's features are {shown} for {count} tiles; select ({count}, D) with output=, for instance "
                 f"lambda out: out.pooler_output, or lambda out: out.last_hidden_state[:, 0]"

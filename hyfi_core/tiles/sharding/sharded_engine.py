@@ -53,7 +53,9 @@ class ShardedTilesEngine(TilesEngine):
         assert copies is not None
         self._copies = CountedCommunicator(copies)
         group = agree(comm, lambda: process_group(self._groups.replica, device_of(self._model)))
+        # The most bytes of whole weights that a forward or backward gathers at a time.
         self._gathered_bytes = shard_encoder(self._model.encoder, group, device_of(self._model))
+        # A later change of ``requires_grad`` would not reach the shards: it is refused.
         self._trained_flags = [parameter.requires_grad for parameter in self._model.encoder.parameters()]
 
     def _make_ownership(self) -> ShardedOwnership:

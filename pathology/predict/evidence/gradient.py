@@ -58,6 +58,7 @@ def gradient_evidence(ensemble: Ensemble, dataset: SlideDataset, sight: Sight, a
     def divided() -> OcclusionBlocks:
         mask, mask_mpp = dataset.slide(0).tissue()
         tissue = TissueGrid.under(mask, mask_mpp, (level.height_px, level.width_px), level.mpp)
+        # Without a limit of forwards, which grow with the blocks elsewhere: here it is one for each image.
         return OcclusionBlocks.of(tissue, sight.views, align_px, most=_NO_LIMIT)
 
     blocks = on_every_rank(ensemble.comm, divided)
@@ -65,7 +66,7 @@ def gradient_evidence(ensemble: Ensemble, dataset: SlideDataset, sight: Sight, a
     drops = np.mean([_of_member(ensemble, member, dataset, sight.views, blocks) for member in members], axis=0)
     names = tuple(ensemble.members[0].readout.channels)
     has_tissue = np.zeros(blocks.shape, bool)
-    for block in blocks.covered:
+    for block in blocks.covered:  # those with tissue that an image shows
         has_tissue[block.row, block.column] = True
     drops[:, ~has_tissue] = np.nan
     drops = drops.astype(np.float32)

@@ -103,7 +103,7 @@ def _agreed(stated: list[StatedMpp], power: float | None, size_px: tuple[int, in
 def _of_another_size(
     stale: StatedMpp, current: list[StatedMpp], size_px: tuple[int, int], facts: SlideFacts
 ) -> CheckedMpp:
-    """Choose if the statement ``stale`` is about another size: the image was reduced or cut afterwards.
+    """Choose where the statement ``stale`` is about another size, because the image was reduced or cut afterwards.
 
     Args:
         stale: The statement about another size.

@@ -52,7 +52,7 @@ class Forecasts:
             machine: One of ``machine_names()``.
         """
         program, model = self._program(network, size, images // plan.microbatches), self.machine(machine)
-        # Kept from forecast to forecast: plans that are lowered already.
+        # A cache for each machine: plans that are lowered already, and their costs.
         lowered_plans = self._lowered.setdefault(machine, LoweredPlans())
         spills = SpillForecast(model, PROCESS_BYTES)
         return forecast_step(

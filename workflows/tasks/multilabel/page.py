@@ -39,10 +39,11 @@ def labels_section(
         means = {name: macro(of_labels[name]) for name in MEANS}
         return means | {f"auroc_{name}": of_labels["auroc"][:, k] for k, name in enumerate(names)}
 
-    # Of the slides, each once; the draws give their intervals.
+    # The metrics count each slide once; their intervals come from the draws.
     once = measured(metrics_of_draws, len(scores))
     counts = torch.from_numpy(draws)
-    # As in `Multilabel.intervals`: the page and the metrics of a validation state the same.
+    # For labels known of few slides, an AUROC's interval is by ranks; as in `Multilabel.intervals`, so that the page
+    # states what the metrics of a validation do.
     bounds = with_rank_intervals(resampled(metrics_of_draws, list(once), counts), once, targets, counts, names)
     texts = {name: shown_metric(name, value, bounds[name])[1] for name, value in once.items()}
     shown = [(f"{name.replace('_', ' ')}, mean of the labels", texts[name]) for name in MEANS]

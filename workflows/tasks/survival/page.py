@@ -63,7 +63,7 @@ def survival_section(
     high = case_risks > middle
     p = log_rank(case_targets[:, 0], case_targets[:, 1], high)
     shown.append(("log-rank p of the risk groups, by case", "not defined" if p is None else f"{p:.2g}"))
-    plots = [_curves(case_targets, high, p, columns[0], own=cutoff is None)]
+    plots = [_curves(case_targets, high, p, columns[0], at_own_median=cutoff is None)]
     return PageSection(
         shown,
         [*plots, _areas(risks, targets, times, counts, columns[0])],
@@ -81,7 +81,7 @@ def _by_case(risks: torch.Tensor, targets: torch.Tensor, draws: Array) -> tuple[
     return torch.stack([risks[indices].mean() for indices in members]), targets[latest]
 
 
-def _curves(targets: torch.Tensor, high: torch.Tensor, p: float | None, name: str, *, own: bool) -> Plot:
+def _curves(targets: torch.Tensor, high: torch.Tensor, p: float | None, name: str, *, at_own_median: bool) -> Plot:
     """Return the Kaplan–Meier curves of both risk groups.
 
     Args:
@@ -89,13 +89,13 @@ def _curves(targets: torch.Tensor, high: torch.Tensor, p: float | None, name: st
         high: (N,) whether its risk is high.
         p: Probability by the log-rank test; None: not tested.
         name: Name of the time axis.
-        own: Whether the groups are divided at the median of these cases.
+        at_own_median: Whether the median of these cases divides the groups; else it is that of the validation slides.
     """
     curves = []
     for label, members in ((LOW, ~high), (HIGH, high)):
         if bool(members.any()):
             curves.append(_curve(targets[members], f"{label} ({int(members.sum())})"))
-    how = "the median of these cases" if own else "the median of the validation slides"
+    how = "the median of these cases" if at_own_median else "the median of the validation slides"
     text = "" if p is None else f" Log-rank: p = {p:.2g}."
     caption = f"Groups by the predicted risk, divided at {how}. Bands: 95 %.{text} Ticks: censored."
     return group_curves_plot("Kaplan–Meier by predicted risk", name, "probability of survival", curves, caption)

@@ -100,7 +100,7 @@ class FeatureInputs(BagInputs):
     def warnings(self, engine: TrainingEngine) -> list[str]:
         """Return warnings about slides, and about features without positions or without a stated encoder."""
         warnings = self.job.warnings()
-        # Stored features have a unit if and only if they have positions.
+        # Stored features have a unit of their positions, px or µm, if and only if they have positions.
         if any(stored.unit is None for stored in (*self.train.stored, *self.val.stored)):
             warnings.append("some features have no positions (coords): predictions with them will have no heatmap")
         if self._features.encoder is None:
