@@ -48,7 +48,7 @@ class AvgPool(Banded):
     divisor: int | None = None
 
     def forward(self, comm: Communicator, inputs: Tensors) -> Waits[tuple[Tensors, Any]]:
-        """Return (means,); saves (what the halo saves, shape of the kernel's input, a small tensor of its format)."""
+        """Return (means,); saves (what the halo saves, shape of the canvas or part, a small tensor of its format)."""
         (own,) = inputs  # this rank's part of the map
         if self.own is None:  # one call on a canvas, the part with its halo
             (canvas,), back = yield from self.halo.forward(comm, (own,))
@@ -71,7 +71,7 @@ class AvgPool(Banded):
         self, comm: Communicator, saved: Any, cotangents: Cotangents, needs_grad: NeedsGrad = ()
     ) -> Waits[Cotangents]:
         """Return (the cotangent of the map,): each output's cotangent is spread over its window."""
-        back, shape, pattern = saved  # what the halo has saved, shape of the kernel's input, a tensor of its format
+        back, shape, pattern = saved  # what the halo has saved, shape of the canvas or part, a tensor of its format
         form = like(pattern, list(shape))
         dy = cotangents[0]
         if dy is None or self.output.empty:

@@ -44,7 +44,7 @@ class Abmilx(nn.Module):
         self.score = nn.Sequential(nn.Linear(of_head, of_head), nn.GELU(), nn.Linear(of_head, 1))
         # Makes queries and keys, side by side.
         self.norm, self.similarity = nn.LayerNorm(of_head), nn.Linear(of_head, 2 * of_head, bias=False)
-        self.shared = nn.Parameter(torch.ones(1))  # by how much a tile's attention is that of similar tiles
+        self.shared = nn.Parameter(torch.ones(1))  # factor of similar tiles' scores, added to a tile's own
         self.projection, self.classifier = nn.Linear(hidden, hidden), nn.Linear(hidden, classes)
 
     def forward(self, bag: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

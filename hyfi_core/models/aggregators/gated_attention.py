@@ -70,7 +70,7 @@ class GatedAttention(nn.Module):
             raise RequestError(f"spread is {spread}; use a number above 0, such as 8")
         self.score = GatedScore(features, hidden, dropout, heads)
         self.classifier = nn.Linear(heads * features, classes)
-        # Larger initial weights spread the scores: each head begins with its attention on a few tiles.
+        # A spread above 1 makes the scores differ more: each head begins with its attention on a few tiles.
         with torch.no_grad():
             self.score.w.weight.mul_(spread)
 
