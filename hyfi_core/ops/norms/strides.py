@@ -12,6 +12,7 @@ from functools import lru_cache, wraps
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -60,7 +61,9 @@ def batch_norm_for_all_strides(norm: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(norm)
     def call(x: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
         """Return what the norm returns for a map of usual strides; its cotangent gets these, too."""
-        if 1 not in x.shape:
+        # A trace for ``torch.compile`` has the norm itself: compiled code is arithmetic, right for all strides. Of the
+        # view it would record a detached map, through which no gradient flows.
+        if 1 not in x.shape or isinstance(x, FakeTensor):
             return norm(x, *arguments, **settings)
         if with_usual_strides(x) is not x:
             x = _WithUsualStrides.apply(x)  # type: ignore[no-untyped-call]

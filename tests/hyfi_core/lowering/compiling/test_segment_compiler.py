@@ -167,6 +167,41 @@ def test_cotangents_that_are_one_tensor_are_not_overwritten() -> None:
         assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm(), name
 
 
+def test_gradients_pass_norms_of_maps_with_other_strides() -> None:
+    """A channels-last map of one pixel has strides that no contiguous map of its shape has."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.gate, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+        def train(self, mode: bool = True) -> Gate:
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            gate = self.norm(self.gate(y.mean((2, 3), keepdim=True)))
+            return (y * (F.gelu(gate) * 1.5).tanh()).mean((2, 3))
+
+    torch.manual_seed(0)
+    model = Gate().double().to(memory_format=torch.channels_last).train()
+    images = torch.randn(2, 3, 6, 8).double().contiguous(memory_format=torch.channels_last)
+    found: list[dict[str, torch.Tensor]] = []
+    for compile in ("off", "on"):
+        engine = hyfi_core.parallelize(
+            copy.deepcopy(model), (2, 3, 6, 8), ParallelPlan(((1, 1),)), AloneCommunicator(), compile=compile
+        )
+        engine.accumulate(images, torch.tensor([0, 2]))
+        found.append(engine.gather_gradients() or {})
+    compiler = _compiler(engine)
+    assert compiler is not None and compiler.compiled > 0
+    assert found[0].keys() == found[1].keys() == dict(model.named_parameters()).keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-10, atol=1e-14, msg=name)
+
+
 def test_dropout_draws_the_same_numbers() -> None:
     plan = ParallelPlan(((1, 1),))
     wanted, (found,) = _trained(plan, "off", dropout=0.5), _trained(plan, "on", dropout=0.5)
