@@ -20,7 +20,8 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def with_usual_strides(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view whose dims of size 1 have the strides that a new tensor of its memory format has.
 
-    A tensor without such dims, or one that is in no memory format, is returned as it is. The view has no gradient.
+    A tensor without such dims, or one that is in no memory format, is returned as it is. Not for autograd, which would
+    differentiate the view by copies of the map: see ``_WithUsualStrides``.
     """
     if 1 not in tensor.shape:
         return tensor

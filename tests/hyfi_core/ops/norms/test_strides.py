@@ -54,7 +54,7 @@ def _differentiated(norm: Norm, x: torch.Tensor, cotangent: torch.Tensor) -> tup
 def test_the_gradient_is_that_of_contiguous_tensors(name: str, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     x, cotangent = torch.randn(2, *shape, dtype=torch.float64, generator=generator)
-    # On two images of the same values, which have no dim of size 1 but height and width, PyTorch is right.
+    # Of contiguous tensors, PyTorch's gradients are right.
     expected = _differentiated(NORMS[name], x.contiguous(), cotangent.contiguous())
     orders = list(permutations(range(4)))
     for map_order, cotangent_order, stride in product(orders[::3], orders, (1, 4, 50)):
